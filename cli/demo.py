@@ -49,7 +49,7 @@ class Story:
         self._began_s = time.monotonic()
         self._length_s = length_s
         self._status: dict[str, Any] = {}
-        self._steps = self._tell()
+        self._steps = self._story_steps()
         next(self._steps)
 
     @property
@@ -81,7 +81,7 @@ class Story:
         while self.elapsed_s < moment_s:
             yield
 
-    def _tell(self) -> Iterator[None]:
+    def _story_steps(self) -> Iterator[None]:
         yield
         yield from self._fill()
         yield from self._until(self._length_s / 3)

@@ -17,7 +17,7 @@ def end_group(number: int) -> None:
 
 class ProcessGroup(subprocess.Popen[str]):
     """A process that leads a group of its own (`process_group=0`). Leaving the context ends what is left of the group;
-    Popen's own waits, without end where a test failed before it had asked the process to stop.
+    Popen's own waits, without end where a test failed before it had stopped the process.
     """
 
     def __exit__(

@@ -109,7 +109,7 @@ class CollectionWatch:
             self._wake.clear()
             await self._look_once()
             if self.selection.whole and self._waiting:  # nothing can be missing: its stream is requested as before
-                self._tell()
+                self._notify()
             await self._clock.sleep(PAUSE_MIN_S)
 
     async def _look_once(self) -> None:
@@ -151,8 +151,8 @@ class CollectionWatch:
         # Streams that show something which is gone end by themselves, and bring the word of it: they are left alone.
         news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
         if news and not self.selection.whole:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         waiting, self._waiting = self._waiting, set()
         self._mirroring.on_collections(waiting)

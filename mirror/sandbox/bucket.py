@@ -72,7 +72,7 @@ class Bucket:
             f"{rng.getrandbits(128):032x}",
             [NOWHERE] * vbuckets,
             [[NOWHERE] * replicas for _ in range(vbuckets)],
-            tells_epoch=profile.map_epochs,
+            sends_epoch=profile.map_epochs,
             capabilities=[name for name in CAPABILITIES if profile.has_capability(name)],
         )
         self.states: dict[int, VbucketRole] = {}

@@ -34,7 +34,7 @@ class SandboxMap:
     nodes: list[SandboxAddress] = field(default_factory=list)
     rev: int = 1
     epoch: int = 1
-    tells_epoch: bool = True
+    sends_epoch: bool = True
     """Old servers order their maps by revision alone."""
     capabilities: Sequence[str] = CAPABILITIES
     """What the bucket is said to be able to do."""
@@ -63,7 +63,7 @@ class SandboxMap:
             ConfigNode(self.host, node.port, node.tls_port, self.external_host, node.number == this_node)
             for node in self.nodes
         ]
-        epoch = self.epoch if self.tells_epoch else None
+        epoch = self.epoch if self.sends_epoch else None
         if not with_bucket:
             return render(self.rev, epoch, nodes, None)
         index = {node.number: position for position, node in enumerate(self.nodes)}

@@ -75,7 +75,7 @@ class DcpStream:
         self._failover_log = served.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
-        self._tells_advance = controls.collections
+        self._sends_advance = controls.collections
         self._sync_writes = controls.sync_writes
         self._marker_version = controls.marker_version
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
@@ -224,7 +224,7 @@ class DcpStream:
 
     def _finish(self, out: bytearray) -> None:
         """All rows of the snapshot were sent."""
-        if self._last_sent_seqno < self._marker_end_seqno and self._tells_advance:
+        if self._last_sent_seqno < self._marker_end_seqno and self._sends_advance:
             out += self._message(SeqnoAdvanced(self.vbid, self._marker_end_seqno, opaque=self.opaque))
         self._pinned = None
         self._holds_nothing = False

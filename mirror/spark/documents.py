@@ -109,7 +109,7 @@ class Layout:
             if name.lower() in seen:
                 raise ConfigError(
                     f"--schema names {name!r}, which is a column of every typed table, or there already (Delta does "
-                    "not tell upper from lower case)"
+                    "not distinguish upper and lower case)"
                 )
             seen.add(name.lower())
 

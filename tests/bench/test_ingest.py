@@ -13,7 +13,7 @@ from storage.model import Branch, Vbid
 from storage.view import open_view
 
 
-def test_the_documents_are_as_many_and_as_large_as_asked_for() -> None:
+def test_the_documents_are_as_many_and_as_large_as_requested() -> None:
     documents = list(ingest.documents(500, 200))
     assert len({key for key, _ in documents}) == 500
     assert {len(key) for key, _ in documents} == {20}
@@ -30,7 +30,7 @@ def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> Non
 
 
 @pytest.mark.timeout(120)
-def test_a_round_fills_a_mirror_and_tells_its_figures(tmp_path: Path) -> None:
+def test_a_round_fills_a_mirror_and_reports_its_figures(tmp_path: Path) -> None:
     found = list(ingest.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe", orders=ingest.ORDERS))
     assert [figures.order for figures in found] == ["turn", "stream"]
     for figures in found:

@@ -45,7 +45,7 @@ def test_peers_are_measured_where_they_are_installed(name: str) -> None:
         (Memcached, [bytes([0x81]) + bytes(10) + b"\x05" + bytes(12) + b"value", bytes([0x81]) + bytes(23)]),
     ],
 )
-def test_answers_are_told_apart_however_they_are_cut(
+def test_answers_are_distinguished_however_they_are_cut(
     protocol: type[Redis] | type[Memcached], answers: list[bytes]
 ) -> None:
     data = bytearray(b"".join(answers))

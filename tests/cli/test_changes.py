@@ -76,16 +76,16 @@ def test_following_shows_what_comes_and_what_is_taken_back(tmp_path: Path) -> No
             eventually(lambda: (data / "mirror.json").exists() and call("get", "--data", data, "first").code in (0, 5))
             with background("changes", "--data", data, "--vbid", "2", "--follow", "--json") as follower:
                 assert follower.stdout is not None
-                assert heard(follower.stdout.readline()) == ("mutation", "first")
+                assert received(follower.stdout.readline()) == ("mutation", "first")
                 source.call(cluster.set, "second", b"2", vbid=2)
-                assert heard(follower.stdout.readline()) == ("mutation", "second")
+                assert received(follower.stdout.readline()) == ("mutation", "second")
                 source.call(cluster.failover, 2, lose=1)
                 rolled_back = json.loads(follower.stdout.readline())
                 assert rolled_back["kind"] == "rollback"
                 assert rolled_back["rollback"]["to_seqno"] == 1
-                assert heard(follower.stdout.readline()) == ("retraction", "second")
+                assert received(follower.stdout.readline()) == ("retraction", "second")
                 source.call(cluster.set, "third", b"3", vbid=2)
-                assert heard(follower.stdout.readline()) == ("mutation", "third")
+                assert received(follower.stdout.readline()) == ("mutation", "third")
                 os.kill(follower.pid, signal.SIGINT)
                 _, err = follower.communicate(timeout=LIMIT_S)
                 assert (follower.returncode, err) == (0, "")
@@ -93,7 +93,7 @@ def test_following_shows_what_comes_and_what_is_taken_back(tmp_path: Path) -> No
             service.communicate(timeout=LIMIT_S)
 
 
-def heard(line: str) -> tuple[str, Any]:
+def received(line: str) -> tuple[str, Any]:
     event = json.loads(line)
     return event["kind"], event["document"]["key"]
 

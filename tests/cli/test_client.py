@@ -14,7 +14,7 @@ from mirror.messages import GetStatus, Ping, RollBack
 
 
 class Service:
-    """A service that answers one line as told."""
+    """A service that answers one given line."""
 
     def __init__(self, directory: Path, answer: Callable[[socket.socket, bytes], object]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -46,10 +46,10 @@ def test_nobody_there_is_no_error(tmp_path: Path) -> None:
 
 
 def test_an_answer_in_pieces(tmp_path: Path) -> None:
-    heard = []
+    received = []
 
     def answer(line: socket.socket, request: bytes) -> None:
-        heard.append(request)
+        received.append(request)
         for piece in (b'{"ok": true, "va', b'lue": "' + b"x" * 300_000, b'"}\n'):
             line.sendall(piece)
 
@@ -57,7 +57,7 @@ def test_an_answer_in_pieces(tmp_path: Path) -> None:
         found = client.ask(tmp_path, RollBack(3, 5))
     assert found is not None
     assert len(found["value"]) == 300_000
-    assert heard == [b'{"op": "rollback", "vbid": 3, "to": 5}\n']
+    assert received == [b'{"op": "rollback", "vbid": 3, "to": 5}\n']
 
 
 def test_a_refusal_keeps_its_words_and_code(tmp_path: Path) -> None:

@@ -17,19 +17,19 @@ SMALL = ["--documents", "3000", "--rate", "300"]
 def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     result = call("demo", "--seconds", "8", "--data", tmp_path / "data", "--json", *SMALL)
     assert result.code == 0, result.err
-    told = result.json
-    assert told["ok"] is True
-    assert told["kill"]["requested_again_bytes"] == 0
-    assert told["kill"]["vbuckets_requested_below_published"] == 0
-    assert told["kill"]["vbuckets"] == 32
-    assert told["failover"]["rolled_back"] >= 1
-    assert told["failover"]["retracted_seqnos"] >= 1
-    lost = told["failover"]["retracted_seqnos"] - told["failover"]["sent_again_seqnos"]
+    summary = result.json
+    assert summary["ok"] is True
+    assert summary["kill"]["requested_again_bytes"] == 0
+    assert summary["kill"]["vbuckets_requested_below_published"] == 0
+    assert summary["kill"]["vbuckets"] == 32
+    assert summary["failover"]["rolled_back"] >= 1
+    assert summary["failover"]["retracted_seqnos"] >= 1
+    lost = summary["failover"]["retracted_seqnos"] - summary["failover"]["sent_again_seqnos"]
     most = LOST_CHANGES + 1  # a failover that would part a durable write from its prepare loses the prepare too
-    assert 0 < lost <= most * told["failover"]["rolled_back"], "what the source lost, and no more"
-    assert told["failover"]["resynced"] == 0
-    assert told["documents"]["source"] == told["documents"]["mirror"] > 3000
-    assert told["check_problems"] == []
+    assert 0 < lost <= most * summary["failover"]["rolled_back"], "what the source lost, and no more"
+    assert summary["failover"]["resynced"] == 0
+    assert summary["documents"]["source"] == summary["documents"]["mirror"] > 3000
+    assert summary["check_problems"] == []
     for line in ("SIGKILL to worker", "is back", "fails over", "rolled back", "writes stop"):
         assert line in result.err
     assert call("status", "--data", tmp_path / "data", "--json").json["totals"]["rollback_count"] >= 1

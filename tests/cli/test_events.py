@@ -43,13 +43,13 @@ def test_following_goes_on_with_the_next_service_and_shows_each_event_once(
     def answer(pid: int, *numbers: int) -> dict[str, Any]:
         return {"pid": pid, "events": [{"pid": pid, "number": number} for number in numbers]}
 
-    asked: list[tuple[int, float]] = []
+    requested: list[tuple[int, float]] = []
     answers: Iterator[Any] = iter(
         [answer(1, 1, 2), answer(1), answer(1, 3), None, None, answer(2), answer(2, 1), answer(2, 2), KeyboardInterrupt]
     )
 
     def ask(_path: Path, request: GetEvents) -> Any:
-        asked.append((request.after, request.wait_s))
+        requested.append((request.after, request.wait_s))
         found = next(answers)
         if found is KeyboardInterrupt:
             raise KeyboardInterrupt
@@ -61,6 +61,6 @@ def test_following_goes_on_with_the_next_service_and_shows_each_event_once(
     out, err = capsys.readouterr()
     shown = [json.loads(line) for line in out.splitlines()]
     assert [(each["pid"], each["number"]) for each in shown] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
-    assert [after for after, _ in asked] == [0, 2, 2, 3, 3, 3, 0, 1, 2]
-    assert asked[0][1] == 0
+    assert [after for after, _ in requested] == [0, 2, 2, 3, 3, 3, 0, 1, 2]
+    assert requested[0][1] == 0
     assert err.count("waiting for the next one") == 1

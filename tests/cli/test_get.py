@@ -46,7 +46,7 @@ def test_what_is_absent_is_exit_5(mirrored: Path, key: str) -> None:
     assert "no document" in result.complaint
 
 
-def test_meta_tells_all_but_the_value(mirrored: Path) -> None:
+def test_meta_shows_all_but_the_value(mirrored: Path) -> None:
     result = call("get", "--data", mirrored, "order::001", "--meta")
     assert "datatype" in result.out
     assert "13 bytes" in result.out

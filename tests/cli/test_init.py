@@ -42,7 +42,7 @@ def test_nothing_is_written_for_a_source_that_refuses(source: SandboxThread, tmp
     assert "give --data" in call("init", "--source", source.connection_string).complaint
 
 
-def test_what_is_missing_is_asked_for_on_a_terminal_until_it_is_right(source: SandboxThread, tmp_path: Path) -> None:
+def test_what_is_missing_is_requested_on_a_terminal_until_it_is_right(source: SandboxThread, tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()
     (folder / "notes").write_text("mine")

@@ -153,7 +153,7 @@ def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) 
     assert "password" in done.complaint
 
 
-def test_no_mirror_and_no_room_are_told_with_their_place(mirrored: Path, tmp_path: Path) -> None:
+def test_no_mirror_and_no_space_are_reported_with_their_place(mirrored: Path, tmp_path: Path) -> None:
     done = call("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
     assert (done.code, "no such directory" in done.complaint) == (2, True)
     (tmp_path / "file").touch()

@@ -11,7 +11,7 @@ from mirror.wire.constants import Opcode
 from tests.cli.conftest import call
 
 
-def test_it_ends_when_it_was_told_to(source: SandboxThread, tmp_path: Path) -> None:
+def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> None:
     url = source.connection_string
     result = call("record", "--source", url, "--to", tmp_path / "all", "--json")
     assert result.code == 0, result.err

@@ -142,7 +142,7 @@ def test_markup_in_data_is_text() -> None:
     assert "no [bold]privilege" in text
 
 
-def test_every_vbucket_is_shown_when_asked_for() -> None:
+def test_every_vbucket_is_shown_on_request() -> None:
     text = drawn(render.status_view(document(), every_vbucket=True), 160)
     assert "1,234,567" in text
     assert len([line for line in text.splitlines() if "streaming" in line]) == 2

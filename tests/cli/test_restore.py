@@ -83,7 +83,7 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
     assert not (tmp_path / "target").exists()
 
 
-def test_rows_that_were_damaged_before_are_refused_unless_they_are_wanted(
+def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     mirrored: Path, made: Path, tmp_path: Path
 ) -> None:
     harmed = tmp_path / "harmed"

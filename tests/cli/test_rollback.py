@@ -65,8 +65,8 @@ def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThre
     assert [name for name in done if f"`{name}`" not in JSON_MD] == []
     assert (done["done"], done["service"], done["branch"]) == (True, "down", before["branch"] + 1)
     assert done["boundary"] == foretold["boundary"] | {"branch": done["branch"]}
-    told = ("retracted", "restored", "documents", "from_seqno", "from_branch", "since")
-    assert {name: done[name] for name in told} == {name: foretold[name] for name in told}
+    fields = ("retracted", "restored", "documents", "from_seqno", "from_branch", "since")
+    assert {name: done[name] for name in fields} == {name: foretold[name] for name in fields}
     assert {each["kind"] for each in done["documents"]} == {"retraction", "restoration"}
     after = state_of(data)
     assert (after["published_seqno"], after["rollback_count"]) == (older["seqno"], 1)
@@ -115,7 +115,7 @@ def test_what_cannot_be_done_changes_nothing_and_says_why(data: Path) -> None:
     assert state_of(data) == before
 
 
-def test_people_are_told_the_boundary_and_the_documents(data: Path) -> None:
+def test_the_boundary_and_the_documents_are_shown_to_people(data: Path) -> None:
     newest = state_of(data)["published_seqno"]
     result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--limit", "1")
     lines = result.out.splitlines()

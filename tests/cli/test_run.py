@@ -100,7 +100,7 @@ def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_runs_until_told_to_stop_and_can_be_asked_meanwhile(
+def test_it_runs_until_stopped_and_answers_meanwhile(
     source: SandboxThread, tmp_path: Path, number: signal.Signals
 ) -> None:
     with background("run", "--source", source.connection_string, "--data", tmp_path, "--workers", "2") as service:
@@ -189,7 +189,7 @@ def test_stopped_before_it_has_read_its_settings_it_ends_cleanly(tmp_path: Path,
     assert not (tmp_path / "data").exists()
 
 
-def test_what_is_needed_is_asked_for(tmp_path: Path) -> None:
+def test_what_is_needed_is_requested(tmp_path: Path) -> None:
     assert "--data" in call("run", "--source", NOBODY_THERE).complaint
     assert "--source" in call("run", "--data", tmp_path).complaint
     assert call("run").code == 2
@@ -346,7 +346,7 @@ def test_a_damaged_group_that_is_set_aside_is_filled_again(
     assert call("scan", "--data", data, "--json").out == call("scan", "--data", mirrored, "--json").out
 
 
-def test_a_bucket_that_was_made_anew_is_mirrored_beside_its_old_data(tmp_path: Path) -> None:
+def test_a_bucket_that_was_recreated_is_mirrored_next_to_its_old_data(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with SandboxThread(SandboxCluster(vbuckets=4)) as source:
         arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2"]

@@ -14,7 +14,7 @@ from tests.cli.conftest import LIMIT_S, background, call
 from tests.feed.authority import Authority
 
 
-def test_it_says_where_it_is_does_what_it_is_asked_and_ends_when_told(tmp_path: Path) -> None:
+def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_path: Path) -> None:
     with background(
         "sandbox", "--nodes", "2", "--vbuckets", "8", "--load", "100", "--control", tmp_path / "s"
     ) as source:

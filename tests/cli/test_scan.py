@@ -20,7 +20,7 @@ def test_all_documents_one_a_line(mirrored: Path) -> None:
     assert not any(line["deleted"] for line in result.lines)
 
 
-def test_tombstones_only_when_asked_for(mirrored: Path, source: SandboxThread) -> None:
+def test_tombstones_only_when_requested(mirrored: Path, source: SandboxThread) -> None:
     lines = call("scan", "--data", mirrored, "--json", "--deletions").lines
     assert {line["key"] for line in lines if line["deleted"]} == {f"order::{number:03}" for number in range(0, 200, 10)}
     assert all(line["value"] is None for line in lines if line["deleted"])
@@ -65,7 +65,7 @@ def test_as_of_a_time_every_vbucket_says_its_boundary(mirrored: Path) -> None:
     text = datetime.fromtimestamp(moment_ms / 1000, tz=UTC).isoformat(timespec="milliseconds")
     result = call("scan", "--data", mirrored, "--as-of", text.replace("+00:00", "Z"), "--json")
     assert result.code == 0, result.err
-    told = {vbid: max(each for each in kept if each[0] <= moment_ms)[1] for vbid, kept in boundaries.items()}
-    for vbid, seqno in told.items():
+    reported = {vbid: max(each for each in kept if each[0] <= moment_ms)[1] for vbid, kept in boundaries.items()}
+    for vbid, seqno in reported.items():
         assert f"as of vbucket {vbid}, seqno {seqno}, published " in result.err
     assert sum(line["key"].startswith("order::") for line in result.lines if "key" in line) == 200

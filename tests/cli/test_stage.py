@@ -38,7 +38,9 @@ def test_a_source_that_does_not_start_leaves_nothing_behind(tmp_path: Path, monk
     assert set(psutil.Process().children(recursive=True)) == before
 
 
-def test_settings_of_whoever_runs_the_demo_do_not_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_who_runs_the_demo_do_not_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "DCP_MIRROR_WORKERS", "nonsense")
     monkeypatch.setitem(os.environ, "DCP_MIRROR_PASSWORD", "another")
     with stage(tmp_path) as both:

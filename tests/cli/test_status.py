@@ -71,7 +71,7 @@ def test_top_fits_a_terminal_of_80_columns_and_24_lines(mirrored: Path, tmp_path
         assert terminal.shown.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:
+def test_top_ends_after_the_looks_that_were_requested(mirrored: Path) -> None:
     lines = call("top", "--data", mirrored, "--count", "2", "--interval", "0.1", "--json").lines
     assert len(lines) == 2
     assert list(lines[0]) == FIELDS
@@ -80,7 +80,7 @@ def test_top_ends_after_the_looks_that_were_asked_for(mirrored: Path) -> None:
     assert "documents 183" in plain.out
 
 
-def test_a_large_mirror_is_counted_only_when_asked_to(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_mirror_is_counted_only_on_request(mirrored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "COUNT_SEQNOS_MAX", 10)
     document = stored_status(mirrored)
     status.DocumentCounter(mirrored).fill(document)

@@ -47,7 +47,7 @@ def altered(mirrored: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("at", [-seal.SIZE - 1, -1], ids=["value", "checksum"])
-def test_a_damaged_row_is_named_and_mended(source: SandboxThread, mirrored: Path, tmp_path: Path, at: int) -> None:
+def test_a_damaged_row_is_named_and_fixed(source: SandboxThread, mirrored: Path, tmp_path: Path, at: int) -> None:
     def work(stored: bytes) -> bytes:
         damaged = bytearray(stored)
         damaged[at] ^= 1
@@ -102,7 +102,7 @@ def test_a_source_that_went_on_is_compared_as_far_as_the_mirror_is_and_that_is_s
         assert [name for name in rows[0] if f"`{name}`" not in promised] == []
 
 
-def test_an_altered_row_is_named_and_mended(source: SandboxThread, altered: Path) -> None:
+def test_an_altered_row_is_named_and_fixed(source: SandboxThread, altered: Path) -> None:
     result = call("verify", "--data", altered, "--source", source.connection_string, "--json")
     assert result.code == 3
     (row,) = [row for row in result.json["vbuckets"] if row["state"] != "equal"]

@@ -34,14 +34,16 @@ class Load:
         self._by_vbid: list[list[bytes]] = [[] for _ in range(count)]
         for key in self._keys:
             self._by_vbid[vbucket_of(key, count)].append(key)
-        deeds: tuple[tuple[Callable[[], None], float], ...] = (
+        operations: tuple[tuple[Callable[[], None], float], ...] = (
             (self._set, 60),
             (self._delete, 12),
             (self._expire, 6),
             (self._multi_write, 12),
             (self._forget_memory, 0.3),
         )
-        self._deeds = deeds + (((self._collection_write, 10), (self._new_collection, 0.1)) if collections else ())
+        self._operations = operations + (
+            ((self._collection_write, 10), (self._new_collection, 0.1)) if collections else ()
+        )
 
     async def run(self) -> None:
         """Write at the rate until cancelled."""
@@ -54,9 +56,9 @@ class Load:
 
     def write(self, count: int) -> None:
         """Do the next operations now."""
-        deeds, weights = zip(*self._deeds, strict=True)
-        for deed in self._rng.choices(deeds, weights, k=count):
-            deed()
+        operations, weights = zip(*self._operations, strict=True)
+        for operation in self._rng.choices(operations, weights, k=count):
+            operation()
             self.written += 1
 
     def _body(self) -> bytes:

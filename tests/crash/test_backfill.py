@@ -59,8 +59,8 @@ def requests_of(source: SandboxThread) -> list[AcceptedStream]:
     return source.call(lambda: list(source.cluster.sent(0).stream_requests))
 
 
-def more_requests(source: SandboxThread, asked: int) -> bool:
-    return len(requests_of(source)) > asked
+def more_requests(source: SandboxThread, requested: int) -> bool:
+    return len(requests_of(source)) > requested
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def test_staged_rows_are_gone_on_with_after_each_of_several_kills(
         state = stored(service.data)
         assert state.staged_seqno > staged
         if number % 2 == 0:
-            asked = len(requests_of(source))
+            requested = len(requests_of(source))
             assert state.open_snapshot is not None
             assert (state.open_snapshot.start_seqno, state.open_snapshot.end_seqno) == (0, DOCUMENTS)
             service.start()
-            until("a stream after the kill", partial(more_requests, source, asked))
-            request = requests_of(source)[asked]
-            assert request.start_seqno == state.staged_seqno, "staged rows were asked for again"
+            until("a stream after the kill", partial(more_requests, source, requested))
+            request = requests_of(source)[requested]
+            assert request.start_seqno == state.staged_seqno, "staged rows were requested again"
             assert (request.snap_start_seqno, request.snap_end_seqno) == (0, DOCUMENTS)
         staged = int(state.staged_seqno)
     full_speed(source)
@@ -142,10 +142,10 @@ def test_staged_rows_of_a_history_that_the_source_gave_up_never_come_out(
 
     source.call(fail_over)
     full_speed(source)
-    asked = len(requests_of(source))
+    requested = len(requests_of(source))
     service.start()
     wait_published(service, 25_000)
-    later = requests_of(source)[asked:]
+    later = requests_of(source)[requested:]
     assert all(request.start_seqno <= 5_000 for request in later), (staged, later)
     assert judge(source.cluster, service.data, live=True) == {0: 25_000}
     with open_view(str(service.data)) as view:

@@ -1,7 +1,7 @@
 """SIGKILL under load, again and again on one data directory: whatever dies, and whenever, nothing published is harmed.
 
 After each kill, and again after each restart: the integrity walk finds nothing, every published state is the source's
-at the end of a snapshot that it announced, and every stream is asked for from what was published on.
+at the end of a snapshot that it announced, and every stream is requested from what was published on.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class Campaign:
         assert not any(again.values()), f"workers were sent published bytes again: {again}"
         proof = self.wait_streaming(victims)
         if kind == "worker":
-            published, asked = self._kill_worker(pids[victims[0]])
+            published, requested = self._kill_worker(pids[victims[0]])
         else:
             more = [pids[slot] for slot in victims] if kind == "both" else []
             self.service.kill_supervisor(*more)
-            published, asked = judge(self.cluster, self.service.data, live=False), self.requests()
+            published, requested = judge(self.cluster, self.service.data, live=False), self.requests()
         self.tally[kind] += 1
         with_staged = self._vbuckets_with_staged_rows()
         self.staged_hits += bool(with_staged)
@@ -122,7 +122,7 @@ class Campaign:
         self._prepare_backlog()
         if kind != "worker":
             self.service.start()
-        self.wait_asked_anew([vbid for slot in victims for vbid in self.vbids_of(slot)], asked, published)
+        self.wait_requested_again([vbid for slot in victims for vbid in self.vbids_of(slot)], requested, published)
         after = judge(self.cluster, self.service.data, live=True)
         assert all(after[vbid] >= published[vbid] for vbid in after), (published, after)
 
@@ -133,10 +133,10 @@ class Campaign:
         """
         if self.rng.random() < 0.5:
             published = published_seqnos(self.service.data)
-            asked = self.requests()
+            requested = self.requests()
             self.service.kill(pid)
             judge(self.cluster, self.service.data, live=True)
-            return published, asked
+            return published, requested
         os.kill(self.service.pid, signal.SIGSTOP)
         try:
             self.service.kill(pid)
@@ -161,15 +161,15 @@ class Campaign:
         with open_view(str(self.service.data)) as view:
             return sum(state.staged_seqno > state.published_seqno for state in view.states())
 
-    def wait_asked_anew(self, vbids: list[int], asked: dict[int, int], published: dict[int, int]) -> None:
+    def wait_requested_again(self, vbids: list[int], requested: dict[int, int], published: dict[int, int]) -> None:
         until(
             f"new streams of vbuckets {vbids}",
-            lambda: all(now > asked[vbid] for vbid, now in self.requests().items() if vbid in vbids),
+            lambda: all(now > requested[vbid] for vbid, now in self.requests().items() if vbid in vbids),
         )
         for vbid in vbids:
-            for request in self.cluster.sent(vbid).stream_requests[asked[vbid] :]:
+            for request in self.cluster.sent(vbid).stream_requests[requested[vbid] :]:
                 assert request.start_seqno >= published[vbid], (
-                    f"vb {vbid} had published {published[vbid]} and asked again from {request.start_seqno}"
+                    f"vb {vbid} had published {published[vbid]} and requested again from {request.start_seqno}"
                 )
 
     def wait_caught_up(self) -> None:
@@ -240,9 +240,9 @@ def the_idle_cost_nothing(campaign: Campaign) -> None:
         return sum(campaign.cluster.sent(vbid).bytes for vbid in range(VBUCKETS))
 
     service = campaign.service
-    asked, before = campaign.requests(), campaign.source.call(bytes_sent)
+    requested, before = campaign.requests(), campaign.source.call(bytes_sent)
     service.kill_supervisor()
     service.start()
-    campaign.wait_asked_anew(list(range(VBUCKETS)), asked, campaign.high_seqnos())
+    campaign.wait_requested_again(list(range(VBUCKETS)), requested, campaign.high_seqnos())
     until("the status to say that it is caught up", lambda: (service.status() or {}).get("state") == "caught up")
     assert campaign.source.call(bytes_sent) == before

@@ -71,7 +71,7 @@ def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
         with Service(source.connection_string, data, *FLAGS) as service:
             service.start()
             until(f"a mirror after {seen}", partial(is_level, source, service))
-            service.wait_workers(2)  # there already: a process that is asked to stop must listen first
+            service.wait_workers(2)  # there already: a process that is to stop must listen first
             assert service.terminate() == 0
         judge(source.cluster, data, live=False)
         assert not service.tracebacks()
@@ -87,7 +87,7 @@ def is_level(source: SandboxThread, service: Service) -> bool:
         )
 
 
-def test_a_directory_that_was_half_made_is_made_anew(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_directory_that_was_half_made_is_recreated(source: SandboxThread, tmp_path: Path) -> None:
     """The moments inside of the making are short: they are put together by hand from a directory that was whole."""
     whole = tmp_path / "whole" / "data"
     whole.parent.mkdir()

@@ -5,7 +5,7 @@ done, and every keyspace must hold what the uninterrupted run left there, byte f
 by three in the default suite, by one in `.ci/run`.
 After each kill a reader must find the documents of one of the published ends, whole, and the integrity walk nothing.
 
-What a restarted mirror does is told by what is stored alone, as in the service, with a source that answers the
+What a restarted mirror does is decided by what is stored alone, as in the service, with a source that answers the
 same again. Only the fencing number and the file's pages may differ.
 """
 

@@ -1,4 +1,4 @@
-"""Workers that stand still: SIGSTOP, as a frozen virtual machine or a debugger does it, and waking up too late.
+"""Workers that are stopped: SIGSTOP, as a frozen virtual machine or a debugger does it, and waking up too late.
 
 What must never happen: two processes that write one group. Against it stand the supervisor, which kills and reaps
 before it starts another; the kernel, which kills a worker with its supervisor, stopped or not; the group's lock; and,
@@ -122,7 +122,7 @@ def test_a_worker_that_was_overtaken_wakes_up_late_and_writes_nothing(source: Sa
             "the sleeper to find that it was overtaken",
             lambda: sleeper.log.read_text().count("another process took this group over") >= 2,
         )
-        wait_progress("the owner to go on beside the one that woke up", data)
+        wait_progress("the owner to go on next to the one that woke up", data)
         judge(source.cluster, data, live=True)
         sleeper.kill_supervisor()
         wait_progress("the owner to go on alone", data)

@@ -61,10 +61,10 @@ def test_what_is_not_is_judged_as_json_loads_does(parts: list[bytes], step: int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "STEP_BYTES", step)
         try:
-            wanted = loads(data)
+            expected = loads(data)
         except UnicodeDecodeError:
-            wanted = False
-        assert judged(data)[0] is wanted
+            expected = False
+        assert judged(data)[0] is expected
 
 
 @pytest.mark.parametrize(

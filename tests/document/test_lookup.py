@@ -105,7 +105,7 @@ def test_a_large_value_is_a_part_of_the_body_and_no_copy() -> None:
     assert counted >= len(body) // walk.STEP_BYTES
 
 
-def test_document_tells_of_the_version() -> None:
+def test_document_names_the_version() -> None:
     seen = json.loads(content().lookup(GET, "$document", XATTR_PATH))
     assert seen == {
         "CAS": "0x00000000b2d05e01",

@@ -53,5 +53,5 @@ def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
                 b"\0" + document.key: (document.seqno, document.cas, document.rev_seqno, document.flags)
                 for document in view.scan(vbid, now=0)
             }
-            wanted = {key: (item.seqno, item.cas, item.rev_seqno, item.flags) for key, item in source.items()}
-            assert seen == wanted, f"vb {vbid}"
+            expected = {key: (item.seqno, item.cas, item.rev_seqno, item.flags) for key, item in source.items()}
+            assert seen == expected, f"vb {vbid}"

@@ -19,7 +19,7 @@ VBID = Vbid(0)
 
 
 class FakeVbucket:
-    """Writes down what it is asked, over the sink of a real writer."""
+    """Writes down its calls, over the sink of a real writer."""
 
     def __init__(self, writer: GroupWriter) -> None:
         self.vbid = int(VBID)

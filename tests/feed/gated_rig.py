@@ -41,8 +41,8 @@ class ScriptedSession:
         self.requests: list[RequestStream] = []
         self.stream_filter: dict[str, Any] = {}
 
-    def request_stream(self, asked: RequestStream, prefix: bytes) -> int:
-        self.requests.append(asked)
+    def request_stream(self, request: RequestStream, prefix: bytes) -> int:
+        self.requests.append(request)
         return 100 + len(self.requests)
 
     def close_stream(self, vbid: int, opaque: int | None) -> None: ...

@@ -16,7 +16,7 @@ class NameServer:
 
     def __init__(self, records: dict[str, list[str]]) -> None:
         self.records = records
-        self.asked: list[str] = []
+        self.queried: list[str] = []
         self.silent = False
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
@@ -48,7 +48,7 @@ class NameServer:
             query = dns.message.from_wire(packet)
             question = query.question[0]
             name = question.name.to_text(omit_final_dot=True)
-            self.asked.append(name)
+            self.queried.append(name)
             if self.silent:
                 continue
             answer = dns.message.make_response(query)

@@ -28,8 +28,10 @@ def read_script(name: str) -> Script:
 
 def fresh_exchange(vbid: int, failover_log: list[tuple[int, int]], events: list[ev.Event]) -> Exchange:
     """A stream from 0 that brings these events."""
-    asked = ev.StreamRequest(vbid, 0, 0, 2**64 - 1, 0, 0, 0)
-    return Exchange(asked, Status.SUCCESS, encode_failover_log(failover_log), [to_frame(event) for event in events])
+    stream_request = ev.StreamRequest(vbid, 0, 0, 2**64 - 1, 0, 0, 0)
+    return Exchange(
+        stream_request, Status.SUCCESS, encode_failover_log(failover_log), [to_frame(event) for event in events]
+    )
 
 
 def stored_events(state: dict[str, Any], vbid: int, last_seqno: int) -> list[ev.Event]:

@@ -18,13 +18,13 @@ Answer = Callable[["ScriptedNode", Frame], list[Frame] | bytes | None]
 
 
 class ScriptedNode:
-    """`async with ScriptedNode({Opcode.X: answer})`; `asked` holds every request, `send` pushes bytes."""
+    """`async with ScriptedNode({Opcode.X: answer})`; `received` holds every request, `send` pushes bytes."""
 
     def __init__(self, answers: Mapping[int, Answer] | None = None, *, ssl: Any = None) -> None:
         self.answers = dict(answers or {})
-        self.asked: list[Frame] = []
+        self.received: list[Frame] = []
         self.answered: list[Frame] = []
-        self.was_asked = asyncio.Event()
+        self.has_received = asyncio.Event()
         self.features = {Feature.SELECT_BUCKET, Feature.XATTR, Feature.COLLECTIONS, Feature.JSON, Feature.SNAPPY}
         self.mechanisms = b"SCRAM-SHA512 SCRAM-SHA256 SCRAM-SHA1 PLAIN"
         self.greeting = b""
@@ -55,8 +55,8 @@ class ScriptedNode:
         data = b"".join(frame if isinstance(frame, bytes) else encode(frame) for frame in frames)
         self._writers[-1].write(data)
 
-    def asked_for(self, opcode: int) -> list[Frame]:
-        return [frame for frame in self.asked if frame.opcode == opcode]
+    def received_requests(self, opcode: int) -> list[Frame]:
+        return [frame for frame in self.received if frame.opcode == opcode]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -77,8 +77,8 @@ class ScriptedNode:
         if frame.is_response:
             self.answered.append(frame)
             return
-        self.asked.append(frame)
-        self.was_asked.set()
+        self.received.append(frame)
+        self.has_received.set()
         answer = self.answers.get(frame.opcode, ScriptedNode.default)(self, frame)
         if isinstance(answer, bytes):
             writer.write(answer)
@@ -88,8 +88,8 @@ class ScriptedNode:
     def default(self, frame: Frame) -> list[Frame] | bytes | None:
         """A friendly node."""
         if frame.opcode == Opcode.HELLO:
-            asked = [code for (code,) in struct.iter_unpack(">H", frame.value)]
-            granted = b"".join(code.to_bytes(2) for code in asked if code in self.features)
+            received = [code for (code,) in struct.iter_unpack(">H", frame.value)]
+            granted = b"".join(code.to_bytes(2) for code in received if code in self.features)
             return [response(frame, value=granted)]
         if frame.opcode == Opcode.SASL_LIST_MECHS:
             return [response(frame, value=self.mechanisms)]

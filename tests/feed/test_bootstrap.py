@@ -81,15 +81,15 @@ async def test_login_goes_by_the_strongest_mechanism_and_selects_the_bucket(tmp_
         access = access_to(node, tmp_path)
         link, handshake = await enter(access, first(access), SystemClock())
         assert handshake.collections
-        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
-        assert [frame.key for frame in node.asked_for(Opcode.SELECT_BUCKET)] == [b"b"]
-        (hello,) = node.asked_for(Opcode.HELLO)
+        assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
+        assert [frame.key for frame in node.received_requests(Opcode.SELECT_BUCKET)] == [b"b"]
+        (hello,) = node.received_requests(Opcode.HELLO)
         assert json.loads(hello.key)["a"] == "dcp-mirror"
-        assert node.asked[0].opcode == Opcode.HELLO
+        assert node.received[0].opcode == Opcode.HELLO
         link.close()
 
 
-async def test_features_that_were_not_asked_for_are_not_believed(tmp_path: Path) -> None:
+async def test_features_that_were_not_requested_are_not_believed(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.HELLO: refuse(Status.SUCCESS, b"\x00\x08\x00\x0e\x12\x34")}) as node:
         access = access_to(node, tmp_path)
         link, handshake = await enter(access, first(access), SystemClock())
@@ -140,7 +140,7 @@ async def test_plain_is_used_only_where_it_is_allowed(tmp_path: Path) -> None:
         access = access_to(node, tmp_path, plain_allowed=True)
         link, _ = await enter(access, first(access), SystemClock())
         link.close()
-        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"PLAIN"]
+        assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"PLAIN"]
 
 
 async def test_node_that_answers_nothing_is_a_timeout(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ async def test_map_is_read_or_refused_by_name(tmp_path: Path) -> None:
         link.close()
 
 
-async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_tell(tmp_path: Path) -> None:
+async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_judge_that(tmp_path: Path) -> None:
     config = json.dumps(MAP).encode()
     known = parse_cluster_map(config, "127.0.0.1")
     newer = json.dumps(MAP | {"rev": 8}).encode()
@@ -173,12 +173,12 @@ async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_
         link, _ = await enter(access, first(access), SystemClock())
         old, new = Handshake(frozenset()), Handshake(frozenset({Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION}))
         assert await fetch_newer_config(link, new, access.settings, known) == b""
-        assert node.asked[-1].extras == struct.pack(">QQ", 2, 7)
+        assert node.received[-1].extras == struct.pack(">QQ", 2, 7)
         node.answers[Opcode.GET_CLUSTER_CONFIG] = refuse(Status.SUCCESS, newer)
         huge = replace(known, rev=2**63)
         for handshake, have in ((new, known), (old, known), (new, None), (new, huge)):
             assert await fetch_newer_config(link, handshake, access.settings, have) == newer
-        assert [frame.extras for frame in node.asked[-3:]] == [b"", b"", b""]
+        assert [frame.extras for frame in node.received[-3:]] == [b"", b"", b""]
         link.close()
 
 
@@ -201,14 +201,14 @@ async def test_the_network_of_the_first_map_is_kept(tmp_path: Path) -> None:
         assert found.nodes[0].host == ("127.0.0.1" if network == "external" else "node.internal")
 
 
-async def test_an_impostor_is_not_told_the_password(tmp_path: Path) -> None:
+async def test_an_impostor_is_not_reported_the_password(tmp_path: Path) -> None:
     """A server that cannot prove that it knows the password is not sent it in the clear, not even inside TLS."""
     authority = Authority(tmp_path)
     answers: dict[int, Answer] = {Opcode.SASL_STEP: refuse(Status.SUCCESS, b"v=AAAA")}
     async with ScriptedNode(answers, ssl=authority.node_context("127.0.0.1")) as node:
         with pytest.raises(AuthRejected, match="impostor"):
             await enter(secure_access_to(node, tmp_path, authority), NodeAddress("127.0.0.1", node.port), SystemClock())
-        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
+        assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512"]
 
 
 async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_path: Path) -> None:
@@ -217,12 +217,12 @@ async def test_inside_tls_plain_is_tried_for_users_of_a_directory_service(tmp_pa
         node.answers[Opcode.SASL_STEP] = refuse(Status.AUTH_ERROR)
         access = secure_access_to(node, tmp_path, authority)
         link, _ = await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
-        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512", b"PLAIN"]
+        assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == [b"SCRAM-SHA512", b"PLAIN"]
         link.close()
 
 
 @pytest.mark.parametrize("mechanisms", [None, b"SCRAM-SHA512 EXTERNAL"])
-async def test_a_certificate_is_a_login_said_again_where_the_server_wants_it(
+async def test_a_certificate_is_a_login_said_again_where_the_server_requires_it(
     tmp_path: Path, mechanisms: bytes | None
 ) -> None:
     authority = Authority(tmp_path)
@@ -234,7 +234,9 @@ async def test_a_certificate_is_a_login_said_again_where_the_server_wants_it(
         access = secure_access_to(node, tmp_path, authority, user="", **ours)
         link, _ = await enter(access, NodeAddress("127.0.0.1", node.port), SystemClock())
         link.close()
-        assert [frame.key for frame in node.asked_for(Opcode.SASL_AUTH)] == ([b"EXTERNAL"] if mechanisms else [])
+        assert [frame.key for frame in node.received_requests(Opcode.SASL_AUTH)] == (
+            [b"EXTERNAL"] if mechanisms else []
+        )
         node.answers[Opcode.SASL_AUTH] = refuse(Status.AUTH_ERROR)
         if mechanisms:
             with pytest.raises(AuthRejected, match="for nobody it knows"):

@@ -31,25 +31,27 @@ def versions(mirror: Mirror) -> list[int]:
         return [document.seqno for document in view.scan_seqno(0) if document.key == b"hot"]
 
 
-@pytest.mark.parametrize("asked", [True, False])
-async def test_every_version_that_the_source_kept_is_there_where_it_is_asked_for(tmp_path: Path, asked: bool) -> None:
+@pytest.mark.parametrize("requested", [True, False])
+async def test_every_version_that_the_source_kept_is_there_where_it_is_requested(
+    tmp_path: Path, requested: bool
+) -> None:
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, keeps_history=True) as cluster:
         for number in range(6):
             cluster.set("hot", {"n": number})
             cluster.set(f"cold-{number}", {"n": number})
         cluster.bucket.discard_history(0, 5)  # retention has passed the first ones
         cluster.bucket.to_disk()
-        mirror = mirror_of(cluster, tmp_path, change_streams=asked)
+        mirror = mirror_of(cluster, tmp_path, change_streams=requested)
         consumer = mirror.start(cluster.connection_string)
         await mirror.until_published(0, cluster.vbucket(0).high_seqno)
         cluster.set("hot", {"n": 6})
         await mirror.until_published(0, cluster.vbucket(0).high_seqno)
-        assert bool(consumer.status()["nodes"][0]["controls"].get("change_streams")) is asked
+        assert bool(consumer.status()["nodes"][0]["controls"].get("change_streams")) is requested
         assert consumer.status()["warnings"] == []
         await mirror.stop()
         found = versions(mirror)
         assert found[-2:] == [11, 13]
-        assert (len(found) > 2) is asked, found
+        assert (len(found) > 2) is requested, found
         with open_view(mirror.path) as view:
             hot = view.get("hot")
             assert hot is not None

@@ -1,4 +1,4 @@
-"""The clocks: the machine's, and the one that moves only when told."""
+"""The clocks: the machine's, and the one that moves only on call."""
 
 from __future__ import annotations
 

@@ -68,14 +68,14 @@ def keys(count: int, name: str = "doc") -> set[bytes]:
     return {b"%s-%d" % (name.encode(), number) for number in range(count)}
 
 
-async def until_holds(mirror: Mirror, collection: str, wanted: set[bytes]) -> None:
+async def until_holds(mirror: Mirror, collection: str, expected: set[bytes]) -> None:
     def holds() -> bool:
         try:
-            return documents(mirror, collection) == wanted
+            return documents(mirror, collection) == expected
         except UnknownCollection:
             return False
 
-    await mirror.until(holds, f"{len(wanted)} documents in {collection}")
+    await mirror.until(holds, f"{len(expected)} documents in {collection}")
 
 
 async def until_caught_up(mirror: Mirror) -> None:
@@ -201,9 +201,7 @@ async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on(
     assert check(mirror.path, deep=True).problems == []
 
 
-async def test_after_a_drop_a_stream_that_ends_is_asked_for_what_is_left(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
+async def test_after_a_drop_a_stream_that_ends_requests_what_is_left(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path, TWO)
     consumer = mirror.start(cluster.connection_string)
@@ -222,7 +220,7 @@ async def test_after_a_drop_a_stream_that_ends_is_asked_for_what_is_left(
 async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next_of_that_name(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
-    """End code 7: not asked for again and again, and not stopped for ever."""
+    """End code 7: not requested again and again, and not stopped for ever."""
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path, AIRLINE)
     mirror.start(cluster.connection_string)
@@ -260,7 +258,7 @@ async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_
 
 
 @pytest.mark.parametrize("status", [Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE])
-async def test_a_node_whose_manifest_is_older_is_asked_again(
+async def test_a_node_whose_manifest_is_older_is_queried_again(
     cluster: SandboxCluster, tmp_path: Path, status: Status
 ) -> None:
     write(cluster, 20)
@@ -272,7 +270,7 @@ async def test_a_node_whose_manifest_is_older_is_asked_again(
     await mirror.stop()
 
 
-async def test_a_small_collection_comes_in_any_order_where_that_is_asked_for(
+async def test_a_small_collection_comes_in_any_order_where_that_is_requested(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     write(cluster, 30)
@@ -297,7 +295,7 @@ async def test_a_small_collection_comes_in_any_order_where_that_is_asked_for(
         (AIRLINE, {"track_prepares": True}, "whole bucket"),
     ],
 )
-async def test_wishes_that_no_source_can_meet_are_refused_before_anything_starts(
+async def test_settings_that_no_source_can_meet_are_refused_before_anything_starts(
     cluster: SandboxCluster, tmp_path: Path, selection: Selection, settings: dict[str, bool], said: str
 ) -> None:
     mirror = mirror_of(cluster, tmp_path, selection, **settings)
@@ -316,7 +314,7 @@ async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -
         assert "7.0 or newer" in str(error)
 
 
-async def test_a_user_who_may_not_see_the_servers_own_collections_is_told_what_is_missing(
+async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is_missing(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     """Its streams leave them out without a word, and lag by the bucket's seqnos would never end."""
@@ -339,18 +337,18 @@ async def test_a_user_who_may_not_see_the_servers_own_collections_is_told_what_i
 
 
 class Nobody:
-    """What a watch tells, without a mirror."""
+    """What a watch reports, without a mirror."""
 
     has_system_collections = False
 
     def __init__(self) -> None:
-        self.told: list[set[int]] = []
+        self.notified: list[set[int]] = []
 
     def ready_sessions(self) -> list[Any]:
         return []
 
     def on_collections(self, waiting: set[int]) -> None:
-        self.told.append(waiting)
+        self.notified.append(waiting)
 
 
 def manifest(uid: int, **collections: int) -> SourceManifest:
@@ -358,7 +356,7 @@ def manifest(uid: int, **collections: int) -> SourceManifest:
     return SourceManifest(uid, {"inventory": 8}, names)
 
 
-def test_manifests_move_forward_alone_and_only_what_is_new_is_told() -> None:
+def test_manifests_move_forward_alone_and_only_what_is_new_is_reported() -> None:
     nobody = Nobody()
     watch = CollectionWatch(TWO, nobody, Settings(), SystemClock())
     assert not watch.streams
@@ -369,11 +367,11 @@ def test_manifests_move_forward_alone_and_only_what_is_new_is_told() -> None:
     watch.look(3)
     watch.take(manifest(4, airline=9, route=10))
     watch.take(manifest(5, airline=9))
-    assert nobody.told == [set()], "an older manifest, and the same one, say nothing"
+    assert nobody.notified == [set()], "an older manifest, and the same one, say nothing"
     watch.take(manifest(6, airline=9, route=10))
     watch.take(manifest(7, route=10))
     watch.take(manifest(8))
-    assert nobody.told == [set(), {3}], "streams bring the word of what is dropped by themselves"
+    assert nobody.notified == [set(), {3}], "streams bring the word of what is dropped by themselves"
     assert not watch.streams
     assert watch.polled_collections == ()
     assert "inventory.airline, inventory.route" in watch.text

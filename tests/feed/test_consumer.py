@@ -158,7 +158,7 @@ async def test_vbucket_without_active_node_waits_and_is_reported(cluster: Sandbo
     assert_equal(mirror, cluster)
 
 
-async def test_vbucket_that_is_no_longer_active_on_its_node_is_asked_for_until_it_is(
+async def test_vbucket_that_is_no_longer_active_on_its_node_is_requested_until_it_is(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     """NOT_MY_VBUCKET with the same map: nothing to follow, so the request is repeated; the others go on."""
@@ -364,7 +364,7 @@ async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluste
     assert_equal(mirror, cluster)
 
 
-async def test_stalled_stream_is_noticed_and_asked_for_anew(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_stalled_stream_is_noticed_and_requested_again(cluster: SandboxCluster, tmp_path: Path) -> None:
     """The source says it is ahead, noops come, but one stream brings nothing."""
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path, settings={"stall_timeout_s": 1})

@@ -29,8 +29,8 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
     cluster.set("later", {"a": 1}, vbid=3)
     await follow(mirror, cluster)
     answer = await consumer.request(RollBack(3, boundary))
-    wanted = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
-    assert answer == wanted
+    expected = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
+    assert answer == expected
     await follow(mirror, cluster)
     assert mirror.row(3)["rollback_count"] == 1
     assert mirror.row(3)["requested_again_bytes"] == 0  # it comes again because it was taken back

@@ -36,7 +36,7 @@ async def test_a_wall_clock_that_is_set_is_a_warning(
 
 
 async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, tmp_path: Path) -> None:
-    """It is no lag of 0: what the lost node told last says nothing of what it has now."""
+    """It is no lag of 0: what the lost node said last says nothing of what it has now."""
     write(cluster, 50)
     mirror = mirror_of(cluster, tmp_path)
     consumer = mirror.start(cluster.connection_string)

@@ -22,7 +22,7 @@ from tests.feed.scripted_node import Answer, ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import MAP, SECURE_MAP, access_to, first, secure_access_to
 
 
-async def test_a_map_without_a_port_of_the_kind_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+async def test_a_map_without_a_port_of_the_kind_that_is_requested_is_refused(tmp_path: Path) -> None:
     only_tls = MAP | {"nodesExt": [{"services": {"kvSSL": 11207}}]}
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(only_tls).encode())}) as node:
         with pytest.raises(NotSupported, match="nowhere without TLS") as caught:
@@ -76,10 +76,10 @@ async def test_discovery_goes_on_to_the_next_address_but_not_past_a_refusal(tmp_
         with pytest.raises(ConnectFailed):
             await discover(access, SystemClock(), addresses=[nowhere])
         wrong = access_to(node, tmp_path, password="wrong")
-        asked = node.connections
+        requested = node.connections
         with pytest.raises(AuthRejected):
             await discover(wrong, SystemClock(), addresses=[here, here])
-        assert node.connections == asked + 1
+        assert node.connections == requested + 1
 
 
 def map_of(rev: int, *nodes: ScriptedNode, uuid: str = "u") -> Answer:

@@ -44,12 +44,12 @@ def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbuck
 
 
 def test_requests_go_out_or_the_machine_learns_that_there_is_no_connection(vbucket: FakeVbucket) -> None:
-    asked = ins.RequestStream(VBID, "t", StreamOffset.fresh(), 2**64 - 1, 0)
-    execute(vbucket, [asked, ins.GetFailoverLog(VBID, "t")])
+    instruction = ins.RequestStream(VBID, "t", StreamOffset.fresh(), 2**64 - 1, 0)
+    execute(vbucket, [instruction, ins.GetFailoverLog(VBID, "t")])
     assert vbucket.answers_given == [events.StreamRequested(42)]
     vbucket.connected = False
     vbucket.answers_given.clear()
-    execute(vbucket, [asked, ins.GetFailoverLog(VBID, "t")])
+    execute(vbucket, [instruction, ins.GetFailoverLog(VBID, "t")])
     assert [type(event) for event in vbucket.answers_given] == [events.ConnectionLost, events.ConnectionLost]
 
 

@@ -1,4 +1,4 @@
-"""Every node is asked for its map, connected or not, and whichever answers first ends no round."""
+"""Every node is requested its map, connected or not, and whichever answers first ends no round."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Owner:
 
     def __init__(self, maps: NewestMap) -> None:
         self.maps = maps
-        self.heard: list[tuple[int, int]] = []
+        self.received: list[tuple[int, int]] = []
         self.followed = asyncio.Event()
 
     def session_at(self, address: NodeAddress) -> NodeSession | None:
         return None
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
-        self.heard.append((address.port, found.rev))
+        self.received.append((address.port, found.rev))
         if self.maps.take(found):
             self.followed.set()
 
@@ -73,20 +73,20 @@ async def test_a_round_ends_with_no_answer_but_the_last(tmp_path: Path) -> None:
         async with Polling(tmp_path, stale, connect_timeout_s=600) as polling:
             await polling.until(lambda: polling.owner.maps.floor == (2, 8))
             assert polling.poller.error is None
-            # The host of the source is asked on, and its old map does not come back.
-            asked = len(stale.asked_for(Opcode.GET_CLUSTER_CONFIG))
-            await polling.until(lambda: len(stale.asked_for(Opcode.GET_CLUSTER_CONFIG)) > asked + 2)
+            # The host of the source is queried further, and its old map does not come back.
+            before = len(stale.received_requests(Opcode.GET_CLUSTER_CONFIG))
+            await polling.until(lambda: len(stale.received_requests(Opcode.GET_CLUSTER_CONFIG)) > before + 2)
             assert polling.owner.maps.floor == (2, 8)
             assert (stale.connections, newer.connections) == (1, 1), "connections stay open"
-            assert len(newer.asked_for(Opcode.SASL_AUTH)) == 1
+            assert len(newer.received_requests(Opcode.SASL_AUTH)) == 1
 
 
 async def test_a_map_that_a_node_sent_before_is_not_read_again(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
         async with Polling(tmp_path, node) as polling:
-            await polling.until(lambda: len(node.asked_for(Opcode.GET_CLUSTER_CONFIG)) > 5)
-            assert polling.owner.heard == [(node.port, 7)]
+            await polling.until(lambda: len(node.received_requests(Opcode.GET_CLUSTER_CONFIG)) > 5)
+            assert polling.owner.received == [(node.port, 7)]
 
 
 async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_pauses(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def followed(mirror: Mirror, cluster: SandboxCluster) -> None:
 
 @pytest.mark.parametrize("profile", ["6.6", "7.2", "8.0"])
 async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
-    """It is the only node that the consumer is connected to; the other one is asked all the same."""
+    """It is the only node that the consumer is connected to; the other one is queried all the same."""
     async with source_of(profile=profile) as cluster:
         write(cluster, 100)
         mirror = half_of(cluster, tmp_path)

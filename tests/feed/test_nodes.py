@@ -16,7 +16,7 @@ SETTINGS = Settings(retry_delay_min_ms=100, retry_delay_max_ms=1000)
 
 
 class FakeSession:
-    """Opens or fails as told."""
+    """Opens or fails as given."""
 
     def __init__(self, outcome: Exception | None) -> None:
         self.outcome = outcome
@@ -38,15 +38,15 @@ class FakeSession:
 
 class Owner:
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.notified: list[Any] = []
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
         assert keeper.ready
-        self.told.append("ready")
+        self.notified.append("ready")
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         assert not keeper.ready
-        self.told.append(str(error.what))
+        self.notified.append(str(error.what))
 
 
 class Bench:
@@ -83,16 +83,16 @@ async def test_node_that_fails_is_tried_again_after_growing_pauses() -> None:
     bench = Bench(ConnectFailed("one"), RemoteProtocolError("two"), AuthRejected("three"))
     bench.keeper.start()
     await bench.settle()
-    assert bench.owner.told == ["one"]
+    assert bench.owner.notified == ["one"]
     await bench.pass_time(0.049)
     assert len(bench.sessions) == 1
     await bench.pass_time(0.2)
     await bench.pass_time(0.3)
-    assert bench.owner.told == ["one", "two", "three"]
+    assert bench.owner.notified == ["one", "two", "three"]
     assert bench.keeper.failures == 3
     assert isinstance(bench.keeper.error, AuthRejected)
     await bench.pass_time(0.5)
-    assert bench.owner.told[-1] == "ready"
+    assert bench.owner.notified[-1] == "ready"
     assert bench.keeper.failures == 0
     assert bench.keeper.error is None
     await bench.keeper.stop()
@@ -104,10 +104,10 @@ async def test_lost_session_is_replaced_by_one_other() -> None:
     await bench.settle()
     bench.sessions[0].close(ConnectFailed("lost"))
     await bench.settle()
-    assert bench.owner.told == ["ready", "lost"]
+    assert bench.owner.notified == ["ready", "lost"]
     assert bench.keeper.session is None
     await bench.pass_time(0.2)
-    assert bench.owner.told == ["ready", "lost", "ready"]
+    assert bench.owner.notified == ["ready", "lost", "ready"]
     assert len(bench.sessions) == 2
     assert bench.keeper.reconnects == 1
     await bench.keeper.stop()
@@ -128,16 +128,16 @@ async def test_stopped_keeper_leaves_nothing_open_and_tries_no_more() -> None:
     assert idle.sessions == []
 
 
-async def test_a_defect_that_ends_the_keeping_is_told() -> None:
+async def test_a_defect_that_ends_the_keeping_is_reported() -> None:
     bench = Bench(AssertionError("a defect"))
-    told: list[BaseException] = []
-    bench.keeper.on_died = told.append
+    notified: list[BaseException] = []
+    bench.keeper.on_died = notified.append
     bench.keeper.start()
     await bench.settle()
-    assert [str(error) for error in told] == ["a defect"]
+    assert [str(error) for error in notified] == ["a defect"]
     idle = Bench(None)
-    idle.keeper.on_died = told.append
+    idle.keeper.on_died = notified.append
     idle.keeper.start()
     await idle.settle()
     await idle.keeper.stop()
-    assert len(told) == 1, "an end on demand is no defect"
+    assert len(notified) == 1, "an end on demand is no defect"

@@ -288,7 +288,7 @@ def test_what_was_persisted_of_the_old_history_says_nothing_of_the_new(gated: Ga
 
 
 def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_nothing(gated: GatedVbucket) -> None:
-    """It was asked before the failover, and came after it."""
+    """It was sent before the failover, and came after it."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")})
     gated.reconnect()
@@ -303,7 +303,7 @@ def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_n
 async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothing(
     cluster: SandboxCluster, tmp_path: Path, moves: bool
 ) -> None:
-    """A replica that joined while the question was under way was not asked."""
+    """A replica that joined while the question was under way was not queried."""
 
     class Moving:
         looks = 0
@@ -322,9 +322,9 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
         observed_vbuuid = cluster.vbucket(0).vbuuid
 
         def persisted(self, vbuuid: int, seqno: int) -> None:
-            heard.append(seqno)
+            received.append(seqno)
 
-    heard: list[int] = []
+    received: list[int] = []
     high = write(cluster, 0, 3)
     access = Access.of(parse(cluster.connection_string), mirror_of(cluster, tmp_path).settings)
     copies = Moving()
@@ -333,7 +333,7 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
         await copies.looked.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert heard == ([] if moves else [high])
+    assert received == ([] if moves else [high])
 
 
 # --- a rollback of what every copy had persisted
@@ -355,7 +355,7 @@ def promoted(gated: GatedVbucket) -> Token:
     return token
 
 
-def told(changes: list[Change]) -> list[tuple[str, bytes, int]]:
+def reported(changes: list[Change]) -> list[tuple[str, bytes, int]]:
     return [(each.kind, each.document.key, int(each.document.seqno)) for each in changes if each.document is not None]
 
 
@@ -374,10 +374,10 @@ def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket
     gated.persisted(0xB, 88)
     assert gated.published == 88
     assert gated.seen() == {b"a": (88, b"5"), b"b": (85, b"4"), b"c": (84, b"3")}
-    assert told(gated.changes(token)) == [("mutation", b"a", 88)]
+    assert reported(gated.changes(token)) == [("mutation", b"a", 88)]
     assert [each.kind for each in gated.changes(token)] == ["mutation"]
     half = replace(token, seqno=Seqno(83))
-    assert told(gated.changes(half)) == [("mutation", b"c", 84), ("mutation", b"b", 85), ("mutation", b"a", 88)]
+    assert reported(gated.changes(half)) == [("mutation", b"c", 84), ("mutation", b"b", 85), ("mutation", b"a", 88)]
     with gated.view() as view:
         (record,) = view.rollbacks(0)
     assert (record.from_seqno, record.to_seqno, record.reached_seqno) == (85, 81, 88)
@@ -389,13 +389,13 @@ def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket
 
 
 def test_a_version_comes_again_after_an_older_one_of_its_key(gated: GatedVbucket) -> None:
-    """The old history had deduplicated the value at 82; told of it alone, a follower held it in place of that at 83."""
+    """The old history had deduplicated the value at 82; with it alone, a follower held it in place of that at 83."""
     token = promoted(gated)
     gated.snapshot(82, 82, {82: (b"a", b"older")})
     gated.snapshot(83, 88, {83: (b"a", b"2"), 84: (b"c", b"3"), 85: (b"b", b"4"), 88: (b"d", b"5")})
     gated.persisted(0xB, 88)
     assert gated.seen()[b"a"] == (83, b"2")
-    assert told(gated.changes(token)) == [("mutation", b"a", 82), ("mutation", b"a", 83), ("mutation", b"d", 88)]
+    assert reported(gated.changes(token)) == [("mutation", b"a", 82), ("mutation", b"a", 83), ("mutation", b"d", 88)]
 
 
 def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_seen(gated: GatedVbucket) -> None:
@@ -404,7 +404,7 @@ def test_what_the_new_history_lacks_is_retracted_when_it_has_reached_what_was_se
     gated.persisted(0xB, 90)
     changes = gated.changes(token)
     assert changes[0].kind == "rollback"
-    assert told(changes) == [
+    assert reported(changes) == [
         ("retraction", b"c", 84),
         ("restoration", b"c", 41),
         ("retraction", b"b", 85),
@@ -427,7 +427,7 @@ def test_a_history_that_ends_below_what_was_seen_is_shown_once_the_source_has_sa
     gated.high_seqno(high, 1)
     gated.persisted(0xB, high)
     assert gated.published == high
-    retracted = [each for each in told(gated.changes(token)) if each[0] == "retraction"]
+    retracted = [each for each in reported(gated.changes(token)) if each[0] == "retraction"]
     lost = [("retraction", b"a", 83), ("retraction", b"c", 84), ("retraction", b"b", 85)]
     assert retracted == (lost if high == 81 else lost[1:])
     assert gated.seen()[b"a"] == ((83, b"2") if high == 83 else (81, b"1"))
@@ -451,7 +451,7 @@ def test_a_crash_in_between_shows_readers_nothing(gated: GatedVbucket, flush: bo
     assert (gated.published, gated.seen()) == (85, before)
     gated.persisted(0xB, 90)
     assert gated.published == 90
-    assert told(gated.changes(token))[-1] == ("mutation", b"d", 90)
+    assert reported(gated.changes(token))[-1] == ("mutation", b"d", 90)
 
 
 @pytest.mark.parametrize("to_seqno", [83, 81, 40, 5])

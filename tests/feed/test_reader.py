@@ -95,8 +95,8 @@ class Copy:
     def assert_equal(self, source: SandboxThread) -> None:
         for vbid, position in self.positions.items():
             state = source.call(source.cluster.vbucket(vbid).state_at, position.seqno)
-            wanted = {key: (item.seqno, item.cas, item.rev_seqno, False) for key, item in state.items()}
-            assert {key: version for key, version in self.keys[vbid].items() if not version[3]} == wanted
+            expected = {key: (item.seqno, item.cas, item.rev_seqno, False) for key, item in state.items()}
+            assert {key: version for key, version in self.keys[vbid].items() if not version[3]} == expected
 
 
 def read_all(reader: SourceReader, copy: Copy | None = None) -> Copy:
@@ -189,7 +189,7 @@ def test_snapshots_larger_than_memory_wait_on_disk(source: SandboxThread, tmp_pa
         assert reader._file.size_bytes == 0
 
 
-def test_whoever_takes_nothing_makes_the_source_wait(source: SandboxThread) -> None:
+def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread) -> None:
     write(source, 8)
     copy = Copy()
     with reader_of(source, memory_bytes=4096) as reader:
@@ -208,7 +208,7 @@ def test_whoever_takes_nothing_makes_the_source_wait(source: SandboxThread) -> N
         copy.assert_equal(source)
 
 
-def test_a_temporary_folder_that_takes_nothing_is_told(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_temporary_folder_that_takes_nothing_is_reported(source: SandboxThread, tmp_path: Path) -> None:
     write(source, 100, size=1000)
     with (
         reader_of(source, memory_bytes=4096, folder=str(tmp_path / "absent")) as reader,
@@ -220,7 +220,7 @@ def test_a_temporary_folder_that_takes_nothing_is_told(source: SandboxThread, tm
 # -- rollbacks ----------------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_is_told_and_never_followed(source: SandboxThread) -> None:
+def test_a_rollback_is_reported_and_never_followed(source: SandboxThread) -> None:
     write(source, 200)
     with reader_of(source) as reader:
         copy = read_all(reader)
@@ -296,7 +296,7 @@ def test_moved_vbuckets_are_followed(source: SandboxThread) -> None:
 
 
 @pytest.mark.parametrize("reason", [StreamEndReason.STATE_CHANGED, StreamEndReason.SLOW, StreamEndReason.BACKFILL_FAIL])
-def test_streams_that_end_are_asked_for_again(source: SandboxThread, reason: StreamEndReason) -> None:
+def test_streams_that_end_are_requested_again(source: SandboxThread, reason: StreamEndReason) -> None:
     write(source, 20)
     copy = Copy()
     with reader_of(source) as reader:
@@ -311,7 +311,7 @@ def test_streams_that_end_are_asked_for_again(source: SandboxThread, reason: Str
     copy.assert_equal(source)
 
 
-def test_a_source_that_falls_silent_is_told_in_time(source: SandboxThread) -> None:
+def test_a_source_that_falls_silent_is_reported_in_time(source: SandboxThread) -> None:
     write(source, 20)
     with reader_of(source, timeout_s=2) as reader:
         until = reader.high_seqnos()
@@ -372,7 +372,7 @@ def test_refusals_are_one_clear_error_and_leave_nothing_behind(source: SandboxTh
     assert "secret" not in repr(SourceReader(text, password="secret").__dict__)
 
 
-def test_a_missing_privilege_is_told_at_once(source: SandboxThread) -> None:
+def test_a_missing_privilege_is_reported_at_once(source: SandboxThread) -> None:
     write(source, 10)
     source.call(source.cluster.add_user, "weak", "weak", frozenset({"DcpProducer", "Read", "MetaRead"}))
     text = source.connection_string.replace("demo@", "weak@")
@@ -380,7 +380,7 @@ def test_a_missing_privilege_is_told_at_once(source: SandboxThread) -> None:
         list(reader.read({0: Position()}, {0: 1}))
 
 
-def test_nonsense_is_refused_before_anything_is_asked(source: SandboxThread) -> None:
+def test_nonsense_is_refused_before_anything_is_requested(source: SandboxThread) -> None:
     with reader_of(source) as reader:
         with pytest.raises(ConfigError, match="vb 99"):
             reader.read({99: Position()})
@@ -405,7 +405,7 @@ def fail_over_node_1(source: SandboxThread) -> None:
     write(source, 50, "good")
 
 
-def test_a_stale_host_is_asked_and_the_newer_map_of_another_node_followed(source: SandboxThread) -> None:
+def test_a_stale_host_is_queried_and_the_newer_map_of_another_node_followed(source: SandboxThread) -> None:
     write(source, 50)
     fail_over_node_1(source)
     with reader_of(source, url=host(source, 1)) as reader:
@@ -435,10 +435,10 @@ def test_a_read_leaves_a_node_that_is_failed_over_without_its_knowledge(source: 
         read_all(reader, copy).assert_equal(source)
 
 
-def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_asked_for(
+def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_requested(
     source: SandboxThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its uuid is compared before anything else (docs/protocol.md 2.5). The reader asked for the streams, and took the
+    """Its uuid is compared before anything else (docs/protocol.md 2.5). The reader requested the streams, and took the
     answers of the other bucket for rollbacks.
     """
     monkeypatch.setattr(MapPoller, "wake", lambda _poller: None)
@@ -449,11 +449,11 @@ def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_asked_for(
         while copy.rows < 20:
             copy.take(next(items))
 
-        def asked() -> list[int]:
+        def requested_seqnos() -> list[int]:
             return [len(source.cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
 
-        before = source.call(asked)
+        before = source.call(requested_seqnos)
         source.run(source.cluster.recreate_bucket())
         with pytest.raises(ClusterError, match="was recreated at the source"):
             list(items)
-        assert source.call(asked) == before
+        assert source.call(requested_seqnos) == before

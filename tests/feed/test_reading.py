@@ -11,8 +11,8 @@ from mirror.feed.snapshot import Position, ReadEnded
 
 
 def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
-    told: list[str] = []
-    return Outbox(memory_bytes, lambda: told.append("room")), told
+    reported: list[str] = []
+    return Outbox(memory_bytes, lambda: reported.append("room")), reported
 
 
 def test_items_come_in_order_and_then_the_end() -> None:
@@ -33,7 +33,7 @@ def test_an_error_comes_after_what_was_complete() -> None:
         box.take()
 
 
-def test_whoever_takes_waits_for_whoever_puts() -> None:
+def test_a_taker_waits_for_a_putter() -> None:
     box, _ = outbox()
     taken: list[object] = []
     thread = threading.Thread(target=lambda: taken.append(box.take()))
@@ -44,8 +44,8 @@ def test_whoever_takes_waits_for_whoever_puts() -> None:
 
 
 @pytest.mark.parametrize(("memory_bytes", "disk_bytes"), [(500, 0), (0, 16_000)])
-def test_too_much_that_nobody_takes_is_said_once_and_room_once(memory_bytes: int, disk_bytes: int) -> None:
-    box, told = outbox()
+def test_too_much_that_nobody_takes_is_said_once_and_space_once(memory_bytes: int, disk_bytes: int) -> None:
+    box, reported = outbox()
     box.put(ReadEnded(1, Position()), memory_bytes // 2, disk_bytes // 2)
     assert not box.full
     box.put(ReadEnded(2, Position()), memory_bytes // 2, disk_bytes // 2)
@@ -55,12 +55,12 @@ def test_too_much_that_nobody_takes_is_said_once_and_room_once(memory_bytes: int
     box.gave_back(memory_bytes // 2, disk_bytes // 2)
     assert not box.full
     box.gave_back(memory_bytes // 2, disk_bytes // 2)
-    assert told == ["room"]
+    assert reported == ["room"]
 
 
 def test_the_source_goes_on_though_something_came_while_half_of_it_was_taken() -> None:
     """What was on its way when the source was made to wait: it must not end the waiting, nor prevent its end."""
-    box, told = outbox()
+    box, reported = outbox()
     for vbid in (1, 2):
         box.put(ReadEnded(vbid, Position()), memory_bytes=250)
     box.take()
@@ -71,4 +71,4 @@ def test_the_source_goes_on_though_something_came_while_half_of_it_was_taken() -
         box.take()
     box.gave_back(270, 0)
     assert not box.full
-    assert len(told) == 1
+    assert len(reported) == 1

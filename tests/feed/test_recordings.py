@@ -79,9 +79,9 @@ def step(vbid: int, log: list[tuple[int, int]], published: int, staged: int, eve
 def before_mid_snapshot(name: str) -> list[Step]:
     """An earlier session saw the marker and stopped inside of it."""
     ((vbid, state),) = states_of(name).items()
-    asked = notes_of(name)["request"]
-    events = [marker(vbid, 0, asked["snap_end"]), *stored_events(state, vbid, asked["start"])]
-    return [step(vbid, [(asked["vbuuid"], 0)], 0, asked["start"], events)]
+    requested = notes_of(name)["request"]
+    events = [marker(vbid, 0, requested["snap_end"]), *stored_events(state, vbid, requested["start"])]
+    return [step(vbid, [(requested["vbuuid"], 0)], 0, requested["start"], events)]
 
 
 def before_whole(name: str, last_seqno: int, log: list[tuple[int, int]] | None = None) -> list[Step]:
@@ -216,9 +216,9 @@ def assert_window_is_whole(mirror: Mirror, source: RecordedSource) -> None:
 
 def assert_request_was_the_recorded_one(name: str, source: RecordedSource) -> None:
     recorded = next(iter(read_script(name).exchanges.values()))
-    wanted = {(exchange.request.start_seqno, exchange.request.vbuuid) for exchange in recorded}
+    expected = {(exchange.request.start_seqno, exchange.request.vbuuid) for exchange in recorded}
     first = source.requests[0]
-    assert (first.start_seqno, first.vbuuid) in wanted
+    assert (first.start_seqno, first.vbuuid) in expected
 
 
 def compare(path: str, name: str, vbid: int, *, whole: bool) -> None:
@@ -302,7 +302,7 @@ def equal_value(document: Document, held: Any) -> bool:
     return document.value == (held or "").encode()
 
 
-async def test_rollback_below_the_only_boundary_fills_the_vbucket_anew(tmp_path: Path) -> None:
+async def test_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Path) -> None:
     """d1 as it was recorded, one snapshot up to 210: no boundary is kept at or below 100, so everything comes again."""
     name = "72_d2_rollback_after_crash"
     first = read_script("72_d1_before_crash")
@@ -317,7 +317,7 @@ async def test_rollback_below_the_only_boundary_fills_the_vbucket_anew(tmp_path:
         source.requests.clear()
         source.play_next(script)
         await mirror.until(lambda: mirror.row(9)["published_seqno"] == 135, "the new copy")
-        assert [asked.start_seqno for asked in source.requests][-1] == 0
+        assert [requested.start_seqno for requested in source.requests][-1] == 0
         await mirror.stop()
     assert check(mirror.path, deep=True).problems == []
     compare(mirror.path, name, 9, whole=True)

@@ -37,7 +37,7 @@ VBID = 3
 
 
 class Owner:
-    """Remembers what it is told."""
+    """Remembers its notifications."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -45,31 +45,31 @@ class Owner:
         self.events: list[ev.Event | KeyRefused] = []
         self.answers: list[StreamAnswer] = []
         self.lost: list[ClusterError] = []
-        self.told = asyncio.Event()
+        self.notified = asyncio.Event()
 
     def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
         assert vbid == VBID
         self.rows += rows
         self.byte_count += byte_count
-        self.told.set()
+        self.notified.set()
 
     def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
         self.events.append(event)
-        self.told.set()
+        self.notified.set()
 
     def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
         self.answers.append(answer)
-        self.told.set()
+        self.notified.set()
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         self.lost.append(error)
-        self.told.set()
+        self.notified.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not holds():
-                self.told.clear()
-                with_poll = asyncio.wait_for(self.told.wait(), 0.01)
+                self.notified.clear()
+                with_poll = asyncio.wait_for(self.notified.wait(), 0.01)
                 try:
                     await with_poll
                 except TimeoutError:
@@ -110,7 +110,7 @@ async def opened(
             session.close()
 
 
-def asked(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
+def stream_request(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
     offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
     return RequestStream(Vbid(VBID), "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
 
@@ -132,11 +132,11 @@ async def test_negotiation_is_one_control_at_a_time_and_tolerates_what_is_option
         assert session.controls["enable_noop"]
         assert not session.controls["enable_expiry_opcode"]
         assert not session.sends_purge_seqno
-        names = [frame.key for frame in node.asked_for(Opcode.DCP_CONTROL)]
+        names = [frame.key for frame in node.received_requests(Opcode.DCP_CONTROL)]
         assert names[:3] == [b"enable_noop", b"set_noop_interval", b"connection_buffer_size"]
         assert b"enable_sync_writes" not in names
         assert b"consumer_name" not in names, "with a name we would become a durability acker"
-        (open_,) = node.asked_for(Opcode.DCP_OPEN)
+        (open_,) = node.received_requests(Opcode.DCP_OPEN)
         assert open_.key == b"dcp-mirror:test:0"
         assert int.from_bytes(open_.extras[4:]) == 0x01 | 0x04 | 0x20 | 0x100
 
@@ -155,24 +155,24 @@ CONTROLS_80 = [
 ]
 
 
-async def test_a_new_server_is_asked_for_all_that_a_mirror_can_use_and_for_nothing_else(tmp_path: Path) -> None:
+async def test_a_new_server_gets_requests_for_all_that_a_mirror_can_use_and_nothing_else(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, _, _):
-        assert [(frame.key, frame.value) for frame in node.asked_for(Opcode.DCP_CONTROL)] == CONTROLS_80
+        assert [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)] == CONTROLS_80
 
 
-async def test_without_collections_what_came_with_them_is_not_asked_for(tmp_path: Path) -> None:
+async def test_without_collections_what_came_with_them_is_not_requested(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         node.features -= {Feature.COLLECTIONS, Feature.SNAPPY}
         session, _ = make(node, tmp_path, compression="forced")
         await session.open()
-        names = [frame.key for frame in node.asked_for(Opcode.DCP_CONTROL)]
+        names = [frame.key for frame in node.received_requests(Opcode.DCP_CONTROL)]
         assert b"max_marker_version" not in names
         assert b"flatbuffers_system_events" not in names
         assert b"force_value_compression" not in names, "EINVAL without snappy"
         session.close()
 
 
-async def test_what_the_settings_ask_for_is_asked_for(tmp_path: Path) -> None:
+async def test_what_the_settings_request_is_requested(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         refused = frame.key == b"change_streams" or frame.value == b"true_with_seqno_advanced"
         return [response(frame, Status.NOT_SUPPORTED if refused else Status.SUCCESS)]
@@ -181,8 +181,8 @@ async def test_what_the_settings_ask_for_is_asked_for(tmp_path: Path) -> None:
         session, _ = make(node, tmp_path, compression="forced")
         session.with_prepares = session.with_history = session.with_oso = True
         await session.open()
-        asked_for = [(frame.key, frame.value) for frame in node.asked_for(Opcode.DCP_CONTROL)]
-        assert set(asked_for) - set(CONTROLS_80) == {
+        received_requests = [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)]
+        assert set(received_requests) - set(CONTROLS_80) == {
             (b"enable_sync_writes", b"true"),
             (b"force_value_compression", b"true"),
             (b"change_streams", b"true"),
@@ -194,7 +194,7 @@ async def test_what_the_settings_ask_for_is_asked_for(tmp_path: Path) -> None:
         session.close()
 
 
-async def test_prepares_that_are_asked_for_and_not_offered_end_it(tmp_path: Path) -> None:
+async def test_prepares_that_are_requested_and_not_offered_end_it(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         return [response(frame, Status.EINVAL if frame.key == b"enable_sync_writes" else Status.SUCCESS)]
 
@@ -210,7 +210,7 @@ async def test_a_ledger_that_is_off_is_noticed_before_the_window_leaks_shut(
 ) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, b"")}
     async with opened(tmp_path, answers) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         monkeypatch.setattr(session, "ledger", Leaking(session.ledger))
         node.send(encode_event(ev.SnapshotMarker(VBID, 0, 9, 1), opaque=opaque))
@@ -239,12 +239,12 @@ async def test_required_control_that_is_refused_ends_it(tmp_path: Path, status: 
             await session.open()
 
 
-async def test_fraction_of_a_second_is_asked_for_and_given_up(tmp_path: Path) -> None:
+async def test_fraction_of_a_second_is_requested_and_given_up(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         return [response(frame, Status.EINVAL if b"." in frame.value and b"noop" in frame.key else Status.SUCCESS)]
 
     async with opened(tmp_path, {Opcode.DCP_CONTROL: control}, noop_interval_s=1.5) as (node, session, _):
-        tried = [f.value for f in node.asked_for(Opcode.DCP_CONTROL) if f.key == b"set_noop_interval"]
+        tried = [f.value for f in node.received_requests(Opcode.DCP_CONTROL) if f.key == b"set_noop_interval"]
         assert tried == [b"1.5", b"2"]
         assert session.noop_interval_s == 2
         assert session.sends_purge_seqno, "max_marker_version was taken"
@@ -258,7 +258,7 @@ async def test_open_flags_that_the_server_does_not_know_are_left_out(tmp_path: P
         return [response(frame, Status.EINVAL if flags & 0x120 else Status.SUCCESS)]
 
     async with opened(tmp_path, {Opcode.DCP_OPEN: open_}) as (node, _, _):
-        flags = [int.from_bytes(frame.extras[4:]) for frame in node.asked_for(Opcode.DCP_OPEN)]
+        flags = [int.from_bytes(frame.extras[4:]) for frame in node.received_requests(Opcode.DCP_OPEN)]
         assert flags == [0x125, 0x25, 0x05]
         assert node.connections == 3
 
@@ -285,9 +285,9 @@ async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, 
 
 async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
-        session.request_stream(asked(start=17, purge_seqno=2**63), PREFIX)
-        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
-        (frame,) = node.asked_for(Opcode.DCP_STREAM_REQ)
+        session.request_stream(stream_request(start=17, purge_seqno=2**63), PREFIX)
+        await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
+        (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         sent = ev.StreamRequest(VBID, 0x10, 17, NO_END_SEQNO, 99, 17, 17, b'{"purge_seqno":"%d"}' % 2**63)
         assert encode_event(sent, opaque=frame.opaque) == encode(frame)
 
@@ -295,9 +295,9 @@ async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
 async def test_stream_request_says_what_it_is_filtered_by(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
         session.stream_filter = {"collections": ["8", "a"]}
-        session.request_stream(asked(start=17, purge_seqno=5), PREFIX)
-        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
-        (frame,) = node.asked_for(Opcode.DCP_STREAM_REQ)
+        session.request_stream(stream_request(start=17, purge_seqno=5), PREFIX)
+        await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
+        (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         assert frame.value == b'{"collections":["8","a"],"purge_seqno":"5"}'
 
 
@@ -308,7 +308,7 @@ ALL_REFUSALS = [status for status in Status if status not in (Status.SUCCESS, St
 async def test_every_refusal_of_a_stream_reaches_the_owner(tmp_path: Path, status: Status) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(status, b"context")}
     async with opened(tmp_path, answers) as (_, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         assert owner.answers == [StreamRefused(opaque, status, b"context")]
         assert session.stream_count == 0
@@ -319,10 +319,10 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
     log = encode_failover_log([(2**48 - 1, 5), (1, 0)])
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, log)}
     async with opened(tmp_path, answers) as (node, session, owner):
-        first = session.request_stream(asked(), PREFIX)
+        first = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: len(owner.answers) == 1)
         node.answers[Opcode.DCP_STREAM_REQ] = refuse(Status.ROLLBACK, (2**64 - 2).to_bytes(8))
-        second = session.request_stream(asked(5), PREFIX)
+        second = session.request_stream(stream_request(5), PREFIX)
         await owner.until(lambda: len(owner.answers) == 2)
         entries = FailoverLog.of([(2**48 - 1, 5), (1, 0)])
         assert owner.answers == [StreamAccepted(first, entries), StreamRollback(second, 2**64 - 2)]
@@ -333,7 +333,7 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
 async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body: bytes) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
     async with opened(tmp_path, answers) as (_, session, owner):
-        session.request_stream(asked(), PREFIX)
+        session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.lost))
         assert isinstance(owner.lost[0], HandshakeFailed)
         assert owner.answers == []
@@ -342,7 +342,7 @@ async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body:
 async def test_stream_request_without_an_answer_replaces_the_connection(tmp_path: Path) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: silent}
     async with opened(tmp_path, answers, request_timeout_s=0.2) as (_, session, owner):
-        session.request_stream(asked(), PREFIX)
+        session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.lost))
         assert isinstance(owner.lost[0], SourceTimeout)
         assert f"vb {VBID}" in owner.lost[0].what
@@ -351,7 +351,7 @@ async def test_stream_request_without_an_answer_replaces_the_connection(tmp_path
 @pytest.mark.parametrize("reason", [*StreamEndReason, 99])
 async def test_every_stream_end_reaches_the_owner_and_kills_the_opaque(tmp_path: Path, reason: int) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         node.send(
             encode_event(mutation(1), opaque=opaque),
@@ -366,7 +366,7 @@ async def test_every_stream_end_reaches_the_owner_and_kills_the_opaque(tmp_path:
 
 async def test_rows_come_with_prefix_and_seqno_and_in_stored_form(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         node.send(
             encode_event(mutation(1), opaque=opaque),
@@ -389,7 +389,7 @@ async def test_connection_without_collections_gets_the_collection_id_put_before_
         session, owner = make(node, tmp_path)
         await session.open()
         assert session.handshake.collections is False
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         plain = [mutation(1, key=b"k" * 250), mutation(2, key=b"\xff", value=b""), mutation(3, key=b"s", stream_id=1)]
         deleted = ev.Deletion(VBID, b"d", 4, 9, 8, delete_time=7)
@@ -405,20 +405,20 @@ async def test_connection_without_collections_gets_the_collection_id_put_before_
 
 async def test_closed_stream_brings_nothing_more_and_its_bytes_are_acked(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         session.close_stream(VBID, opaque)
         session.close_stream(VBID, opaque)
         late = encode_event(mutation(1, bytes(3000)), opaque=opaque)
         node.send(late)
-        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_BUFFER_ACK)))
+        await owner.until(lambda: bool(node.received_requests(Opcode.DCP_BUFFER_ACK)))
         assert owner.rows == []
         assert session.figures.dropped_bytes == len(late)
-        (ack,) = node.asked_for(Opcode.DCP_BUFFER_ACK)
+        (ack,) = node.received_requests(Opcode.DCP_BUFFER_ACK)
         assert int.from_bytes(ack.extras) == len(late)
-        assert len(node.asked_for(Opcode.DCP_CLOSE_STREAM)) == 1
+        assert len(node.received_requests(Opcode.DCP_CLOSE_STREAM)) == 1
         session.close_stream(VBID, None)
-        await owner.until(lambda: len(node.asked_for(Opcode.DCP_CLOSE_STREAM)) == 2)
+        await owner.until(lambda: len(node.received_requests(Opcode.DCP_CLOSE_STREAM)) == 2)
 
 
 async def test_marker_that_asks_for_it_is_answered_with_its_opaque(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ async def test_marker_that_asks_for_it_is_answered_with_its_opaque(tmp_path: Pat
 
 async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         node.send(request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=VBID, opaque=opaque, extras=b"bad"))
         await owner.until(lambda: bool(owner.lost))
@@ -442,23 +442,23 @@ async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path
 
 async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         session.acks_held = True
         node.send(encode_event(mutation(1, b"x" * 8000), opaque=opaque))
         await owner.until(lambda: bool(owner.rows))
         node.send(request(Opcode.DCP_NOOP, opaque=77))
         await owner.until(lambda: bool(node.answered))
-        assert node.asked_for(Opcode.DCP_BUFFER_ACK) == []
+        assert node.received_requests(Opcode.DCP_BUFFER_ACK) == []
         session.release_acks()
-        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_BUFFER_ACK)))
-        (ack,) = node.asked_for(Opcode.DCP_BUFFER_ACK)
+        await owner.until(lambda: bool(node.received_requests(Opcode.DCP_BUFFER_ACK)))
+        (ack,) = node.received_requests(Opcode.DCP_BUFFER_ACK)
         assert int.from_bytes(ack.extras) == owner.byte_count == session.ledger.acked_total
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
-    """Whatever comes, wanted or not, a producer that counts as a server does gets every byte back."""
+    """Whatever comes, expected or not, a producer that counts as a server does gets every byte back."""
     chance = random.Random(seed)
     window = ProducerWindow(4096)
 
@@ -466,7 +466,7 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
         window.acked(int.from_bytes(frame.extras))
 
     async with opened(tmp_path, {Opcode.DCP_BUFFER_ACK: acked}) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         makers: list[Callable[[int], ev.Event]] = [
             lambda seqno: mutation(seqno, bytes(chance.randrange(400))),
@@ -500,7 +500,7 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
 async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path) -> None:
     """The scanner hands out the rows of a stream together, whatever lies between them."""
     async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         said: list[ev.Event] = [ev.SnapshotMarker(VBID, 1, 20, 1)]
         sent = b""
@@ -523,7 +523,7 @@ async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path)
 
 async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(asked(), PREFIX)
+        opaque = session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
         answered_at: list[int] = []
         link_send = session.link.send
@@ -545,7 +545,7 @@ async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Pa
 
 async def test_own_noops_keep_a_connection_alive_that_has_no_stream_yet(tmp_path: Path) -> None:
     async with opened(tmp_path, noop_interval_s=0.1) as (node, session, owner):
-        await owner.until(lambda: len(node.asked_for(Opcode.NOOP)) >= 4)
+        await owner.until(lambda: len(node.received_requests(Opcode.NOOP)) >= 4)
         assert session.ready
 
 
@@ -560,7 +560,7 @@ async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_
             if opcode == Opcode.DCP_GET_FAILOVER_LOG:
                 session.get_failover_log(VBID, lambda _outcome: None)
             elif opcode == Opcode.DCP_STREAM_REQ:
-                session.request_stream(asked(), PREFIX)
+                session.request_stream(stream_request(), PREFIX)
             else:
                 session.close_stream(VBID, None)
             await owner.until(lambda owner=owner: bool(owner.lost))  # type: ignore[misc]
@@ -569,16 +569,16 @@ async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_
 
 
 async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_path: Path) -> None:
-    """A server that does not take our interval sends its noops every three minutes: silence must be told from death."""
+    """A server that does not take our interval sends its noops every three minutes: silence is not death."""
 
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         return [response(frame, Status.EINVAL if frame.key == b"set_noop_interval" else Status.SUCCESS)]
 
     answers: dict[int, Answer] = {Opcode.DCP_CONTROL: control, Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, b"")}
     async with opened(tmp_path, answers, noop_interval_s=0.2) as (node, session, owner):
-        session.request_stream(asked(), PREFIX)
+        session.request_stream(stream_request(), PREFIX)
         await owner.until(lambda: bool(owner.answers))
-        await owner.until(lambda: len(node.asked_for(Opcode.NOOP)) >= 4)
+        await owner.until(lambda: len(node.received_requests(Opcode.NOOP)) >= 4)
         assert session.ready
 
 
@@ -590,10 +590,10 @@ async def test_silent_connection_is_ended(tmp_path: Path) -> None:
         assert not session.ready
 
 
-async def test_lost_connection_is_told_once_and_closes_what_depends_on_it(tmp_path: Path) -> None:
+async def test_lost_connection_is_reported_once_and_closes_what_depends_on_it(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
-        session.request_stream(asked(), PREFIX)
-        await owner.until(lambda: bool(node.asked_for(Opcode.DCP_STREAM_REQ)))
+        session.request_stream(stream_request(), PREFIX)
+        await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         node.hang_up()
         await owner.until(lambda: bool(owner.lost))
         session.close()

@@ -23,18 +23,18 @@ def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(tmp_path: Path,
     file = SpoolFile(str(tmp_path))
     for _ in range(20):
         spool = Spool(file)
-        wanted: list[bytes] = []
+        expected: list[bytes] = []
         for _ in range(rng.randrange(1, 6)):
             frames = frames_of(rng, rng.randrange(20), longest)
-            wanted += frames
+            expected += frames
             assert spool.append(frames) == sum(map(len, frames))
             if rng.random() < 0.5:
                 spool.spill()
                 assert spool.memory_bytes == 0
-        assert list(spool.frames()) == wanted
-        assert list(spool.frames()) == wanted, "as often as one likes"
-        assert spool.frame_count == len(wanted)
-        assert spool.byte_count == sum(map(len, wanted))
+        assert list(spool.frames()) == expected
+        assert list(spool.frames()) == expected, "as often as one likes"
+        assert spool.frame_count == len(expected)
+        assert spool.byte_count == sum(map(len, expected))
         spool.close()
         assert file.size_bytes == 0
     file.close()

@@ -40,7 +40,7 @@ def test_rows_made_for_another_branch_are_rewritten(vbucket: FakeVbucket) -> Non
     assert vbucket.writer.commit().published == [(0, 2)]
 
 
-def test_refused_rows_end_their_list_and_the_machine_is_told(vbucket: FakeVbucket) -> None:
+def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVbucket) -> None:
     execute(vbucket, [stage(vbucket, 1, 5), publish(5)])
     vbucket.answers[events.StagingRefused] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "so what")]
     for bad in (
@@ -163,8 +163,8 @@ def test_a_half_that_does_not_rise_ends_its_list(vbucket: FakeVbucket, kind: Any
     execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
     what = b"\0k" if kind is ins.CommitPrepare else frame
     execute(vbucket, [kind(VBID, "t", Seqno(5), what, within), publish(9)])
-    (told,) = vbucket.answers_given
-    assert isinstance(told, events.StagingRefused)
+    (answer,) = vbucket.answers_given
+    assert isinstance(answer, events.StagingRefused)
     assert not vbucket.writer.publishing(0)
 
 
@@ -207,18 +207,18 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
 
 
-@pytest.mark.parametrize("asked", [ins.BeginResync, ins.AbandonStaged])
-def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbucket, asked: Any) -> None:
+@pytest.mark.parametrize("instruction", [ins.BeginResync, ins.AbandonStaged])
+def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbucket, instruction: Any) -> None:
     """A resync or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     gate = vbucket.sink.gate = PersistenceGate()
-    execute(vbucket, [stage(vbucket, 3, 4), publish(4), asked(VBID, "t")])
+    execute(vbucket, [stage(vbucket, 3, 4), publish(4), instruction(VBID, "t")])
     assert gate.waiting == 0
     assert gate.release(9) is None
 
 
-def test_resync_needs_room_beside_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resync_needs_space_next_to_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     usage = shutil.disk_usage

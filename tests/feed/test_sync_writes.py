@@ -127,7 +127,7 @@ async def test_without_asking_they_are_plain_documents(cluster: SandboxCluster, 
     assert_equal(mirror, cluster)
 
 
-async def test_asked_for_later_what_was_prepared_before_is_fetched(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_once_requested_what_was_prepared_before_is_fetched(cluster: SandboxCluster, tmp_path: Path) -> None:
     """Its commit comes without a value, and its value came to nobody: from 0 the source sends what it holds."""
     mirror = mirror_of(cluster, tmp_path, track_prepares=False)
     mirror.start(cluster.connection_string)

@@ -214,15 +214,15 @@ async def test_where_tls_is_required_nothing_but_an_empty_probe_is_sent_in_plain
     """
     probe = fr.encode(fr.request(Opcode.NOOP, opaque=1))
     for greeting in (b"", fr.encode(fr.response(fr.request(Opcode.HELLO))), b"\x15\x03\x01\x00\x02\x02\x46"):
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
         async def listen(
             reader: asyncio.StreamReader,
             writer: asyncio.StreamWriter,
-            heard: list[bytes] = heard,
+            received: list[bytes] = received,
             greeting: bytes = greeting,
         ) -> None:
-            heard.append(await reader.read(65536))
+            received.append(await reader.read(65536))
             writer.write(greeting)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
@@ -238,5 +238,5 @@ async def test_where_tls_is_required_nothing_but_an_empty_probe_is_sent_in_plain
                     timeout_s=10,
                     clock=SystemClock(),
                 )
-        assert heard[0][:2] == b"\x16\x03", "a handshake"
-        assert all(data == probe for data in heard[1:]), heard
+        assert received[0][:2] == b"\x16\x03", "a handshake"
+        assert all(data == probe for data in received[1:]), received

@@ -63,7 +63,7 @@ async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, 
 async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_by_polling(
     profile: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Nobody streams what has no node, so nobody is told where it is but by the map."""
+    """Nobody streams what has no node, so only the map says where it is."""
     async with source_of(profile=profile) as cluster:
         write(cluster, 50)
         mirror = mirror_of(cluster, tmp_path, settings=settings)
@@ -88,7 +88,7 @@ def has_map(consumer: Consumer, rev: int) -> bool:
 async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node may be told of a map before the others have it (SDK RFC 75)."""
+    """A node may have a map before the others have it (SDK RFC 75)."""
     async with source_of() as cluster:
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
         consumer = mirror.start(cluster.connection_string)
@@ -100,7 +100,7 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
             return old if this_node == 0 else current(found, this_node, with_bucket=with_bucket)
 
         monkeypatch.setattr(SandboxMap, "to_json", late)
-        for _ in range(2):  # the nodes are asked in turn, so node 0 is the first once
+        for _ in range(2):  # the nodes are queried in turn, so node 0 is the first once
             cluster.bucket.map.bump()  # silently
             rev = cluster.bucket.map.rev
             notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
@@ -137,7 +137,7 @@ async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
-async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_asked_again(profile: str, tmp_path: Path) -> None:
+async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_requested_again(profile: str, tmp_path: Path) -> None:
     """NOT_MY_VBUCKET with the map that we have (7.2), and without one (8.0, which knows that we have it)."""
     async with source_of(profile=profile) as cluster:
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
@@ -178,7 +178,7 @@ async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_
         assert_equal(mirror, cluster)
 
 
-async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(
+async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed.
@@ -192,13 +192,13 @@ async def test_a_bucket_made_anew_is_known_before_a_stream_is_asked_for(
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
         mirror.start(cluster.connection_string)
         await follow(mirror, cluster)
-        asked = [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
+        requested = [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
         await cluster.recreate_bucket()
         assert isinstance(await mirror.fails(), BucketChanged)
-        assert [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)] == asked
+        assert [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)] == requested
 
 
-async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_anew(tmp_path: Path) -> None:
+async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_path: Path) -> None:
     """Every node that was known is gone; the name in DNS leads to where the cluster is now."""
     async with source_of() as cluster:
         write(cluster, 50)
@@ -362,7 +362,7 @@ async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tm
         assert_equal(mirror, cluster)
 
 
-async def test_a_source_that_offers_only_tls_is_told_to_who_comes_without(tmp_path: Path) -> None:
+async def test_a_source_that_offers_only_tls_is_named_to_clients_without(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with source_of(tls=NodeTls(*authority.sign("127.0.0.1"))) as cluster:
         # The plain port still answers, as for a moment while an operator changes it, and the map has it no more.

@@ -138,17 +138,17 @@ async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dro
     assert link.unanswered_count == 0
 
 
-async def test_everybody_who_waits_is_told_once_when_the_connection_ends() -> None:
+async def test_everybody_who_waits_is_notified_once_when_the_connection_ends() -> None:
     link, listener = link_in_memory()
-    told: list[object] = []
-    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), told.append)
+    reported: list[object] = []
+    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), reported.append)
     link.connection_lost(ConnectionResetError("reset"))
     link.connection_lost(None)
-    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), told.append)
-    assert len(told) == 1, "never from within the call"
+    link.ask(request(Opcode.NOOP, opaque=link.next_opaque()), reported.append)
+    assert len(reported) == 1, "never from within the call"
     await asyncio.sleep(0)
-    assert len(told) == 2
-    assert all(isinstance(error, ConnectFailed) for error in told)
+    assert len(reported) == 2
+    assert all(isinstance(error, ConnectFailed) for error in reported)
     assert len(listener.lost) == 1
     assert "reset" in listener.lost[0].what
 
@@ -206,7 +206,7 @@ async def test_request_whose_connection_ends_fails_with_the_reason() -> None:
     async with ScriptedNode({Opcode.NOOP: silent}) as node:
         link = await connect(node)
         waiting = asyncio.create_task(link.request(Opcode.NOOP, timeout_s=5))
-        await node.was_asked.wait()
+        await node.has_received.wait()
         node.hang_up()
         with pytest.raises(ConnectFailed):
             await waiting
@@ -243,24 +243,24 @@ async def test_nobody_there_is_one_clear_error() -> None:
         await open_link(NodeAddress("a" * 64, 1), tls=None, timeout_s=5, clock=SystemClock())
 
 
-async def test_a_question_with_many_answers_is_told_each_until_it_wants_no_more() -> None:
+async def test_a_question_with_many_answers_gets_each_until_it_declines_more() -> None:
     link = Link(NodeAddress("127.0.0.1", 1), SystemClock())
-    told: list[bytes] = []
+    reported: list[bytes] = []
 
     def next_answer(outcome: Frame | ClusterError) -> None:
         assert isinstance(outcome, Frame)
-        told.append(outcome.key)
+        reported.append(outcome.key)
         if outcome.key:
             link.expect(outcome.opaque, next_answer)
 
-    asked = request(Opcode.STAT, opaque=link.next_opaque())
-    link.ask(asked, next_answer)
-    link.data_received(b"".join(encode(response(asked, key=key)) for key in (b"a", b"b", b"", b"c")))
-    assert told == [b"a", b"b", b""]
+    sent = request(Opcode.STAT, opaque=link.next_opaque())
+    link.ask(sent, next_answer)
+    link.data_received(b"".join(encode(response(sent, key=key)) for key in (b"a", b"b", b"", b"c")))
+    assert reported == [b"a", b"b", b""]
     assert link.unanswered_count == 0
 
 
-async def test_whoever_listens_is_shown_every_byte_of_both_directions() -> None:
+async def test_a_tap_is_shown_every_byte_of_both_directions() -> None:
     shown: list[tuple[bool, bytes]] = []
     all_shown = asyncio.Event()
 

@@ -55,7 +55,7 @@ def stored(mirror: Mirror) -> list[int]:
 
 
 @pytest.mark.parametrize("reason", [*StreamEndReason, 42])
-async def test_after_every_end_of_a_stream_it_is_asked_for_again_unless_people_must_act(
+async def test_after_every_end_of_a_stream_it_is_requested_again_unless_people_must_act(
     reason: int, tmp_path: Path
 ) -> None:
     ended = success(*snapshot(1, 3), ev.StreamEnd(VBID, reason))
@@ -69,8 +69,8 @@ async def test_after_every_end_of_a_stream_it_is_asked_for_again_unless_people_m
             assert "restart" in mirror.row(VBID)["last_error"]
         else:
             await mirror.until_published(VBID, 6)
-            asked = [request for request in source.requests if request.vbid == VBID]
-            assert [(r.start_seqno, r.snap_start_seqno, r.snap_end_seqno, r.vbuuid) for r in asked[:2]] == [
+            requested = [request for request in source.requests if request.vbid == VBID]
+            assert [(r.start_seqno, r.snap_start_seqno, r.snap_end_seqno, r.vbuuid) for r in requested[:2]] == [
                 (0, 0, 0, 0),
                 (3, 3, 3, 99),
             ], "a full request with the stored position: any end may hide a rollback"
@@ -88,7 +88,7 @@ REFUSALS = [*(status for status in Status if status not in (Status.SUCCESS, Stat
 
 
 @pytest.mark.parametrize("status", REFUSALS)
-async def test_after_every_refusal_it_is_asked_for_again_unless_people_must_act(status: int, tmp_path: Path) -> None:
+async def test_after_every_refusal_it_is_requested_again_unless_people_must_act(status: int, tmp_path: Path) -> None:
     """From 0, where nothing is held; the other vbucket of the same connection is not touched by it."""
     refused = Exchange(ANY, status, b"")
     mirror = mirror_at(tmp_path)
@@ -133,8 +133,13 @@ async def test_silence_inside_a_snapshot_shows_nothing_of_it_and_is_resumed_ther
         source.requests.clear()
         source.play_next(script(success(*snapshot(1, 100, int(SnapshotFlag.DISK)))))
         await mirror.until_published(VBID, 100)
-        asked = next(request for request in source.requests if request.vbid == VBID)
-        assert (asked.start_seqno, asked.snap_start_seqno, asked.snap_end_seqno, asked.vbuuid) == (50, 0, 100, 99)
+        requested = next(request for request in source.requests if request.vbid == VBID)
+        assert (requested.start_seqno, requested.snap_start_seqno, requested.snap_end_seqno, requested.vbuuid) == (
+            50,
+            0,
+            100,
+            99,
+        )
         await mirror.stop()
     assert stored(mirror) == list(range(1, 101))
 
@@ -156,7 +161,7 @@ async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was
 
 
 async def test_source_that_breaks_the_order_harms_no_other_vbucket(tmp_path: Path) -> None:
-    """Seqnos fall inside one run: nothing of that snapshot is kept, the stream is asked for again, others go on."""
+    """Seqnos fall inside one run: nothing of that snapshot is kept, the stream is requested again, others go on."""
     marker, *items = snapshot(1, 5)
     broken = success(marker, items[0], items[3], items[2], items[4])
     mirror = mirror_at(tmp_path)
@@ -182,7 +187,7 @@ async def test_marker_that_asks_to_be_acked_is_answered_once_it_is_durable(tmp_p
 async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_again_for_a_fault_of_the_next(
     on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated row in the next snapshot drops that one alone: the stream is asked for from the complete end."""
+    """A repeated row in the next snapshot drops that one alone: the stream is requested from the complete end."""
     monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
     index_step = Background.index_step
     held = True
@@ -208,8 +213,8 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
         assert mirror.row(VBID)["published_seqno"] == 0
         held = False
         await mirror.until_published(VBID, 6)
-        asked = [request.start_seqno for request in source.requests if request.vbid == VBID]
-        assert asked == [0, 4]
+        requested = [request.start_seqno for request in source.requests if request.vbid == VBID]
+        assert requested == [0, 4]
         await mirror.stop()
     assert stored(mirror) == [1, 2, 3, 4, 5, 6]
 

@@ -1,4 +1,4 @@
-"""Streams that stand still: noticed by seqnos, bytes and time, asked for again, in the end over another connection."""
+"""Streams that stall: noticed by seqnos, bytes and time, requested again, in the end over another connection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     for vbid in range(VBUCKETS):
         write(cluster, vbid, f"first-{vbid}")
     await follow(mirror, cluster)
-    asked = len(cluster.sent(2).stream_requests)
+    requested = len(cluster.sent(2).stream_requests)
     cluster.bucket.stream_faults.mute([2])
     write(cluster, 2, "unheard")
     await mirror.until_state(2, "stalled")
@@ -69,7 +69,7 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     health = assess([reported_row(row, 0) | {"lag_s": 0.0}], 1, lag_limit_s=30)
     assert health.state == "degraded"
     assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source is ahead and sends nothing: 2")
-    await mirror.until(lambda: len(cluster.sent(2).stream_requests) > asked, "asked for again")
+    await mirror.until(lambda: len(cluster.sent(2).stream_requests) > requested, "requested again")
     await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
     await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")
     write(cluster, 0, "others go on")
@@ -81,7 +81,7 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     await mirror.stop()
 
 
-async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tried_anew(
+async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tried_again(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
     for vbid in range(VBUCKETS):
@@ -296,7 +296,9 @@ def test_who_is_not_behind_or_has_no_stream_does_not(
     assert (stand.done, stand.stalls) == ([], 0)
 
 
-def test_whoever_waits_for_its_turn_behind_a_backfill_does_not(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+def test_a_stream_that_waits_for_its_turn_behind_a_backfill_does_not(
+    watched: tuple[ManualClock, Stand, SourceWatch],
+) -> None:
     clock, stand, watch = watched
     for _ in range(10):
         stand.backfill_at = clock.monotonic()
@@ -306,7 +308,7 @@ def test_whoever_waits_for_its_turn_behind_a_backfill_does_not(watched: tuple[Ma
     assert stand.done == ["stalled"]
 
 
-def test_progress_in_between_begins_the_count_anew(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
+def test_progress_in_between_restarts_the_count(watched: tuple[ManualClock, Stand, SourceWatch]) -> None:
     clock, stand, watch = watched
     for _ in range(4):
         later(clock, watch, 101)

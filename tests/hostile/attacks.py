@@ -227,13 +227,13 @@ def large_documents_over_kv(site: Site) -> None:
 
 
 def scans_of_large_documents(site: Site) -> None:
-    wanted = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
+    expected = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
 
     def read() -> None:
         client = Kv(site.kv)
         vbid = vbid_of(b"large", 16)
         while True:
-            made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=wanted, datatype=1))
+            made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
             assert made.status == 0, made
             extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))
             answer = client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))

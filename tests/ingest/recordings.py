@@ -80,7 +80,7 @@ class Replay:
                 rig, opaque = self._routes[frame.opaque]
                 event = decode(frame)
                 assert isinstance(event, StreamEvent)
-                rig.tell(_with_opaque(event, opaque))
+                rig.feed(_with_opaque(event, opaque))
         self._flush()
         return self
 
@@ -90,7 +90,7 @@ class Replay:
             rig, opaque = self._routes[self._run[0].opaque]
             prefix = int(rig.store.staging_branch).to_bytes(4)
             key_prefix = b"" if self.collections else b"\0"
-            rig.tell_rows(opaque, [row_of(frame, prefix, key_prefix) for frame in self._run])
+            rig.feed_rows(opaque, [row_of(frame, prefix, key_prefix) for frame in self._run])
             self._run.clear()
 
     def _answer(self, request: StreamRequest, frame: Frame) -> None:
@@ -101,30 +101,30 @@ class Replay:
             rig = self.rigs[(request.vbid, stream_id)] = Rig(store)
         machine = rig.machine
         if machine.phase in (Phase.IDLE, Phase.REFUSED):
-            rig.tell(ev.Start(collections=self.collections))
+            rig.feed(ev.Start(collections=self.collections))
         elif machine.phase is Phase.WAITING:
-            rig.tell(ev.RetryDue())
+            rig.feed(ev.RetryDue())
         elif (
             machine.phase is Phase.STREAMING and frame.status == Status.SUCCESS
         ):  # the recording client closed the stream, or went on without it
-            rig.tell(ev.ConnectionLost())
-            rig.tell(ev.Start(collections=self.collections))
+            rig.feed(ev.ConnectionLost())
+            rig.feed(ev.Start(collections=self.collections))
         if machine.phase is Phase.ASKING_LOG:
-            rig.tell(ev.FailoverLogReceived(self.failover_logs.pop(0) if self.failover_logs else FailoverLog()))
-        asked = rig.last(ins.RequestStream).offset
+            rig.feed(ev.FailoverLogReceived(self.failover_logs.pop(0) if self.failover_logs else FailoverLog()))
+        offset = rig.last(ins.RequestStream).offset
         refused = frame.status not in (Status.SUCCESS, Status.ROLLBACK)
-        if machine.phase is not Phase.REQUESTING or (asked.start_seqno != request.start_seqno and not refused):
+        if machine.phase is not Phase.REQUESTING or (offset.start_seqno != request.start_seqno and not refused):
             self.unasked.append(request)
             return
         opaque = rig.opaque_counter
         if frame.status == Status.SUCCESS:
             self.accepted += 1
             self._routes[frame.opaque] = (rig, opaque)
-            rig.tell(ev.StreamAccepted(opaque, entries(decode_failover_log(frame.value))))
+            rig.feed(ev.StreamAccepted(opaque, entries(decode_failover_log(frame.value))))
         elif frame.status == Status.ROLLBACK:
-            rig.tell(ev.StreamRollback(opaque, decode_rollback_seqno(frame.value)))
+            rig.feed(ev.StreamRollback(opaque, decode_rollback_seqno(frame.value)))
         else:
-            rig.tell(ev.StreamRefused(opaque, frame.status, frame.value))
+            rig.feed(ev.StreamRefused(opaque, frame.status, frame.value))
 
 
 def stream_id_of(request: StreamRequest) -> int | None:
@@ -136,7 +136,7 @@ def stream_id_of(request: StreamRequest) -> int | None:
 
 
 def store_before(request: StreamRequest, answer: Frame) -> ToyStore:
-    """The store of a mirror that would make this request; where it is told to go back, with a boundary there."""
+    """The store of a mirror that would make this request; where it has to go back, with a boundary there."""
     store = ToyStore(request.vbid)
     log = FailoverLog.of([(request.vbuuid, 0)])
     start, snap_start, snap_end = request.start_seqno, request.snap_start_seqno, request.snap_end_seqno

@@ -2,7 +2,7 @@
 
 It answers stream requests by the producer's rule and streams what kv_engine would: markers, deduplicated rows, doubled
 markers with one end, advances in the middle and at the end of snapshots. What it holds at any seqno of its present
-history can be asked, which is what a mirror's published state is compared with.
+history can be queried, which is what a mirror's published state is compared with.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Source:
 
     # --- what it answers ---
 
-    def answer(self, asked: RequestStream) -> ProducerAnswer:
-        offset = asked.offset
+    def answer(self, request: RequestStream) -> ProducerAnswer:
+        offset = request.offset
         return producer_answer(
             offset.start_seqno,
             offset.snap_start_seqno,
@@ -105,15 +105,15 @@ class Source:
             self.failover_log,
             self.high_seqno,
             self.purge_seqno,
-            client_purge_seqno=asked.purge_seqno,
+            client_purge_seqno=request.purge_seqno,
         )
 
-    def stream(self, asked: RequestStream, opaque: int) -> Iterator[StreamEvent | list[Row] | None]:
+    def stream(self, request: RequestStream, opaque: int) -> Iterator[StreamEvent | list[Row] | None]:
         """The messages of an accepted stream; None while the source has no more."""
-        position = int(asked.offset.start_seqno)
-        end_min = int(asked.offset.snap_end_seqno)
-        start = int(asked.offset.snap_start_seqno)
-        purge_seqno_known = asked.purge_seqno
+        position = int(request.offset.start_seqno)
+        end_min = int(request.offset.snap_end_seqno)
+        start = int(request.offset.snap_start_seqno)
+        purge_seqno_known = request.purge_seqno
         while True:
             if position == self.high_seqno:
                 yield None

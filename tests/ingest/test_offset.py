@@ -18,7 +18,7 @@ def offset(boundary: int, staged: int, open_snapshot: tuple[int, int] | None) ->
     return resume_offset(Seqno(boundary), Seqno(staged), snapshot, LOG)
 
 
-def asked(boundary: int, staged: int, open_snapshot: tuple[int, int] | None) -> tuple[int, int, int, int]:
+def requested(boundary: int, staged: int, open_snapshot: tuple[int, int] | None) -> tuple[int, int, int, int]:
     made = offset(boundary, staged, open_snapshot)
     return made.start_seqno, made.snap_start_seqno, made.snap_end_seqno, made.vbuuid
 
@@ -42,33 +42,33 @@ def test_whatever_a_state_says_an_offset_can_be_made_of_it(
 
 
 def test_a_fresh_start_asks_from_zero_of_no_history() -> None:
-    assert asked(0, 0, None) == (0, 0, 0, 0)
+    assert requested(0, 0, None) == (0, 0, 0, 0)
 
 
-def test_between_snapshots_the_boundary_is_asked_thrice_with_the_history_it_lies_on() -> None:
-    assert asked(99, 99, None) == (99, 99, 99, 0xA)
-    assert asked(100, 100, None) == (100, 100, 100, 0xB)
+def test_between_snapshots_the_boundary_is_sent_in_three_places_with_the_history_it_lies_on() -> None:
+    assert requested(99, 99, None) == (99, 99, 99, 0xA)
+    assert requested(100, 100, None) == (100, 100, 100, 0xB)
 
 
 def test_the_range_of_a_marker_without_its_first_item_is_never_sent() -> None:
-    assert asked(99, 99, (100, 120)) == (99, 99, 99, 0xA)
+    assert requested(99, 99, (100, 120)) == (99, 99, 99, 0xA)
 
 
 def test_inside_a_snapshot_the_range_begins_at_our_own_boundary_and_not_where_the_marker_said() -> None:
-    assert asked(40, 45, (45, 60)) == (45, 40, 60, 0xA)
-    assert asked(40, 45, (0, 60)) == (45, 40, 60, 0xA)
+    assert requested(40, 45, (45, 60)) == (45, 40, 60, 0xA)
+    assert requested(40, 45, (0, 60)) == (45, 40, 60, 0xA)
 
 
 def test_inside_a_snapshot_the_history_is_the_one_its_end_lies_on() -> None:
-    assert asked(40, 45, (41, 120)) == (45, 40, 120, 0xB)
+    assert requested(40, 45, (41, 120)) == (45, 40, 120, 0xB)
 
 
 def test_inside_the_first_backfill_the_range_begins_at_zero() -> None:
-    assert asked(0, 45, (0, 60)) == (45, 0, 60, 0xA)
+    assert requested(0, 45, (0, 60)) == (45, 0, 60, 0xA)
 
 
 @pytest.mark.parametrize("open_snapshot", [None, (41, 45), (41, 44)])
 def test_staged_rows_without_an_end_ahead_are_not_resumable(open_snapshot: tuple[int, int] | None) -> None:
     snapshot = SnapshotRange(Seqno(open_snapshot[0]), Seqno(open_snapshot[1])) if open_snapshot else None
     assert not is_resumable(Seqno(40), Seqno(45), snapshot)
-    assert asked(40, 45, open_snapshot) == (40, 40, 40, 0xA)
+    assert requested(40, 45, open_snapshot) == (40, 40, 40, 0xA)

@@ -23,7 +23,7 @@ def test_only_the_one_hopeless_end_code_stops_a_vbucket(reason: int) -> None:
 
 
 @given(st.integers(0, 0xFFFF) | st.sampled_from(Status))
-def test_only_what_asking_again_cannot_mend_stops_a_vbucket(status: int) -> None:
+def test_only_what_asking_again_cannot_fix_stops_a_vbucket(status: int) -> None:
     assert (on_refusal(status).action is Action.STOP) == (status in STOPPING_STATUSES)
 
 
@@ -51,7 +51,7 @@ def test_every_reaction_says_what_happened_and_what_is_done(reaction: object) ->
     assert not text.endswith(".")
 
 
-def test_stopping_texts_say_what_mends_it() -> None:
+def test_stopping_texts_say_what_fixes_it() -> None:
     for reaction in [*STREAM_ENDS.values(), *REFUSALS.values()]:
         if reaction.action is Action.STOP:
             assert any(word in reaction.text for word in ("grant", "report", "enable_noop")), reaction.text

@@ -102,7 +102,10 @@ def test_after_a_crash_of_the_source_the_lost_tail_is_gone(server: str) -> None:
     replay = Replay(f"{server}_d2_rollback_after_crash", stores={9: store}).run()
     [rig] = replay.rigs.values()
     assert store.rollbacks == [(210, 100)]
-    assert [asked.offset.start_seqno for asked in rig.outbox if isinstance(asked, ins.RequestStream)] == [210, 100]
+    assert [request.offset.start_seqno for request in rig.outbox if isinstance(request, ins.RequestStream)] == [
+        210,
+        100,
+    ]
     assert store.served.seqno == 135
     [recorded] = recorded_states(f"{server}_d2_rollback_after_crash").values()
     verdicts, seen = compared(replay, 9, recorded)
@@ -110,7 +113,7 @@ def test_after_a_crash_of_the_source_the_lost_tail_is_gone(server: str) -> None:
     assert not any(key.startswith("lost-") for key in seen)
 
 
-def test_without_a_kept_boundary_a_rollback_is_a_resync_beside_the_old_copy() -> None:
+def test_without_a_kept_boundary_a_rollback_is_a_resync_next_to_the_old_copy() -> None:
     store = ToyStore(9).holding(210)
     [rig] = Replay("605_d2_rollback_after_crash", stores={9: store}).run().rigs.values()
     assert rig.machine.resyncing
@@ -118,7 +121,7 @@ def test_without_a_kept_boundary_a_rollback_is_a_resync_beside_the_old_copy() ->
     assert rig.last(ins.RequestStream).offset.start_seqno == 0
 
 
-def test_below_the_purge_seqno_everything_is_fetched_anew_and_the_tombstones_go() -> None:
+def test_below_the_purge_seqno_everything_is_fetched_again_and_the_tombstones_go() -> None:
     replay = Replay("605_l2_rollback_after_purge").run()
     [rig] = replay.rigs.values()
     assert not rig.machine.resyncing
@@ -129,8 +132,12 @@ def test_below_the_purge_seqno_everything_is_fetched_anew_and_the_tombstones_go(
 def test_a_resumed_snapshot_is_published_once_at_its_end() -> None:
     [rig] = Replay("72_c_resume_mid_snapshot").run().rigs.values()
     assert rig.store.published == [3010]
-    [asked] = [asked for asked in rig.outbox if isinstance(asked, ins.RequestStream)]
-    assert (asked.offset.snap_start_seqno, asked.offset.start_seqno, asked.offset.snap_end_seqno) == (0, 1736, 3010)
+    [request] = [request for request in rig.outbox if isinstance(request, ins.RequestStream)]
+    assert (request.offset.snap_start_seqno, request.offset.start_seqno, request.offset.snap_end_seqno) == (
+        0,
+        1736,
+        3010,
+    )
 
 
 def test_an_out_of_order_snapshot_is_published_at_its_largest_seqno() -> None:

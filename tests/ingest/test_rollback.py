@@ -72,7 +72,7 @@ def test_the_producer_rule_gives_every_recorded_answer(server: str) -> None:
             (0, 0, 0, 0xDEAD), {"strict_vbuuid": True}, RollbackAnswer(0), id="strict: an unknown vbuuid is not"
         ),
         pytest.param((0, 0, 0, 0), {"strict_vbuuid": True}, Accept(), id="strict: no vbuuid is accepted from 0"),
-        pytest.param((4, 4, 4, 0xA), {}, RollbackAnswer(0), id="below the purge seqno everything is asked again"),
+        pytest.param((4, 4, 4, 0xA), {}, RollbackAnswer(0), id="below the purge seqno everything is requested again"),
         pytest.param((4, 4, 4, 0xA), {"client_purge_seqno": 4}, RollbackAnswer(0), id="another purge seqno is no help"),
         pytest.param((4, 4, 4, 0xA), {"client_purge_seqno": 5}, Accept(), id="the same purge seqno is"),
         pytest.param((4, 4, 4, 0xA), {"ignore_purged_tombstones": True}, Accept(), id="flag 0x80 forgets deletions"),
@@ -127,7 +127,7 @@ def test_common_history_is_the_newest_shared_and_ends_where_either_left_it(
 
 
 def test_a_history_that_began_at_our_very_position_gives_way_to_the_one_before() -> None:
-    """A failover without loss, to a node that never told the others: nothing need be fetched again."""
+    """A failover without loss, to a node that never informed the others: nothing need be fetched again."""
     common = common_history(log((0xD, 25), *OURS), 25, log((0xE, 25), *OURS))
     assert common is not None
     assert (common.vbuuid, common.seqno) == (0xC, 25)

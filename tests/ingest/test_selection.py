@@ -66,7 +66,7 @@ def test_names_become_ids() -> None:
     assert found.streams
 
 
-def test_a_scope_is_asked_for_by_its_own_id_so_that_its_new_collections_come_by_themselves() -> None:
+def test_a_scope_is_requested_by_its_own_id_so_that_its_new_collections_come_by_themselves() -> None:
     found = Selection.of("inventory", None).resolve(PARSED)
     assert found.filter is not None
     assert found.filter.fields == {"scope": "8"}
@@ -75,7 +75,7 @@ def test_a_scope_is_asked_for_by_its_own_id_so_that_its_new_collections_come_by_
     assert not found.filter.shows_by_itself(0, 0)
 
 
-def test_what_does_not_exist_yet_is_said_and_not_asked_for() -> None:
+def test_what_does_not_exist_yet_is_said_and_not_requested() -> None:
     some = Selection.of(None, ["inventory.airline", "inventory.hotel"]).resolve(PARSED)
     assert (some.missing, some.filter) == (("inventory.hotel",), StreamFilter(collection_ids=(9,)))
     none = Selection.of(None, ["other.hotel"]).resolve(PARSED)
@@ -144,7 +144,7 @@ def test_a_stream_goes_on_only_where_nothing_was_left_out() -> None:
     assert not one.continues(None, ())
     assert not two.continues(one.text, (8,))
     assert one.continues(two.text, (8,))
-    assert not one.continues(two.text, (8, 9)), "nobody was told that 9 is gone"
+    assert not one.continues(two.text, (8, 9)), "nobody has learned that 9 is gone"
     assert not one.continues(StreamFilter(8).text, (8,))
     assert not StreamFilter(8).continues(one.text, (8,))
     assert not StreamFilter(9).continues(StreamFilter(8).text, ())

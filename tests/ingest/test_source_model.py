@@ -146,51 +146,51 @@ class Mirrored(RuleBasedStateMachine):
             self.source.purge()
         elif then == "break":
             self.converse(2, 2)
-            self.rig.tell_rows(self.rig.opaque_counter, [row(2**63, b"a", b"never")])
+            self.rig.feed_rows(self.rig.opaque_counter, [row(2**63, b"a", b"never")])
         self.converse(2, 1)
 
     @rule()
     def start(self) -> None:
         if self.rig.machine.phase in (Phase.IDLE, Phase.REFUSED):
-            self.tell(ev.Start(self.source.collections, self.source.sends_purge_seqno))
+            self.feed(ev.Start(self.source.collections, self.source.sends_purge_seqno))
 
     @rule()
     def retry(self) -> None:
-        self.tell(ev.RetryDue())
+        self.feed(ev.RetryDue())
 
     @precondition(lambda self: self.rig.machine.phase is Phase.REQUESTING)
     @rule()
     def answer(self) -> None:
-        asked, opaque = self.rig.last(ins.RequestStream), self.rig.opaque_counter
-        answer = self.source.answer(asked)
+        request, opaque = self.rig.last(ins.RequestStream), self.rig.opaque_counter
+        answer = self.source.answer(request)
         if isinstance(answer, Accept):
-            self.messages = self.source.stream(asked, opaque)
+            self.messages = self.source.stream(request, opaque)
             self.streamed = True
-            self.tell(ev.StreamAccepted(opaque, self.source.failover_log))
+            self.feed(ev.StreamAccepted(opaque, self.source.failover_log))
             self.check_history()
         elif isinstance(answer, OutOfRange):
-            raise AssertionError(f"out of range: {asked}")
+            raise AssertionError(f"out of range: {request}")
         else:
-            self.tell(ev.StreamRollback(opaque, answer.seqno))
+            self.feed(ev.StreamRollback(opaque, answer.seqno))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.REQUESTING)
     @rule(status=st.sampled_from(TEMPORARY))
     def refuse(self, status: int) -> None:
-        self.tell(ev.StreamRefused(self.rig.opaque_counter, status))
+        self.feed(ev.StreamRefused(self.rig.opaque_counter, status))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.REQUESTING)
     @rule(seqno=SEQNOS)
     def answer_with_any_rollback(self, seqno: int) -> None:
         """Whatever the source may mean by it: it costs fetching again, and never more."""
-        self.tell(ev.StreamRollback(self.rig.opaque_counter, seqno))
+        self.feed(ev.StreamRollback(self.rig.opaque_counter, seqno))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.ASKING_LOG)
     @rule(refused=st.sampled_from([False, False, True]))
     def answer_log(self, refused: bool) -> None:
         if refused:
-            self.tell(ev.FailoverLogRefused(int(Status.ETMPFAIL)))
+            self.feed(ev.FailoverLogRefused(int(Status.ETMPFAIL)))
         else:
-            self.tell(ev.FailoverLogReceived(self.source.failover_log))
+            self.feed(ev.FailoverLogReceived(self.source.failover_log))
 
     @precondition(lambda self: self.rig.machine.phase is Phase.STREAMING)
     @rule(count=st.integers(1, 8))
@@ -200,13 +200,13 @@ class Mirrored(RuleBasedStateMachine):
             if message is None:
                 return
             if isinstance(message, list):
-                self.check_new(self.rig.tell_rows(self.rig.opaque_counter, message))
+                self.check_new(self.rig.feed_rows(self.rig.opaque_counter, message))
             else:
-                self.tell(message)
+                self.feed(message)
 
     @rule()
     def poll_high_seqno(self) -> None:
-        self.tell(ev.HighSeqno(self.source.high_seqno))
+        self.feed(ev.HighSeqno(self.source.high_seqno))
 
     @rule(reason=st.sampled_from(REOPENING_ENDS))
     def end_stream(self, reason: int) -> None:
@@ -214,18 +214,18 @@ class Mirrored(RuleBasedStateMachine):
         if self.rig.machine.phase is Phase.STREAMING:
             if reason == StreamEndReason.OK and next(self.messages, None) is not None:
                 reason = int(StreamEndReason.DISCONNECTED)  # a source says OK only when it has sent everything
-            self.tell(StreamEnd(0, reason, opaque=self.rig.opaque_counter))
+            self.feed(StreamEnd(0, reason, opaque=self.rig.opaque_counter))
         elif self.rig.machine.phase is Phase.REQUESTING:
-            self.tell(ev.ConnectionLost())
+            self.feed(ev.ConnectionLost())
         self.messages = iter(())
 
     @rule()
     def lose_connection(self) -> None:
-        self.tell(ev.ConnectionLost())
+        self.feed(ev.ConnectionLost())
 
     @rule()
     def move_away(self) -> None:
-        self.tell(ev.Stop("moved"))
+        self.feed(ev.Stop("moved"))
 
     @rule()
     def restart(self) -> None:
@@ -244,23 +244,23 @@ class Mirrored(RuleBasedStateMachine):
         within = open_snapshot is not None and position < first <= open_snapshot.end_seqno
         violations = machine.violation_count
         if what == 0 and not within:
-            self.check_new(self.rig.tell_rows(opaque, [row(first, b"a", b"never")]))
+            self.check_new(self.rig.feed_rows(opaque, [row(first, b"a", b"never")]))
         elif what == 1 and first >= second:
-            self.check_new(self.rig.tell_rows(opaque, [row(first, b"a", b"never"), row(second, b"b", b"never")]))
+            self.check_new(self.rig.feed_rows(opaque, [row(first, b"a", b"never"), row(second, b"b", b"never")]))
         elif what == 2 and max(first, assembler._resumed_end) < position:
-            self.tell(SnapshotMarker(0, 0, first, int(SnapshotFlag.MEMORY), opaque=opaque))
+            self.feed(SnapshotMarker(0, 0, first, int(SnapshotFlag.MEMORY), opaque=opaque))
         elif what == 3 and (first < position or (open_snapshot is not None and first > open_snapshot.end_seqno)):
-            self.tell(SeqnoAdvanced(0, first, opaque=opaque))
+            self.feed(SeqnoAdvanced(0, first, opaque=opaque))
         elif what == 4 and position:
-            self.tell(OsoSnapshot(0, int(OsoFlag.START), opaque=opaque))
+            self.feed(OsoSnapshot(0, int(OsoFlag.START), opaque=opaque))
         elif what == 5 and not within:
-            self.tell(Abort(0, b"\0a", second, first, opaque=opaque))
+            self.feed(Abort(0, b"\0a", second, first, opaque=opaque))
         elif what == 6:
-            self.tell(SystemEvent(0, first, 99, 0, opaque=opaque))
+            self.feed(SystemEvent(0, first, 99, 0, opaque=opaque))
         elif what == 7:
-            self.tell(OsoSnapshot(0, int(OsoFlag.END), opaque=opaque))
+            self.feed(OsoSnapshot(0, int(OsoFlag.END), opaque=opaque))
         elif what == 8 and not within:
-            self.tell(Commit(0, b"\0a", second, first, opaque=opaque))
+            self.feed(Commit(0, b"\0a", second, first, opaque=opaque))
         else:
             return
         assert machine.violation_count == violations + 1
@@ -280,15 +280,15 @@ class Mirrored(RuleBasedStateMachine):
             ev.StreamRefused(opaque, 4),
             ev.RowsRun(opaque, [row(first, b"a", b"never")], 1),
             ev.NoBoundary(),
-            ev.ResyncRefused("never asked"),
+            ev.ResyncRefused("never requested"),
         ):
-            assert self.rig.tell(event) == []
+            assert self.rig.feed(event) == []
         assert self.rig.machine.phase is status
 
     # --- what must hold ---
 
-    def tell(self, event: ev.LocalEvent | StreamEvent) -> None:
-        self.check_new(self.rig.tell(event))
+    def feed(self, event: ev.LocalEvent | StreamEvent) -> None:
+        self.check_new(self.rig.feed(event))
 
     def check_new(self, done: list[ins.Instruction]) -> None:
         """Everything that was published just now is a state that the source had."""
@@ -316,10 +316,10 @@ class Mirrored(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.source.write(b"a")
-        self.rig.tell(ev.ConnectionLost())
+        self.rig.feed(ev.ConnectionLost())
         for _ in range(60):
             machine = self.rig.machine
-            self.tell(ev.HighSeqno(self.source.high_seqno))
+            self.feed(ev.HighSeqno(self.source.high_seqno))
             if machine.phase is Phase.STREAMING:
                 self.deliver(1000)
                 if not self.source.collections and not machine.caught_up:
@@ -349,8 +349,8 @@ def test_the_same_for_long() -> None:
 def test_the_rows_of_the_model_are_rows_of_the_wire() -> None:
     source = Source(Random(1))
     source.write(b"a")
-    asked = ins.RequestStream(ToyStore().vbid, "", StreamOffset.fresh(), 2**64 - 1, 0)
-    marker, run, nothing = islice(source.stream(asked, 5), 3)
+    request = ins.RequestStream(ToyStore().vbid, "", StreamOffset.fresh(), 2**64 - 1, 0)
+    marker, run, nothing = islice(source.stream(request, 5), 3)
     assert isinstance(marker, SnapshotMarker)
     assert replace(marker, flags=0) == SnapshotMarker(0, 0, 1, 0, opaque=5)
     assert run == [row(1, b"a", b"a1 at 1")]

@@ -59,7 +59,7 @@ def test_a_bucket_map_names_the_node_of_each_vbucket_in_the_order_of_the_server_
     assert cluster_map.vbids_of(B) == [0]
 
 
-def test_the_placeholder_is_the_host_that_was_asked_also_when_that_is_an_ipv6_address() -> None:
+def test_the_placeholder_is_the_host_of_the_request_also_when_that_is_an_ipv6_address() -> None:
     text = json.dumps(config(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0]]}))
     assert parse_cluster_map(text, "::1").node_of(0) == Node("::1", 11210, 11207, 8091)
     assert parse_cluster_map(text, "::1").nodes[0].name == "[::1]:11210"
@@ -69,7 +69,7 @@ def test_alternate_addresses_are_taken_for_the_nodes_that_have_them() -> None:
     assert parsed("external").nodes == (Node("b.outside", 31210, None, 38091), A)
 
 
-def test_a_network_that_no_node_has_is_told() -> None:
+def test_a_network_that_no_node_has_is_reported() -> None:
     assert parsed("external").network_offered
     assert parsed("default").network_offered
     assert not parsed("external", nodesExt=[]).network_offered
@@ -85,7 +85,7 @@ def test_the_network_is_the_one_whose_address_was_contacted() -> None:
     assert network_of(json.dumps(config()), "b.example") == "default"
 
 
-def test_host_and_port_together_tell_the_networks_of_one_host_apart() -> None:
+def test_host_and_port_together_distinguish_the_networks_of_one_host() -> None:
     rows = [
         {
             "hostname": "127.0.0.1",

@@ -113,88 +113,90 @@ class ToyStore:
         self.failover_log = failover_log or FailoverLog()
         return self
 
-    # --- deeds ---
+    # --- instructions ---
 
     def perform(self, instruction: ins.Instruction) -> Any:
         """Do it; return the event that answers it, if one does."""
         return getattr(self, f"_{type(instruction).__name__}", lambda _instruction: None)(instruction)
 
-    def _StageRows(self, asked: ins.StageRows) -> Any:
+    def _StageRows(self, instruction: ins.StageRows) -> Any:
         line = self.staging
-        seqnos = [int.from_bytes(key[4:]) for key, _ in asked.rows]
-        if not asked.unordered:
+        seqnos = [int.from_bytes(key[4:]) for key, _ in instruction.rows]
+        if not instruction.unordered:
             before = [line.position, *seqnos[:-1]]
             if any(seqno <= last for last, seqno in zip(before, seqnos, strict=True)):
                 return ev.StagingRefused(self.state(), f"{seqnos} do not rise above {line.position}")
-            assert seqnos[-1] <= asked.open_snapshot.end_seqno
-        line.staged += [(seqno, value) for seqno, (_, value) in zip(seqnos, asked.rows, strict=True)]
+            assert seqnos[-1] <= instruction.open_snapshot.end_seqno
+        line.staged += [(seqno, value) for seqno, (_, value) in zip(seqnos, instruction.rows, strict=True)]
         line.position = max(line.position, *seqnos)
-        line.open_snapshot = asked.open_snapshot
+        line.open_snapshot = instruction.open_snapshot
         return None
 
-    def _StageSystemEvent(self, asked: ins.StageSystemEvent) -> None:
+    def _StageSystemEvent(self, instruction: ins.StageSystemEvent) -> None:
         line = self.staging
-        assert asked.unordered or asked.seqno > line.position
-        line.staged.append((asked.seqno, asked.row_value))
-        line.position = max(line.position, asked.seqno)
-        line.open_snapshot = asked.open_snapshot
-        line.manifest = asked.manifest
+        assert instruction.unordered or instruction.seqno > line.position
+        line.staged.append((instruction.seqno, instruction.row_value))
+        line.position = max(line.position, instruction.seqno)
+        line.open_snapshot = instruction.open_snapshot
+        line.manifest = instruction.manifest
 
-    def _StagePrepare(self, asked: ins.StagePrepare) -> None:
-        frame, _ = wire_frame.decode(asked.frame)
-        self._settle(asked, frame.key, asked.frame)
+    def _StagePrepare(self, instruction: ins.StagePrepare) -> None:
+        frame, _ = wire_frame.decode(instruction.frame)
+        self._settle(instruction, frame.key, instruction.frame)
 
-    def _CommitPrepare(self, asked: ins.CommitPrepare) -> Any:
+    def _CommitPrepare(self, instruction: ins.CommitPrepare) -> Any:
         line = self.staging
-        found = [frame for _, key, frame in line.prepares if key == asked.key]
+        found = [frame for _, key, frame in line.prepares if key == instruction.key]
         if not found or found[-1] is None:
-            return ev.PrepareMissing(self.state(), asked.seqno)
-        line.staged.append((asked.seqno, committed_row(found[-1], asked.seqno)))
-        self._settle(asked, asked.key, None)
+            return ev.PrepareMissing(self.state(), instruction.seqno)
+        line.staged.append((instruction.seqno, committed_row(found[-1], instruction.seqno)))
+        self._settle(instruction, instruction.key, None)
         return None
 
-    def _AbortPrepare(self, asked: ins.AbortPrepare) -> None:
-        self._settle(asked, wire_frame.decode(asked.frame)[0].key, None)
+    def _AbortPrepare(self, instruction: ins.AbortPrepare) -> None:
+        self._settle(instruction, wire_frame.decode(instruction.frame)[0].key, None)
 
-    def _settle(self, asked: ins.StagePrepare | ins.CommitPrepare | ins.AbortPrepare, key: bytes, frame: Any) -> None:
+    def _settle(
+        self, instruction: ins.StagePrepare | ins.CommitPrepare | ins.AbortPrepare, key: bytes, frame: Any
+    ) -> None:
         line = self.staging
-        assert line.position < asked.seqno <= asked.open_snapshot.end_seqno
-        line.prepares.append((asked.seqno, key, frame))
-        line.position = asked.seqno
-        line.open_snapshot = asked.open_snapshot
+        assert line.position < instruction.seqno <= instruction.open_snapshot.end_seqno
+        line.prepares.append((instruction.seqno, key, frame))
+        line.position = instruction.seqno
+        line.open_snapshot = instruction.open_snapshot
 
-    def _SaveFilter(self, asked: ins.SaveFilter) -> None:
-        self.stream_filter = asked.text
+    def _SaveFilter(self, instruction: ins.SaveFilter) -> None:
+        self.stream_filter = instruction.text
 
-    def _Advance(self, asked: ins.Advance) -> None:
-        assert asked.seqno > self.staging.position
-        self.staging.position = asked.seqno
-        self.staging.open_snapshot = asked.open_snapshot
+    def _Advance(self, instruction: ins.Advance) -> None:
+        assert instruction.seqno > self.staging.position
+        self.staging.position = instruction.seqno
+        self.staging.open_snapshot = instruction.open_snapshot
 
-    def _PublishSnapshot(self, asked: ins.PublishSnapshot) -> Any:
+    def _PublishSnapshot(self, instruction: ins.PublishSnapshot) -> Any:
         line = self.staging
-        assert asked.seqno >= line.position
-        assert asked.seqno >= line.boundaries[-1].seqno
-        assert asked.snap_start_seqno <= asked.seqno
+        assert instruction.seqno >= line.position
+        assert instruction.seqno >= line.boundaries[-1].seqno
+        assert instruction.snap_start_seqno <= instruction.seqno
         documents = dict(line.boundaries[-1].documents)
         for _, value in sorted(line.staged):
             _apply(documents, value)
-        line.boundaries.append(ToyBoundary(asked.seqno, documents, line.manifest))
+        line.boundaries.append(ToyBoundary(instruction.seqno, documents, line.manifest))
         line.staged.clear()
-        line.position, line.open_snapshot, line.published = asked.seqno, None, True
+        line.position, line.open_snapshot, line.published = instruction.seqno, None, True
         self.served_branch = self.staging_branch
-        self.published.append(asked.seqno)
-        return ev.Published(asked.seqno)
+        self.published.append(instruction.seqno)
+        return ev.Published(instruction.seqno)
 
-    def _SaveFailoverLog(self, asked: ins.SaveFailoverLog) -> None:
-        self.failover_log = asked.failover_log
-        if asked.source_purge_seqno is not None:
-            self.purge_seqno = asked.source_purge_seqno
+    def _SaveFailoverLog(self, instruction: ins.SaveFailoverLog) -> None:
+        self.failover_log = instruction.failover_log
+        if instruction.source_purge_seqno is not None:
+            self.purge_seqno = instruction.source_purge_seqno
 
-    def _RollbackTo(self, asked: ins.RollbackTo) -> Any:
+    def _RollbackTo(self, instruction: ins.RollbackTo) -> Any:
         assert self.staging_branch == self.served_branch, "a resync has nothing to roll back"
         line = self.staging
-        kept = [boundary for boundary in line.boundaries if boundary.seqno <= asked.seqno]
+        kept = [boundary for boundary in line.boundaries if boundary.seqno <= instruction.seqno]
         if kept[-1].seqno == 0:
             return ev.NoBoundary()
         self.rollbacks.append((line.boundaries[-1].seqno, kept[-1].seqno))
@@ -204,7 +206,7 @@ class ToyStore:
         self.failover_log = self.failover_log.pruned(kept[-1].seqno)
         return ev.RolledBack(self.state())
 
-    def _AbandonStaged(self, _asked: ins.AbandonStaged) -> Any:
+    def _AbandonStaged(self, _instruction: ins.AbandonStaged) -> Any:
         line = self.staging
         served = self.staging_branch == self.served_branch
         self._open_branch(
@@ -218,13 +220,13 @@ class ToyStore:
             self.served_branch = self.staging_branch
         return ev.Abandoned(self.state())
 
-    def _BeginResync(self, _asked: ins.BeginResync) -> Any:
+    def _BeginResync(self, _instruction: ins.BeginResync) -> Any:
         assert self.served.seqno, "a resync without anything to keep"
         self._open_branch(Line())
         self.stream_filter = None
         return ev.ResyncOpened(self.state())
 
-    def _BeginOso(self, _asked: ins.BeginOso) -> None:
+    def _BeginOso(self, _instruction: ins.BeginOso) -> None:
         self._open_branch(Line())
 
     def _open_branch(self, line: Line) -> None:
@@ -268,14 +270,14 @@ class Rig:
         self.outbox.clear()
         self._acks_due.clear()
 
-    def tell(self, event: ev.LocalEvent | StreamEvent) -> list[ins.Instruction]:
+    def feed(self, event: ev.LocalEvent | StreamEvent) -> list[ins.Instruction]:
         """Hand an event in and perform everything that comes of it. Returns the instructions, in order."""
         done = self._perform(self.machine.handle(event))
         if isinstance(event, ev.StreamAccepted) and event.opaque == self.machine.opaque and event.failover_log:
             assert self.store.failover_log == event.failover_log, "rows may follow, and the log is not saved"
         return done
 
-    def tell_rows(self, opaque: int, rows: list[Row]) -> list[ins.Instruction]:
+    def feed_rows(self, opaque: int, rows: list[Row]) -> list[ins.Instruction]:
         """Hand in a run of rows."""
         return self._perform(self.machine.handle_run(opaque, rows, sum(len(value) for _, value in rows)))
 
@@ -302,12 +304,12 @@ class Rig:
         self.machine.validate()
         return done
 
-    def _check_request(self, asked: ins.RequestStream) -> None:
+    def _check_request(self, instruction: ins.RequestStream) -> None:
         line = self.store.staging
-        offset = asked.offset
+        offset = instruction.offset
         assert offset.snap_start_seqno <= offset.start_seqno <= offset.snap_end_seqno <= 2**64 - 1
-        assert offset.start_seqno == line.position, "asked from what the store does not hold"
-        assert offset.start_seqno <= asked.end_seqno
+        assert offset.start_seqno == line.position, "requested from what the store does not hold"
+        assert offset.start_seqno <= instruction.end_seqno
         if offset.inside_snapshot:
             assert offset.snap_start_seqno == line.boundaries[-1].seqno
             assert line.open_snapshot is not None

@@ -31,11 +31,11 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     (secrets / "password").write_text(values.pop("password", "demo"))
     service = values.pop("service", False)
     settings = validated({"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
-    told: list[Finding] = []
+    reported: list[Finding] = []
     doctor = Doctor(settings, source, data, service=service)
-    doctor.on_finding = told.append
+    doctor.on_finding = reported.append
     findings = await doctor.examine()
-    assert told == findings
+    assert reported == findings
     steps: dict[str, list[Finding]] = {}
     for finding in findings:
         assert (finding.verdict is StepVerdict.OK) == (not finding.remedy), finding

@@ -27,16 +27,16 @@ async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: Sandbo
     write(cluster, 200)
     mirror = await filled(cluster, tmp_path)
     write(cluster, 20, "later")
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     await asyncio.to_thread(
         resync_now,
         mirror.path,
         cluster.connection_string,
         mirror.settings,
         [1, 2],
-        progress=lambda done, of: told.append((done, of)),
+        progress=lambda done, of: reported.append((done, of)),
     )
-    assert told[-1] == (2, 2)
+    assert reported[-1] == (2, 2)
     results = await verified(mirror, cluster, service=False, vbids=[1, 2])
     assert states(results) == ["equal", "equal"]
     assert all(result.branch > 1 and result.not_compared == 0 for result in results)
@@ -49,7 +49,7 @@ async def test_nothing_to_do_asks_nobody(tmp_path: Path, cluster: SandboxCluster
     mirror = await filled(cluster, tmp_path)
     with open_view(mirror.path) as view:
         before = view.published()
-        resync_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # nobody is there to be asked
+        resync_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # no source is there
         assert view.published() == before
 
 

@@ -91,8 +91,8 @@ async def test_a_mirror_that_stands_still_is_equal(cluster: SandboxCluster, tmp_
     write(cluster, 200)
     cluster.delete("doc-7")
     mirror = await filled(cluster, tmp_path)
-    told: list[tuple[int, int, int]] = []
-    results = await verified(mirror, cluster, service=False, progress=lambda *facts: told.append(facts))
+    reported: list[tuple[int, int, int]] = []
+    results = await verified(mirror, cluster, service=False, progress=lambda *facts: reported.append(facts))
     assert states(results) == ["equal"] * VBUCKETS
     assert sum(result.documents for result in results) == sum(result.source_documents for result in results) == 199
     assert sum(result.tombstones for result in results) == 1
@@ -100,7 +100,7 @@ async def test_a_mirror_that_stands_still_is_equal(cluster: SandboxCluster, tmp_
         assert result.digest == result.source_digest
         assert result.published_seqno == result.source_seqno == cluster.vbucket(vbid).high_seqno
         assert (result.moved, result.not_compared) == (0, 0)
-    assert told[-1] == (VBUCKETS, VBUCKETS, 200)
+    assert reported[-1] == (VBUCKETS, VBUCKETS, 200)
     cluster.bucket.to_disk()
     assert [result.digest for result in await verified(mirror, cluster, service=False)] == [
         result.digest for result in results
@@ -178,7 +178,7 @@ async def test_a_failover_in_between_is_followed(cluster: SandboxCluster, tmp_pa
     lost: list[int] = []
 
     def progress(done: int, _of: int, _rows: int) -> None:
-        if done == VBUCKETS and not lost:  # everything was compared once, its history not yet asked for
+        if done == VBUCKETS and not lost:  # everything was compared once, its history not yet requested
             lost.append(1)
             asyncio.run_coroutine_threadsafe(fail_over(), loop).result()
 

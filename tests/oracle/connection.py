@@ -125,10 +125,10 @@ class Connection:
         self._ack_share = ack_share
         self._buffer = FrameBuffer(body_length_max)
         self._ended = False
-        self._asked = _Pending()
-        """What we asked and the peer did not answer."""
+        self._requested = _Pending()
+        """What we requested and the peer did not answer."""
         self._owed = _Pending()
-        """What the peer asked and we did not answer."""
+        """What the peer requested and we did not answer."""
         self._last_opaque = 0
 
     # Bytes in, events out.
@@ -165,9 +165,9 @@ class Connection:
                 return event
 
     @property
-    def asked_count(self) -> int:
+    def requested_count(self) -> int:
         """Requests of ours that the peer did not answer yet."""
-        return len(self._asked)
+        return len(self._requested)
 
     @property
     def owed_count(self) -> int:
@@ -212,8 +212,8 @@ class Connection:
         if frame.is_response:
             return self._answer(frame, speaker, blame)
         ours = speaker is self.role
-        asked = self._asked if ours else self._owed
-        if len(asked) >= _PENDING_MAX:
+        requested = self._requested if ours else self._owed
+        if len(requested) >= _PENDING_MAX:
             raise blame(f"{_PENDING_MAX} requests without an answer", op=frame.opcode, status=Status.EBUSY)
         if frame.magic == Magic.SERVER_REQUEST or not is_dcp(frame.opcode):
             return self._understand_kv(frame, speaker, blame)
@@ -242,7 +242,7 @@ class Connection:
         return frame
 
     def _answer(self, frame: Frame, speaker: Role, blame: type[ProtocolError]) -> Response:
-        pending = self._owed if speaker is self.role else self._asked
+        pending = self._owed if speaker is self.role else self._requested
         if frame.magic == Magic.SERVER_RESPONSE:
             return codec_kv.decode_response(frame)
         response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.decode_response(frame)
@@ -262,7 +262,7 @@ class Connection:
 
     def _remember(self, frame: Frame, message: Message, ours: bool) -> None:
         if ANSWERED.get(frame.opcode, Answered.ALWAYS) is Answered.ALWAYS:
-            pending = self._asked if ours else self._owed
+            pending = self._requested if ours else self._owed
             pending.add(frame.opcode, frame.opaque, message)
 
     # Moves.
@@ -302,8 +302,8 @@ class Connection:
             self._set_stream(stream, state)
 
     def _streams_of(self, close: CloseStream) -> list[Stream]:
-        wanted = (close.vbid, close.stream_id)
-        return [stream for stream in self.streams.values() if (stream.vbid, stream.stream_id) == wanted]
+        closing = (close.vbid, close.stream_id)
+        return [stream for stream in self.streams.values() if (stream.vbid, stream.stream_id) == closing]
 
     def _note_request(self, event: Event) -> None:
         match event:

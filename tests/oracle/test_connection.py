@@ -32,29 +32,29 @@ class Pair:
 
     def carry(self, who: Connection, data: bytes) -> list[ev.Event | Frame]:
         other = self.producer if who is self.consumer else self.consumer
-        heard: list[ev.Event | Frame] = []
+        received: list[ev.Event | Frame] = []
         for pos in range(0, len(data), self.piece):
             other.receive_data(data[pos : pos + self.piece])
             while not isinstance(event := other.next_event(), Signal):
-                heard.append(event)
+                received.append(event)
             assert event is Signal.NEED_DATA
         assert {o: s.state for o, s in self.consumer.streams.items()} == {
             o: s.state for o, s in self.producer.streams.items()
         }
         assert self.consumer.state == self.producer.state
-        assert self.consumer.asked_count == self.producer.owed_count
-        return heard
+        assert self.consumer.requested_count == self.producer.owed_count
+        return received
 
     def ask(self, message: ev.Event | Frame, status: int = 0, **more: object) -> ev.Event | Frame:
         """The consumer asks, the producer answers; returns what the consumer hears."""
-        [asked] = self.say(self.consumer, message)
-        if isinstance(asked, Frame):
-            [answer] = self.say(self.producer, response(asked, status, **more))  # type: ignore[arg-type]
-        elif isinstance(asked, ev.StreamRequest):
-            said = ev.StreamResponse(Opcode.DCP_STREAM_REQ, status, opaque=asked.opaque, **more)  # type: ignore[arg-type]
+        [sent] = self.say(self.consumer, message)
+        if isinstance(sent, Frame):
+            [answer] = self.say(self.producer, response(sent, status, **more))  # type: ignore[arg-type]
+        elif isinstance(sent, ev.StreamRequest):
+            said = ev.StreamResponse(Opcode.DCP_STREAM_REQ, status, opaque=sent.opaque, **more)  # type: ignore[arg-type]
             [answer] = self.say(self.producer, said)
         else:
-            [answer] = self.say(self.producer, codec_dcp.answer(asked, status))
+            [answer] = self.say(self.producer, codec_dcp.answer(sent, status))
         assert isinstance(answer, ev.Response)
         assert answer.request == message
         return answer
@@ -69,8 +69,8 @@ class Pair:
 
     def stream(self, vbid: int, opaque: int, stream_id: int | None = None) -> ev.Event | Frame:
         value = b"" if stream_id is None else b'{"sid":%d}' % stream_id
-        asked = ev.StreamRequest(vbid, 0, 0, 2**64 - 1, 0, 0, 0, value, opaque=opaque)
-        return self.ask(asked, failover_log=LOG)
+        sent = ev.StreamRequest(vbid, 0, 0, 2**64 - 1, 0, 0, 0, value, opaque=opaque)
+        return self.ask(sent, failover_log=LOG)
 
 
 def document(vbid: int, seqno: int, opaque: int, size: int = 10) -> ev.Mutation:
@@ -113,10 +113,10 @@ def test_answers_are_matched_by_opaque_not_by_order() -> None:
         pair.say(pair.consumer, question)
     for question in reversed(questions):
         said = ev.FailoverLogResponse(Opcode.DCP_GET_FAILOVER_LOG, 0, failover_log=LOG, opaque=question.opaque)
-        [heard] = pair.say(pair.producer, said)
-        assert isinstance(heard, ev.FailoverLogResponse)
-        assert heard.request == question
-    assert pair.consumer.asked_count == 0
+        [received] = pair.say(pair.producer, said)
+        assert isinstance(received, ev.FailoverLogResponse)
+        assert received.request == question
+    assert pair.consumer.requested_count == 0
 
 
 def test_equal_opaques_are_answered_in_their_order() -> None:
@@ -124,18 +124,18 @@ def test_equal_opaques_are_answered_in_their_order() -> None:
     for key in (b"a", b"b"):
         pair.say(pair.consumer, request(Opcode.GET, key=key))
     for key in (b"a", b"b"):
-        [heard] = pair.say(pair.producer, response(request(Opcode.GET), Status.KEY_ENOENT))
-        assert isinstance(heard, ev.Response)
-        assert isinstance(heard.request, Frame)
-        assert heard.request.key == key
+        [received] = pair.say(pair.producer, response(request(Opcode.GET), Status.KEY_ENOENT))
+        assert isinstance(received, ev.Response)
+        assert isinstance(received.request, Frame)
+        assert received.request.key == key
 
 
 def test_a_rollback_or_a_refusal_ends_the_stream_before_it_began() -> None:
     pair = Pair().open()
-    asked = ev.StreamRequest(3, 0, 50, 2**64 - 1, 77, 50, 50, opaque=1)
-    heard = pair.ask(asked, Status.ROLLBACK, rollback_seqno=40)
-    assert isinstance(heard, ev.StreamResponse)
-    assert heard.rollback_seqno == 40
+    sent = ev.StreamRequest(3, 0, 50, 2**64 - 1, 77, 50, 50, opaque=1)
+    received = pair.ask(sent, Status.ROLLBACK, rollback_seqno=40)
+    assert isinstance(received, ev.StreamResponse)
+    assert received.rollback_seqno == 40
     assert pair.consumer.streams == {}
     pair.ask(ev.StreamRequest(3, 0, 0, 1, 0, 0, 0, opaque=2), Status.NOT_MY_VBUCKET)
     assert pair.consumer.streams == {}
@@ -178,7 +178,7 @@ def test_the_answer_to_a_close_decides_about_the_stream(status: Status, left: St
     assert (pair.consumer.streams[0x100].state if pair.consumer.streams else None) is left
 
 
-def test_two_streams_of_a_vbucket_are_told_apart_by_their_id() -> None:
+def test_two_streams_of_a_vbucket_are_distinguished_by_their_id() -> None:
     pair = Pair().open()
     pair.stream(3, 0x100, 5)
     pair.stream(3, 0x101, 6)
@@ -192,28 +192,28 @@ def test_a_marker_may_be_answered_and_an_error_may_be() -> None:
     pair.stream(3, 0x100)
     [marker] = pair.say(pair.producer, ev.SnapshotMarker(3, 0, 2, 9, opaque=0x100))
     assert isinstance(marker, ev.SnapshotMarker)
-    [heard] = pair.say(pair.consumer, codec_dcp.answer(marker))
-    assert isinstance(heard, ev.Response)
-    assert (heard.op, heard.opaque) == (Opcode.DCP_SNAPSHOT_MARKER, 0x100)
+    [received] = pair.say(pair.consumer, codec_dcp.answer(marker))
+    assert isinstance(received, ev.Response)
+    assert (received.op, received.opaque) == (Opcode.DCP_SNAPSHOT_MARKER, 0x100)
 
 
 def test_a_stat_has_as_many_answers_as_it_needs() -> None:
     pair = Pair()
-    asked = request(Opcode.STAT, opaque=4)
-    pair.say(pair.consumer, asked)
+    sent = request(Opcode.STAT, opaque=4)
+    pair.say(pair.consumer, sent)
     for key in (b"a", b"b"):
-        pair.say(pair.producer, response(asked, key=key, value=b"1"))
-        assert pair.consumer.asked_count == 1
-    pair.say(pair.producer, response(asked))
-    assert pair.consumer.asked_count == 0
+        pair.say(pair.producer, response(sent, key=key, value=b"1"))
+        assert pair.consumer.requested_count == 1
+    pair.say(pair.producer, response(sent))
+    assert pair.consumer.requested_count == 0
 
 
 def test_a_quiet_request_waits_for_nothing() -> None:
     pair = Pair()
     pair.say(pair.consumer, request(Opcode.GETQ, opaque=4, key=b"k"))
-    assert pair.consumer.asked_count == 0
-    [heard] = pair.say(pair.producer, response(request(Opcode.GETQ, opaque=4), extras=bytes(4)))
-    assert isinstance(heard, ev.Response)
+    assert pair.consumer.requested_count == 0
+    [received] = pair.say(pair.producer, response(request(Opcode.GETQ, opaque=4), extras=bytes(4)))
+    assert isinstance(received, ev.Response)
 
 
 def test_a_duplex_server_may_push_a_cluster_map() -> None:
@@ -225,8 +225,8 @@ def test_a_duplex_server_may_push_a_cluster_map() -> None:
         pair.consumer.send(pushed)
     with pytest.raises(LocalProtocolError, match="not for the producer"):
         pair.producer.send(codec_kv.noop())
-    [heard] = pair.say(pair.consumer, response(pushed))
-    assert isinstance(heard, ev.Response)
+    [received] = pair.say(pair.consumer, response(pushed))
+    assert isinstance(received, ev.Response)
 
 
 def test_the_window_shuts_and_acks_open_it_again() -> None:
@@ -238,9 +238,9 @@ def test_the_window_shuts_and_acks_open_it_again() -> None:
         pair.say(pair.producer, document(3, seqno, 0x100, 100))
     assert seqno == 8, "seven documents of 158 bytes are out: the seventh overshot"
     ack = pair.consumer.take_ack()
-    [heard] = pair.carry(pair.consumer, ack)
-    assert isinstance(heard, ev.BufferAck)
-    assert heard.count >= 1000
+    [received] = pair.carry(pair.consumer, ack)
+    assert isinstance(received, ev.BufferAck)
+    assert received.count >= 1000
     assert pair.producer.window.is_open
     assert pair.consumer.take_ack(force=True) == b""
     with pytest.raises(LocalProtocolError, match="acknowledging 5"):
@@ -281,7 +281,7 @@ def test_what_must_not_be_said_is_the_speakers_error_and_the_listeners_proof(
     speaker, listener = Connection(role), Connection(role.peer)
     with pytest.raises(LocalProtocolError, match=words):
         speaker.send(message)
-    assert (speaker.state, speaker.asked_count, speaker.streams) == (ConnectionState.PLAIN, 0, {})
+    assert (speaker.state, speaker.requested_count, speaker.streams) == (ConnectionState.PLAIN, 0, {})
     frame = message if isinstance(message, Frame) else codec_dcp.to_frame(message)
     listener.receive_data(encode(frame) + encode(frame))
     for _ in range(2):
@@ -385,13 +385,13 @@ def test_any_conversation_by_the_tables_leaves_both_ends_agreed(rng: random.Rand
         try:
             match choice:
                 case 0:
-                    asked = ev.StreamRequest(vbid, 0, 0, 9, 0, 0, 0, opaque=opaque)
-                    pair.say(pair.consumer, asked)
-                    unanswered.append(asked)
+                    sent = ev.StreamRequest(vbid, 0, 0, 9, 0, 0, 0, opaque=opaque)
+                    pair.say(pair.consumer, sent)
+                    unanswered.append(sent)
                 case 1:
-                    asked_close = ev.CloseStream(vbid, opaque=opaque)
-                    pair.say(pair.consumer, asked_close)
-                    unanswered.append(asked_close)
+                    sent_close = ev.CloseStream(vbid, opaque=opaque)
+                    pair.say(pair.consumer, sent_close)
+                    unanswered.append(sent_close)
                 case 2 if unanswered:
                     question = unanswered.pop(rng.randrange(len(unanswered)))
                     status = rng.choice((Status.SUCCESS, Status.KEY_ENOENT, Status.EINVAL))

@@ -136,13 +136,16 @@ def containers(replaced: dict[str, str]) -> Containers:
     (set_in_image,) = of("ENV", image)
     services = here((FOLDER / "compose.yaml").read_text())
     source, mirror = (re.split(rf"\n  {name}:\n", services)[1].split("\n\n")[0] for name in ("source", "mirror"))
-    (asked,), (tested,) = re.findall(r"\n    command: (.+)", "\n" + source), re.findall(r"\n      test: (.+)", source)
+    (source_command,), (tested,) = (
+        re.findall(r"\n    command: (.+)", "\n" + source),
+        re.findall(r"\n      test: (.+)", source),
+    )
     variables = dict(word.split("=", 1) for word in here(set_in_image).split() if not word.startswith("PATH="))
     variables |= dict(re.findall(rf'\n      ({ENV_PREFIX}\w+): "?([^"\n]+)"?', mirror))
     kind, *source_check = flow(tested)
     assert kind == "CMD"
     return Containers(
-        [*entry, *flow(asked)],
+        [*entry, *flow(source_command)],
         source_check,
         [*entry, *command],
         json.loads(here(check)[check.index("CMD") + 3 :]),

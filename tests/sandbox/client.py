@@ -247,5 +247,5 @@ class Client:
             self.events.append(codec_dcp.decode(frame))
 
 
-async def tell(server: SandboxControl, command: str, **arguments: object) -> Any:
+async def send_command(server: SandboxControl, command: str, **arguments: object) -> Any:
     return await asyncio.to_thread(ask, server.path, command, **arguments)

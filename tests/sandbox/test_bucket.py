@@ -78,7 +78,7 @@ def test_states_by_node(bucket: Bucket) -> None:
     assert bucket.state_on(0, 0) == VbucketRole.PENDING
 
 
-def test_a_bucket_made_anew_has_nothing_of_the_old_one(bucket: Bucket) -> None:
+def test_a_bucket_recreated_has_nothing_of_the_old_one(bucket: Bucket) -> None:
     bucket.create_scope("s")
     bucket.set("k", {})
     old = bucket.map.bucket_uuid, bucket.map.rev, bucket.vbuckets[0].vbuuid

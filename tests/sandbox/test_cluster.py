@@ -1,4 +1,4 @@
-"""The cluster: nodes that die and come back, vbuckets that move, and the maps that tell of it."""
+"""The cluster: nodes that die and come back, vbuckets that move, and the maps that show it."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_nodes_join_and_leave_by_rebalance() -> None:
         assert cluster.connection_string == f"couchbase://demo@127.0.0.1:{cluster.nodes[1].port}/demo"
 
 
-async def test_a_bucket_made_anew_breaks_connections() -> None:
+async def test_a_bucket_recreated_breaks_connections() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.set("k", {})
         uuid = cluster.bucket.map.bucket_uuid

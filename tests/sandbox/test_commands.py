@@ -1,4 +1,4 @@
-"""What can be asked of a running source: every command does what it says."""
+"""The commands of a running source: every command does what it says."""
 
 from __future__ import annotations
 
@@ -6,110 +6,110 @@ from mirror.sandbox.control import SandboxControl
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason
 
-from .client import Client, tell
+from .client import Client, send_command
 
 
 async def test_status_and_vbuckets(server: SandboxControl) -> None:
-    await tell(server, "write", count=50)
-    status = await tell(server, "status")
+    await send_command(server, "write", count=50)
+    status = await send_command(server, "status")
     assert (status["vbuckets"], status["written"], len(status["nodes"])) == (4, 50, 2)
     assert status["profile"] == "8.0"
     assert status["documents"] == server.cluster.bucket.document_count
-    seen = await tell(server, "vbucket", vbid=1)
+    seen = await send_command(server, "vbucket", vbid=1)
     assert (seen["node"], seen["high_seqno"]) == (1, server.cluster.vbucket(1).high_seqno)
 
 
 async def test_faults_and_topology(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster)
-    assert await tell(server, "fault", kind="slow", bytes_per_second=1000) == {"connections": 1}
-    assert await tell(server, "fault", kind="cut", node=0, name="test") == {"connections": 1}
+    assert await send_command(server, "fault", kind="slow", bytes_per_second=1000) == {"connections": 1}
+    assert await send_command(server, "fault", kind="cut", node=0, name="test") == {"connections": 1}
     await client.until_closed()
-    assert await tell(server, "fault", kind="clear") == {"connections": None}
-    await tell(server, "write", count=50)
+    assert await send_command(server, "fault", kind="clear") == {"connections": None}
+    await send_command(server, "write", count=50)
     high = cluster.vbucket(0).high_seqno
-    assert await tell(server, "failover", vbid=0, lose=2) == {"base_seqno": high - 2}
-    await tell(server, "move", vbid=0, node=0)
-    await tell(server, "kill-node", node=1)
+    assert await send_command(server, "failover", vbid=0, lose=2) == {"base_seqno": high - 2}
+    await send_command(server, "move", vbid=0, node=0)
+    await send_command(server, "kill-node", node=1)
     assert not cluster.nodes[1].alive
-    await tell(server, "restart-node", node=1)
-    assert await tell(server, "add-node") == {"node": 2}
-    assert (await tell(server, "rebalance"))["moved"] > 0
-    await tell(server, "split-off", node=0)
+    await send_command(server, "restart-node", node=1)
+    assert await send_command(server, "add-node") == {"node": 2}
+    assert (await send_command(server, "rebalance"))["moved"] > 0
+    await send_command(server, "split-off", node=0)
     assert cluster.nodes[0].bucket is not cluster.bucket
-    await tell(server, "failover-node", node=1)
+    await send_command(server, "failover-node", node=1)
     assert {node.number for node in cluster.bucket.map.nodes} == {0, 2}
 
 
 async def test_streams_and_privileges(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster, set_noop_interval="0.1")
-    await tell(server, "fault", kind="refuse-streams", status="rollback", vbids=2, seqno=7)
-    await tell(server, "fault", kind="refuse-streams", status=0x86, vbids=[0, 2], times=1)
+    await send_command(server, "fault", kind="refuse-streams", status="rollback", vbids=2, seqno=7)
+    await send_command(server, "fault", kind="refuse-streams", status=0x86, vbids=[0, 2], times=1)
     assert [(await client.stream(vbid)).status for vbid in (2, 2, 0)] == [Status.ETMPFAIL, Status.ROLLBACK, 0]
-    assert await tell(server, "fault", kind="end-streams", reason="lost-privileges") == {"streams": 1}
+    assert await send_command(server, "fault", kind="end-streams", reason="lost-privileges") == {"streams": 1}
     await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.LOST_PRIVILEGES])
-    await tell(server, "fault", kind="mute-streams", vbids=0)
-    await tell(server, "fault", kind="withhold-noops")
+    await send_command(server, "fault", kind="mute-streams", vbids=0)
+    await send_command(server, "fault", kind="withhold-noops")
     assert cluster.bucket.stream_faults.noops_withheld
     assert cluster.bucket.stream_faults.muted(0, 0)
-    await tell(server, "fault", kind="clear")
+    await send_command(server, "fault", kind="clear")
     assert not cluster.bucket.stream_faults.noops_withheld
-    left = (await tell(server, "user", user="demo", lacks="DcpStream,Upsert"))["privileges"]
+    left = (await send_command(server, "user", user="demo", lacks="DcpStream,Upsert"))["privileges"]
     assert "DcpStream" not in left
     assert (await client.stream(0)).status == Status.EACCESS
-    await tell(server, "user", user="new", password="pw")
+    await send_command(server, "user", user="new", password="pw")
     assert cluster.bucket.users.password_of("new") == "pw"
 
 
 async def test_data_and_collections(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
-    await tell(server, "create-scope", scope="s")
-    assert await tell(server, "create-collection", scope="s", collection="c", max_ttl=5) == {"collection_id": 8}
-    await tell(server, "flush-collection", path="s.c")
-    await tell(server, "drop-collection", path="s.c")
-    await tell(server, "drop-scope", scope="s")
+    await send_command(server, "create-scope", scope="s")
+    assert await send_command(server, "create-collection", scope="s", collection="c", max_ttl=5) == {"collection_id": 8}
+    await send_command(server, "flush-collection", path="s.c")
+    await send_command(server, "drop-collection", path="s.c")
+    await send_command(server, "drop-scope", scope="s")
     assert bucket.manifest.uid == 5
-    await tell(server, "to-disk", vbid=0)
+    await send_command(server, "to-disk", vbid=0)
     assert bucket.vbuckets[0].memory_floor_seqno == 5
-    await tell(server, "purge")
-    assert await tell(server, "expire") == {"expired": 0}
-    await tell(server, "rate", rate=5)
+    await send_command(server, "purge")
+    assert await send_command(server, "expire") == {"expired": 0}
+    await send_command(server, "rate", rate=5)
     assert server.workload is not None
     assert server.workload.rate == 5
-    await tell(server, "recreate-bucket")
+    await send_command(server, "recreate-bucket")
     assert bucket.manifest.uid == 0
 
 
 async def test_documents_and_durable_writes(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
-    assert await tell(server, "set", key="k", value='{"a":1}', vbid=2) == {"vbid": 2, "seqno": 1}
-    assert await tell(server, "prepare", key="k", value="2", vbid=2) == {"vbid": 2, "seqno": 2}
-    assert await tell(server, "abort", key="k", vbid=2) == {"vbid": 2, "seqno": 3}
-    await tell(server, "prepare", key="k", vbid=2)
-    assert await tell(server, "commit", key="k", vbid=2) == {"vbid": 2, "seqno": 5}
+    assert await send_command(server, "set", key="k", value='{"a":1}', vbid=2) == {"vbid": 2, "seqno": 1}
+    assert await send_command(server, "prepare", key="k", value="2", vbid=2) == {"vbid": 2, "seqno": 2}
+    assert await send_command(server, "abort", key="k", vbid=2) == {"vbid": 2, "seqno": 3}
+    await send_command(server, "prepare", key="k", vbid=2)
+    assert await send_command(server, "commit", key="k", vbid=2) == {"vbid": 2, "seqno": 5}
     assert bucket.get("k", vbid=2) is None
-    await tell(server, "set", key="k", value="3")
-    await tell(server, "delete", key="k")
+    await send_command(server, "set", key="k", value="3")
+    await send_command(server, "delete", key="k")
     assert bucket.get("k") is None
 
 
 async def test_settings_of_collections_and_streams(server: SandboxControl) -> None:
     bucket = server.cluster.bucket
-    await tell(server, "create-scope", scope="s")
-    await tell(server, "create-collection", scope="s", collection="c")
-    await tell(server, "modify-collection", path="s.c", max_ttl=7, history=True)
+    await send_command(server, "create-scope", scope="s")
+    await send_command(server, "create-collection", scope="s", collection="c")
+    await send_command(server, "modify-collection", path="s.c", max_ttl=7, history=True)
     entry = bucket.manifest.collection("s.c")
     assert entry is not None
     assert (entry.max_ttl, entry.history) == (7, True)
-    assert await tell(server, "tune", antilag_items=5) == {"antilag_items": 5, "oso_share_max": 1.0}
+    assert await send_command(server, "tune", antilag_items=5) == {"antilag_items": 5, "oso_share_max": 1.0}
     assert bucket.tuning.antilag_items == 5
     vbucket = bucket.vbuckets[0]
     vbucket.history_start_seqno = 1
-    await tell(server, "discard-history", vbid=0, below_seqno=3)
+    await send_command(server, "discard-history", vbid=0, below_seqno=3)
     assert vbucket.history_start_seqno == 3
     for key in ("a", "b"):
         bucket.set(key, {}, vbid=1)
         bucket.delete(key, vbid=1)
-    await tell(server, "purge", vbid=1, below_seqno=5)
+    await send_command(server, "purge", vbid=1, below_seqno=5)
     assert bucket.vbuckets[1].purge_seqno == 5

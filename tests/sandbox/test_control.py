@@ -10,7 +10,7 @@ import pytest
 from mirror.errors import ConfigError, ConnectFailed
 from mirror.sandbox.control import SandboxControl, ask, default_path
 
-from .client import tell
+from .client import send_command
 
 
 @pytest.mark.parametrize(
@@ -48,16 +48,16 @@ async def test_bad_commands_change_nothing(server: SandboxControl, line: bytes, 
     assert server.cluster.bucket.map.rev == rev
 
 
-async def test_who_asks_is_told_what_is_wrong(server: SandboxControl, tmp_path: Path) -> None:
+async def test_a_client_gets_the_reason_of_an_error(server: SandboxControl, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such command"):
-        await tell(server, "nonsense")
+        await send_command(server, "nonsense")
     with pytest.raises(ConnectFailed, match="no source answers"):
         ask(tmp_path / "nobody.sock", "status")
     server.workload = None
     with pytest.raises(ConfigError, match="no workload"):
-        await tell(server, "write", count=1)
+        await send_command(server, "write", count=1)
     with pytest.raises(ConfigError, match="no workload"):
-        await tell(server, "rate", rate=1)
+        await send_command(server, "rate", rate=1)
 
 
 def test_the_socket_is_named_after_the_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ async def test_the_window_is_overshot_by_at_most_the_last_message() -> None:
         await client.stream(1)
         acked = 0
         while len(client.of(*DATA)) < 300:
-            wanted = acked + 4096
+            expected = acked + 4096
             await client.until(
-                partial(lambda bytes_: sum(client.sizes) >= bytes_ or len(client.of(*DATA)) == 300, wanted)
+                partial(lambda bytes_: sum(client.sizes) >= bytes_ or len(client.of(*DATA)) == 300, expected)
             )
             await asyncio.sleep(0.002)
             assert sum(client.sizes) - acked < 4096 + max(client.sizes)
@@ -129,7 +129,7 @@ async def test_stream_ids_and_sync_writes_exclude_each_other() -> None:
         assert (await client.ask(closing)).status == Status.DCP_STREAM_ID_INVALID
 
 
-async def test_closing_a_stream_tells_the_end_only_on_request() -> None:
+async def test_closing_a_stream_sends_the_end_only_on_request() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         closing = codec_dcp.to_frame(ev.CloseStream(0))
         client = await Client.dcp(cluster, send_stream_end_on_client_close_stream="true")
@@ -170,7 +170,7 @@ async def test_the_privilege_to_stream_is_another_than_that_to_open() -> None:
         assert (await client.stream(0)).status == Status.EACCESS
 
 
-async def test_after_a_failover_with_loss_a_client_is_told_to_roll_back() -> None:
+async def test_after_a_failover_with_loss_a_client_has_to_roll_back() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         for index in range(20):
             cluster.set(f"k{index}", {})
@@ -190,7 +190,7 @@ async def test_after_a_failover_with_loss_a_client_is_told_to_roll_back() -> Non
         assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
 
 
-async def test_below_the_purge_seqno_everything_begins_anew_unless_the_client_knows_it() -> None:
+async def test_below_the_purge_seqno_everything_begins_again_unless_the_client_knows_it() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         for index in range(10):
             cluster.set(f"k{index}", {})

@@ -51,7 +51,7 @@ def test_compressed_values_are_opened_for_who_cannot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "expiry_opcode", "from_disk", "wanted"),
+    ("flags", "expiry_opcode", "from_disk", "expected"),
     [
         (0x01, False, True, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", None)),
         (0x01, True, True, ev.Deletion(3, b"\x08k", 5, 1, 9, 0, b"", None)),
@@ -61,30 +61,32 @@ def test_compressed_values_are_opened_for_who_cannot() -> None:
     ],
 )
 def test_an_expiration_has_its_own_opcode_only_with_delete_times(
-    flags: int, expiry_opcode: bool, from_disk: bool, wanted: object
+    flags: int, expiry_opcode: bool, from_disk: bool, expected: object
 ) -> None:
     item = Item(5, b"\x08k", it.expiration_frame(3, b"\x08k", 5, 1, 9, b"", delete_time=77))
     features = Controls(ABILITIES, collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
-    assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == wanted
+    assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == expected
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted"),
+    ("flags", "expected"),
     [(0x05, {b"_sync": b"{}"}), (0x105, {b"_sync": b"{}", b"mine": b"1"}), (0x01, {})],
 )
-def test_a_tombstone_keeps_the_xattrs_of_users_for_who_asked_for_them(flags: int, wanted: dict[bytes, bytes]) -> None:
+def test_a_tombstone_keeps_the_xattrs_of_users_for_clients_that_requested_them(
+    flags: int, expected: dict[bytes, bytes]
+) -> None:
     value, datatype = values.join({b"_sync": b"{}", b"mine": b"1"}, b"", 0)
     item = Item(5, b"\x08k", it.deletion_frame(3, b"\x08k", 5, 1, 9, value, delete_time=7, datatype=datatype))
     encoder = ItemEncoder(Controls(ABILITIES, collections=True, open_flags=flags))
     sent = decoded(encoder.encode(item, from_disk=True))
     assert isinstance(sent, ev.Deletion)
-    assert values.split(sent.value, sent.datatype)[0] == wanted
+    assert values.split(sent.value, sent.datatype)[0] == expected
     alive = Item(5, b"\x08k", it.mutation_frame(3, b"\x08k", 5, 1, 9, value, datatype=datatype))
     if flags & 4:
         assert encoder.encode(alive, from_disk=True) is alive.frame
 
 
-def test_commits_are_mutations_unless_asked_for_from_memory() -> None:
+def test_commits_are_mutations_unless_requested_from_memory() -> None:
     frame = it.mutation_frame(3, b"\x08k", 6, 1, 9, b"{}")
     item = CommitItem(6, b"\x08k", frame, 5)
     able = ItemEncoder(Controls(ABILITIES, collections=True, sync_writes=True))

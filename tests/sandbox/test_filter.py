@@ -47,7 +47,7 @@ def test_what_is_refused(manifest: BucketManifest, value: bytes, status: Status)
     assert error.value.status == status
 
 
-def test_stream_ids_are_wanted_or_not(manifest: BucketManifest) -> None:
+def test_stream_ids_are_required_or_not(manifest: BucketManifest) -> None:
     assert parse(b'{"sid":3}', manifest, has_collections=True, has_stream_ids=True).stream_id == 3
     for value in (b"", b'{"sid":0}', b'{"sid":70000}', b'{"sid":"3"}'):
         with pytest.raises(Refused):

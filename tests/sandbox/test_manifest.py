@@ -1,4 +1,4 @@
-"""The manifest and its system events, in both shapes, beside the recorded ones."""
+"""The manifest and its system events, in both shapes, next to the recorded ones."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_names_are_looked_up_with_the_default_left_out() -> None:
     assert manifest.collection("x._default") is None
 
 
-def test_a_vbucket_is_told_once_more_what_it_lost_of_the_manifest() -> None:
+def test_a_vbucket_is_sent_once_more_what_it_lost_of_the_manifest() -> None:
     manifest = BucketManifest()
     known = [*manifest.create_scope("shop"), *manifest.create_collection("shop", "kept")]
     known += manifest.create_collection("shop", "dropped")
@@ -149,15 +149,15 @@ def test_a_vbucket_is_told_once_more_what_it_lost_of_the_manifest() -> None:
         *manifest.modify_collection("shop.kept", max_ttl=5, history=False),
     ]
     lost += manifest.drop_collection("shop.dropped")
-    told = manifest.missed(known, lost)
-    assert [(each.event.name, each.name or each.collection_id) for each in told] == [
+    reported = manifest.missed(known, lost)
+    assert [(each.event.name, each.name or each.collection_id) for each in reported] == [
         ("SCOPE_CREATE", "late"),
         ("COLLECTION_BEGIN", "new"),
         ("COLLECTION_BEGIN", "kept"),
         ("COLLECTION_END", known[2].collection_id),
     ]
-    assert (told[2].max_ttl, told[2].flush_uid) == (5, lost[4].uid)
-    assert [each.uid for each in told] == [known[-1].uid] * 3 + [manifest.uid]
+    assert (reported[2].max_ttl, reported[2].flush_uid) == (5, lost[4].uid)
+    assert [each.uid for each in reported] == [known[-1].uid] * 3 + [manifest.uid]
     assert manifest.missed([*known, *lost], []) == []
     dropped = manifest.drop_scope("shop")
     assert [each.event.name for each in manifest.missed([*known, *lost], dropped)] == ["COLLECTION_END", "SCOPE_DROP"]

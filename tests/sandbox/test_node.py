@@ -22,9 +22,9 @@ from .client import Client
 async def test_answers_come_in_the_order_of_the_requests() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
-        asked = [client.send(codec_kv.noop()) for _ in range(100)]
+        sent = [client.send(codec_kv.noop()) for _ in range(100)]
         await client.until(lambda: len(client.answers) == 100)
-        assert list(client.answers) == asked
+        assert list(client.answers) == sent
 
 
 async def test_frames_may_come_byte_by_byte() -> None:
@@ -116,7 +116,7 @@ NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOT
 
 
 @pytest.mark.parametrize("notice", NOTICES)
-async def test_maps_are_announced_to_who_asked_for_it_also_on_dcp_connections(notice: Feature) -> None:
+async def test_maps_are_announced_to_clients_that_requested_it_also_on_dcp_connections(notice: Feature) -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         features = (Feature.SELECT_BUCKET, Feature.DUPLEX, notice)
         clients = [await Client.login(cluster, features=features), await Client.dcp(cluster, features=features)]
@@ -138,9 +138,9 @@ async def test_announcements_need_duplex() -> None:
             assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
 
 
-async def test_a_client_that_wants_no_map_twice_gets_none_with_a_refusal() -> None:
+async def test_a_client_that_declines_a_map_it_has_gets_none_with_a_refusal() -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
-        asked = codec_kv.get_cluster_config()
+        sent = codec_kv.get_cluster_config()
         elsewhere = fr.request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=1)
         for features, again in (
             ((Feature.SELECT_BUCKET,), True),
@@ -149,7 +149,7 @@ async def test_a_client_that_wants_no_map_twice_gets_none_with_a_refusal() -> No
             client = await Client.dcp(cluster, features=features)
             first = await client.ask(elsewhere)
             assert first.status == Status.NOT_MY_VBUCKET
-            assert first.value == (await client.ask(asked)).value
+            assert first.value == (await client.ask(sent)).value
             assert bool((await client.ask(elsewhere)).value) == again
             cluster.bucket.map_changed()
             assert (await client.ask(elsewhere)).value

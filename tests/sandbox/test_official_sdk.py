@@ -150,7 +150,7 @@ def test_each_recorded_call_has_the_recorded_outcome(sdk: Cluster) -> None:
             assert got == text, name
 
 
-def test_wrong_password_and_wrong_bucket_are_told_as_such(source: SandboxThread) -> None:
+def test_wrong_password_and_wrong_bucket_are_reported_as_such(source: SandboxThread) -> None:
     with pytest.raises(AuthenticationException):
         Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "wrong")))
     cluster = Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "demo")))

@@ -57,7 +57,7 @@ async def test_features(profile: str, collections: bool, sync_replication: bool,
                 cluster.bucket.create_scope("s")
 
 
-CONTROLS_ASKED = {
+CONTROLS_REQUESTED = {
     "enable_expiry_opcode=true": "6.5",
     "backfill_order=sequential": "6.6",
     "enable_out_of_order_snapshots=true": "7.0",
@@ -73,9 +73,9 @@ CONTROLS_ASKED = {
 async def test_controls_begin_with_their_release(profile: str) -> None:
     async with SandboxCluster(vbuckets=1, profile=profile) as cluster:
         client = await Client.dcp(cluster, set_noop_interval="1")
-        for asked, since in CONTROLS_ASKED.items():
-            wanted = Status.SUCCESS if EXACT.index(since) <= EXACT.index(profile) else Status.EINVAL
-            assert await client.control(*asked.split("=")) == wanted, asked
+        for control, since in CONTROLS_REQUESTED.items():
+            expected = Status.SUCCESS if EXACT.index(since) <= EXACT.index(profile) else Status.EINVAL
+            assert await client.control(*control.split("=")) == expected, control
 
 
 @pytest.mark.parametrize(("profile", "status"), [("6.0", Status.EINVAL), ("6.6", Status.SUCCESS)])

@@ -39,13 +39,13 @@ async def test_what_was_recorded_comes_again_for_every_client(tmp_path: Path) ->
             source.set(f"key-{number}", {"number": number})
         source.bucket.create_collection("_default", "more")
         recorder = Recorder(tmp_path / "file", SystemClock())
-        wanted = await asyncio.to_thread(rows_of, source.connection_string, tap=recorder)
+        expected = await asyncio.to_thread(rows_of, source.connection_string, tap=recorder)
         recorder.close()
     script = read_script(Recording(tmp_path / "file"))
     assert sorted(script.exchanges) == list(range(8))
     async with ReplayedSource(script, whole=True) as replayed:
         for _ in range(2):
-            assert await asyncio.to_thread(rows_of, replayed.connection_string) == wanted
+            assert await asyncio.to_thread(rows_of, replayed.connection_string) == expected
         with pytest.raises(AuthRejected):
             await asyncio.to_thread(SourceReader(replayed.connection_string, password="other").__enter__)
 
@@ -82,10 +82,10 @@ async def test_a_recorded_rollback_is_given_to_the_request_that_got_it(tmp_path:
 
 
 def test_a_file_of_frames_that_make_no_sense_is_one_clear_error(tmp_path: Path) -> None:
-    asked = request(Opcode.DCP_STREAM_REQ, opaque=1, extras=b"short")
+    sent = request(Opcode.DCP_STREAM_REQ, opaque=1, extras=b"short")
     lines = [
-        f'{{"t": 1, "dir": "c2s", "hex": "{encode(asked).hex()}"}}',
-        f'{{"t": 1, "dir": "s2c", "hex": "{encode(response(asked)).hex()}"}}',
+        f'{{"t": 1, "dir": "c2s", "hex": "{encode(sent).hex()}"}}',
+        f'{{"t": 1, "dir": "s2c", "hex": "{encode(response(sent)).hex()}"}}',
     ]
     (tmp_path / "file").write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match="invalid frame"):

@@ -161,7 +161,7 @@ async def test_a_cursor_that_is_dropped_continues_from_disk_and_returns_to_memor
         assert client.state(0) == {key: item.value for key, item in state.items()}
 
 
-async def test_new_checkpoints_are_told_by_their_flag() -> None:
+async def test_new_checkpoints_are_marked_by_their_flag() -> None:
     async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
         client = await Client.dcp(cluster)
         await client.stream(0)
@@ -185,7 +185,7 @@ async def test_only_disk_and_only_up_to_now() -> None:
         assert client.markers() == [(0, 10, 6)]
 
 
-async def test_plain_clients_see_durable_writes_as_mutations_and_are_told_of_prepares_by_their_seqno() -> None:
+async def test_plain_clients_see_durable_writes_as_mutations_and_learn_of_prepares_by_their_seqno() -> None:
     async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
         client = await Client.dcp(cluster)
         await client.stream(0)
@@ -222,7 +222,7 @@ async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort() -
         assert data(other) == [2]
 
 
-async def test_a_marker_of_version_2_2_tells_the_purge_seqno() -> None:
+async def test_a_marker_of_version_2_2_carries_the_purge_seqno() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         for key in "abc":
             cluster.set(key, {})
@@ -241,7 +241,7 @@ async def test_a_marker_of_version_2_2_tells_the_purge_seqno() -> None:
         assert data(client) == [3, 5, 6]
 
 
-async def test_markers_ask_for_an_answer_when_a_test_wants_them_to() -> None:
+async def test_markers_ask_for_an_answer_when_a_test_requests_it() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.nodes[0].ack_markers = True
         client = await Client.dcp(cluster)
@@ -301,7 +301,7 @@ async def test_a_scope_filter_follows_new_collections() -> None:
         assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0, 1, 4]
 
 
-async def test_writes_beside_the_filter_are_not_told_live() -> None:
+async def test_writes_outside_the_filter_are_not_sent_live() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")
@@ -337,12 +337,12 @@ async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones() -> No
         await client.stream(0)
         await client.until_seqno(0, 2)
         vbucket = cluster.vbucket(0)
-        with_nobody_told, vbucket.changed = vbucket.changed, set()
+        unreported, vbucket.changed = vbucket.changed, set()
         cluster.bucket.delete("gone", vbid=0)
         cluster.set("more", {})
         vbucket.purge()
         vbucket.to_disk()
-        vbucket.changed = with_nobody_told
+        vbucket.changed = unreported
         cluster.set("last", {})
         await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.STATE_CHANGED])
         assert data(client) == [1, 2]
@@ -447,8 +447,8 @@ def test_durable_writes_are_shown_as_recorded(
     while (frame := buffer.next_frame()) is not None:
         got.append(frame)
     recorded = [frame for direction, frame in frames(name) if direction == "s2c"]
-    wanted = [f for f in recorded if not f.is_response and f.opcode in range(0x56, 0x66) and f.opcode != 0x5C]
-    assert (got[0].extras, got[0].value) == (wanted[0].extras, wanted[0].value)
+    expected = [f for f in recorded if not f.is_response and f.opcode in range(0x56, 0x66) and f.opcode != 0x5C]
+    assert (got[0].extras, got[0].value) == (expected[0].extras, expected[0].value)
 
     def seen(side: list[Frame]) -> list[tuple[object, ...]]:
         live = next(i for i, f in enumerate(side[1:], 1) if f.opcode == Opcode.DCP_SNAPSHOT_MARKER)
@@ -457,7 +457,7 @@ def test_durable_writes_are_shown_as_recorded(
             for f in side[live:]
         ]
 
-    assert seen(got) == seen(wanted)
+    assert seen(got) == seen(expected)
 
 
 async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one() -> None:
@@ -508,7 +508,7 @@ async def test_a_marker_of_version_2_2_says_what_is_prepared_too() -> None:
         assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)
 
 
-async def test_a_filtered_backfill_tells_its_seqno_in_the_middle_of_the_snapshot() -> None:
+async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot() -> None:
     async with SandboxCluster(vbuckets=1, antilag_items=10) as cluster:
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")
@@ -519,8 +519,8 @@ async def test_a_filtered_backfill_tells_its_seqno_in_the_middle_of_the_snapshot
         for index in range(5):
             cluster.set(f"l{index}", {})
         cluster.bucket.to_disk()
-        asked: dict[str, dict[str, Any]] = {"plain": {}, "with ids": {"enable_stream_id": "true"}}
-        for name, more in asked.items():
+        requested: dict[str, dict[str, Any]] = {"plain": {}, "with ids": {"enable_stream_id": "true"}}
+        for name, more in requested.items():
             client = await Client.dcp(cluster, name=name, **more)
             value = b'{"collections":["8"],"sid":7}' if more else b'{"collections":["8"]}'
             await client.stream(0, value=value)
@@ -666,7 +666,7 @@ async def test_a_backfill_with_history_is_never_out_of_order() -> None:
         assert data(plain) == [4]
 
 
-async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_asked_for() -> None:
+async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_requested() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         bucket = cluster.bucket
         flat = await Client.dcp(cluster, name="flat", flatbuffers_system_events="true")
@@ -682,9 +682,9 @@ async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client
         cluster.set("k", {}, collection="s.c")
         for client in (flat, fixed, scoped):
             await client.until_seqno(0, 6)
-        told = [decode_system_event(e) for e in flat.of(ev.SystemEvent)]
-        assert told == [decode_system_event(e) for e in scoped.of(ev.SystemEvent)]
-        assert told == [
+        reported = [decode_system_event(e) for e in flat.of(ev.SystemEvent)]
+        assert reported == [decode_system_event(e) for e in scoped.of(ev.SystemEvent)]
+        assert reported == [
             ev.ScopeCreated(1, 8, "s"),
             ev.CollectionCreated(2, 8, 8, "c"),
             ev.CollectionModified(3, 8, 8, "c", 60),

@@ -33,7 +33,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("status", REFUSALS)
-async def test_a_stream_request_is_refused_as_often_as_wanted(status: Status) -> None:
+async def test_a_stream_request_is_refused_as_often_as_requested(status: Status) -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
         cluster.faults.refuse_streams(status, [0, 1], times=2)
         client = await Client.dcp(cluster)

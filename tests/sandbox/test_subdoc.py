@@ -23,7 +23,7 @@ def draft(xattrs: values.Xattrs | None = None, body: bytes = b'{"n": 1}') -> Dra
     return Draft.of_item(Item(5, b"\0k", frame), 0xABC)
 
 
-def test_the_virtual_document_tells_of_the_version() -> None:
+def test_the_virtual_document_names_the_version() -> None:
     seen = json.loads(draft({b"u": b"1"}).lookup(GET, "$document", XATTR_PATH))
     assert seen == {
         "CAS": "0x00000000b2d05e01",
@@ -45,7 +45,7 @@ def test_the_virtual_document_tells_of_the_version() -> None:
     assert error.value.status == Status.SUBDOC_XATTR_UNKNOWN_VATTR
 
 
-def test_xattrs_are_looked_up_and_changed_beside_the_body() -> None:
+def test_xattrs_are_looked_up_and_changed_next_to_the_body() -> None:
     made = draft({b"_sync": b'{"rev":"1"}'})
     assert made.lookup(GET, "_sync.rev", XATTR_PATH) == b'"1"'
     made.change(Opcode.SUBDOC_DICT_UPSERT, "meta.k", b'"v"', XATTR_PATH)

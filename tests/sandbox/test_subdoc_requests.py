@@ -93,9 +93,9 @@ async def test_deleted_documents_are_seen_on_request() -> None:
         cluster.bucket.set("k", {}, xattrs={"_sync": {"rev": 1}, "user": 2})
         cluster.delete("k")
         client = await Client.login(cluster)
-        asked = (LookupSpec(Opcode.SUBDOC_GET, b"_sync.rev", 4),)
-        assert (await client.ask(lookup(*asked))).status == Status.KEY_ENOENT
-        answer = await client.ask(lookup(*asked, extras=b"\x04"))
+        specs = (LookupSpec(Opcode.SUBDOC_GET, b"_sync.rev", 4),)
+        assert (await client.ask(lookup(*specs))).status == Status.KEY_ENOENT
+        answer = await client.ask(lookup(*specs, extras=b"\x04"))
         assert answer.status == Status.SUBDOC_SUCCESS_DELETED
         assert codec_kv.decode_lookup_results(answer.value)[0].value == b"1"
         answer = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"user", 4), extras=b"\x04"))

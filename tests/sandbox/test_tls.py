@@ -98,10 +98,10 @@ async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Au
         assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
 
 
-@pytest.mark.parametrize(("maximum", "wanted", "ends"), [("1.2", "1.3", True), ("1.2", "1.2", False)])
-async def test_old_versions(authority: Authority, maximum: Version, wanted: str, ends: bool) -> None:
+@pytest.mark.parametrize(("maximum", "expected", "ends"), [("1.2", "1.3", True), ("1.2", "1.2", False)])
+async def test_old_versions(authority: Authority, maximum: Version, expected: str, ends: bool) -> None:
     async with SandboxCluster(tls=node_tls(authority, maximum=maximum)) as cluster:
-        ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_minimum_version": wanted}
+        ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_minimum_version": expected}
         if ends:
             with pytest.raises(ClusterError, match="TLS"):
                 await found(cluster.connection_string, **ours)

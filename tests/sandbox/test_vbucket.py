@@ -152,7 +152,7 @@ def test_checkpoints_bound_what_is_in_memory() -> None:
     assert vbucket.memory_floor_seqno == 35
 
 
-def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_anew() -> None:
+def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_again() -> None:
     source = bucket()
     vbucket = source.vbuckets[0]
     source.create_scope("s")

@@ -55,7 +55,7 @@ async def test_it_runs_at_about_its_rate_until_cancelled() -> None:
     workload = made(rate=2000, compressed_share=1.0)
     task = asyncio.create_task(workload.run())
     async with asyncio.timeout(10):
-        while workload.written < 200:  # noqa: ASYNC110 (the writer has nobody to tell)
+        while workload.written < 200:  # noqa: ASYNC110 (the writer notifies nobody)
             await asyncio.sleep(0.01)
     workload.set_rate(0)
     await asyncio.sleep(0.03)

@@ -231,7 +231,7 @@ class World:
         self._served()
 
     def resync(self) -> None:
-        """Everything from 0, beside the old copy."""
+        """Everything from 0, next to the old copy."""
         self.writer.begin_resync(0)
         self.writer.save_failover_log(0, self.log)
         self.writer.commit()

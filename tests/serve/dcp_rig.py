@@ -58,13 +58,13 @@ class DcpClient(Client):
         """Ask by an event; messages of streams that come before the answer are kept."""
         return await self.say_frame(codec_dcp.to_frame(event))
 
-    async def say_frame(self, asked: Frame) -> Frame:
+    async def say_frame(self, request: Frame) -> Frame:
         """The same by a frame."""
-        await self.send(asked)
+        await self.send(request)
         while True:
             frame = await self.receive()
             assert frame is not None, "the server hung up"
-            if frame.is_response and (frame.opcode, frame.opaque) == (asked.opcode, asked.opaque):
+            if frame.is_response and (frame.opcode, frame.opaque) == (request.opcode, request.opaque):
                 return frame
             self.early.append(frame)
 

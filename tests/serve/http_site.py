@@ -94,7 +94,7 @@ class Source:
         return self.snapshot(self.vbid_of(key), (key, value), **({"datatype": int(is_json)} | more))
 
     def collections(self, vbid: int, *collections: Collection) -> None:
-        """A system event after which these collections exist beside the default one."""
+        """A system event after which these collections exist next to the default one."""
         writer = self.writer(vbid)
         seqno = self.seqnos[vbid] = self.seqnos.get(vbid, 0) + 1
         default = Collection(0, 0, "_default", Seqno(0))

@@ -165,7 +165,7 @@ async def test_another_machine_has_its_share_and_no_more() -> None:
         assert [admit("10.0.0.1") for _ in range(50)] == [None] * 50
     assert len(logged) == 1, "one line a minute"
     assert admit("10.0.0.2")
-    assert all(admit(LOCAL) for _ in range(20)), "clients of this machine are not told apart"
+    assert all(admit(LOCAL) for _ in range(20)), "clients of this machine are not distinguished"
     slots[1].release()
     slots[1].release()
     assert admit("10.0.0.1")
@@ -188,16 +188,16 @@ async def test_the_peer_with_most_connections_pays_for_one_more() -> None:
         slot.release()
 
 
-async def test_few_are_kept_open_to_be_told_that_there_are_too_many() -> None:
+async def test_few_are_kept_open_to_be_answered_that_there_are_too_many() -> None:
     admission = Admission(Limits(connections_max=1))
     slot = admission.admit(LOCAL)
     assert slot is not None
     slot.establish()
-    told = [admission.admit(LOCAL, answers=True) for _ in range(REFUSALS_MAX + 5)]
-    assert [each is not None and each.refused for each in told] == [True] * REFUSALS_MAX + [False] * 5
+    answers = [admission.admit(LOCAL, answers=True) for _ in range(REFUSALS_MAX + 5)]
+    assert [each is not None and each.refused for each in answers] == [True] * REFUSALS_MAX + [False] * 5
     assert admission.open_count == 1
-    assert told[0] is not None
-    told[0].release()
+    assert answers[0] is not None
+    answers[0].release()
     assert admission.admit(LOCAL, answers=True)
 
 
@@ -268,9 +268,9 @@ async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.Mo
 def test_the_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (256, 4096)
 
-    def set_limits(_which: int, wanted: tuple[int, int]) -> None:
+    def set_limits(_which: int, new: tuple[int, int]) -> None:
         nonlocal limits
-        limits = wanted
+        limits = new
 
     monkeypatch.setattr(resource, "getrlimit", lambda _which: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limits)

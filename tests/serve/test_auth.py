@@ -177,7 +177,7 @@ def challenge(users: Users, name: str, mechanism: str = "SCRAM-SHA256") -> tuple
 
 
 @pytest.mark.parametrize("mechanism", HASHES)
-def test_an_unknown_user_cannot_be_told_from_a_known_one(tmp_path: Path, mechanism: str) -> None:
+def test_an_unknown_user_cannot_be_distinguished_from_a_known_one(tmp_path: Path, mechanism: str) -> None:
     """By salt or iterations, in several processes and after a restart, with users of different ages."""
     ann = entry_of("one")
     for kept in ann["verifiers"].values():

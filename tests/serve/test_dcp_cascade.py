@@ -182,7 +182,7 @@ async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp
 async def test_durable_writes_are_seen_when_they_are_committed(
     cluster: SandboxCluster, tmp_path: Path, tracked: bool
 ) -> None:
-    """Whether the first mirror keeps the open ones or is not told of them."""
+    """Whether the first mirror keeps the open ones or does not get them."""
     write(cluster, 50)
     async with cascade(cluster, tmp_path, track_prepares=tracked) as (first, _, second):
         await level(cluster, first, second)
@@ -356,17 +356,17 @@ async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_p
 
 
 @pytest.fixture
-def asked_for_seqnos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def seqno_queries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The states of all requests for the seqnos of all vbuckets."""
-    asked: list[int] = []
+    queries: list[int] = []
     answer = KvSession.all_vb_seqnos
 
     def all_vb_seqnos(self: KvSession, state: int, collection_id: int | None) -> Reply | Later:
-        asked.append(state)
+        queries.append(state)
         return answer(self, state, collection_id)
 
     monkeypatch.setattr(KvSession, "all_vb_seqnos", all_vb_seqnos)
-    return asked
+    return queries
 
 
 def filling_store(path: Path) -> tuple[Store, int]:
@@ -387,12 +387,12 @@ def read_up_to_now(endpoint: DcpEndpoint, **options: Any) -> set[bytes]:
 
 
 async def test_a_bounded_read_of_a_mirror_that_is_filling_reads_all_of_it(
-    tmp_path: Path, asked_for_seqnos: list[int]
+    tmp_path: Path, seqno_queries: list[int]
 ) -> None:
     store, vbid = filling_store(tmp_path)
     async with serving_dcp(store.path) as endpoint:
         reading = asyncio.create_task(asyncio.to_thread(read_up_to_now, endpoint))
-        await until(lambda: reading.done() or len(asked_for_seqnos) > 3)
+        await until(lambda: reading.done() or len(seqno_queries) > 3)
         store.writer.publish(vbid, 5, 5)
         store.writer.commit()
         assert await reading == {b"k0", b"k1"}
@@ -400,14 +400,14 @@ async def test_a_bounded_read_of_a_mirror_that_is_filling_reads_all_of_it(
 
 
 async def test_a_read_of_a_mirror_that_does_not_get_filled_ends_with_what_to_do(
-    tmp_path: Path, asked_for_seqnos: list[int]
+    tmp_path: Path, seqno_queries: list[int]
 ) -> None:
     store, vbid = filling_store(tmp_path)
     async with serving_dcp(store.path) as endpoint:
         with pytest.raises(SourceTimeout, match=rf"no node says how far vb {vbid} is .* for 1 s") as caught:
             await asyncio.to_thread(read_up_to_now, endpoint, timeout_s=1.0)
         assert "first fill" in str(caught.value.hint)
-        assert len(asked_for_seqnos) < 10, "the pauses between the questions grow"
+        assert len(seqno_queries) < 10, "the pauses between the questions grow"
     store.close()
 
 

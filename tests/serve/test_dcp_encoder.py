@@ -56,10 +56,10 @@ def documents(name: str) -> dict[bytes, fr.Frame]:
 def test_from_the_fullest_recording_come_the_others(name: str, flags: int) -> None:
     """72_h10 is the recording with xattrs, those of users on deleted documents included."""
     fullest = documents("72_h10_deleted_user_xattrs")
-    wanted = documents(name)
+    served = documents(name)
     made = encoder(Controls(ABILITIES, False, False, flags), ServedFilter(collections=frozenset({0}), legacy=True))
     compared = 0
-    for key, frame in wanted.items():
+    for key, frame in served.items():
         if key not in fullest:
             continue
         row = replace(fullest[key], key=b"\0" + key)

@@ -1,4 +1,4 @@
-"""What a DCP client asks, and what it is told: bootstrap, controls, stream requests, refusals."""
+"""What a DCP client requests, and what it is answered: bootstrap, controls, stream requests, refusals."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ async def test_dcp_is_opened_once_and_in_its_order(endpoint: DcpEndpoint) -> Non
     client = await endpoint.connect()
     assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.NO_BUCKET
     await client.ask(codec_kv.select_bucket(b"orders"))
-    for asked in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
-        assert (await client.say(asked)).status == Status.EINVAL, asked
+    for requested in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
+        assert (await client.say(requested)).status == Status.EINVAL, requested
     assert (await client.stream(0)).status == Status.EINVAL
     for flags in (0, 0x03, 0x1001):
         assert (await client.say(ev.DcpOpen(b"x", flags))).status == Status.EINVAL
@@ -160,7 +160,9 @@ async def test_noops_come_before_xattrs_and_filters(endpoint: DcpEndpoint) -> No
     assert (await plain.stream(0)).status == 0
 
 
-async def test_a_filter_that_names_what_is_not_there_is_told_what_is(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_filter_that_names_what_is_not_there_gets_an_error_that_names_what_is(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
     store.collections(3, {8: "shop"}, DEFAULT, Collection(9, 8, "carts", Seqno(3)), uid=4)
     client = await endpoint.client()
     answer = await client.stream(0, value=b'{"collections":["a"]}')
@@ -171,22 +173,22 @@ async def test_a_filter_that_names_what_is_not_there_is_told_what_is(store: Stor
     assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
 
 
-async def test_a_closed_stream_ends_for_those_who_asked_to_be_told(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_closed_stream_ends_for_clients_that_requested_its_end(store: Store, endpoint: DcpEndpoint) -> None:
     quiet = await endpoint.client()
     assert (await quiet.say(ev.CloseStream(0))).status == Status.KEY_ENOENT
     assert (await quiet.stream(0)).status == 0
     assert (await quiet.say(ev.CloseStream(0))).status == 0
     assert await quiet.silent()
-    told = await endpoint.client(name="told", controls={b"send_stream_end_on_client_close_stream": b"true"})
-    assert (await told.stream(0, opaque=5)).status == 0
-    assert (await told.say(ev.CloseStream(0))).status == 0
-    assert await told.event() == ev.StreamEnd(0, 1, opaque=5)
-    assert (await told.stream(0)).status == 0
+    notified = await endpoint.client(name="notified", controls={b"send_stream_end_on_client_close_stream": b"true"})
+    assert (await notified.stream(0, opaque=5)).status == 0
+    assert (await notified.say(ev.CloseStream(0))).status == 0
+    assert await notified.event() == ev.StreamEnd(0, 1, opaque=5)
+    assert (await notified.stream(0)).status == 0
     counters = endpoint.server.dcp_counters
     assert (counters.opened_streams, counters.closed_streams) == (3, 2)
 
 
-async def test_streams_of_one_vbucket_are_told_apart_by_their_ids(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_streams_of_one_vbucket_are_distinguished_by_their_ids(store: Store, endpoint: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     client = await endpoint.client(controls={b"enable_stream_id": b"true"})
     assert (await client.stream(vbid)).status == Status.DCP_STREAM_ID_INVALID
@@ -208,7 +210,7 @@ async def test_streams_of_one_vbucket_are_told_apart_by_their_ids(store: Store, 
 async def test_no_more_streams_than_there_may_be(
     endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
-    """With stream ids one client once had as many as it asked for, 6 KiB each."""
+    """With stream ids one client once had as many as it requested, 6 KiB each."""
     monkeypatch.setattr(dcp_producer, name, count)
     other = await endpoint.client(name="other", controls={b"enable_stream_id": b"true"})
     assert (await other.stream(0, value=b'{"sid":1}')).status == 0
@@ -226,13 +228,13 @@ async def test_the_statistics_of_ones_own_connection(store: Store, endpoint: Dcp
     await client.stream(vbid)
     await client.events(2)
     await client.send(fr.request(Opcode.STAT, key=b"dcp"))
-    told = {}
+    reported = {}
     while (frame := await client.receive()) is not None and frame.key:
-        told[frame.key.decode()] = frame.value.decode()
+        reported[frame.key.decode()] = frame.value.decode()
     head = "eq_dcpq:reader:"
-    assert told[f"{head}max_buffer_bytes"] == "4096"
-    assert told[f"{head}unacked_bytes"] == str(client.counted)
-    assert told[f"{head}stream_{vbid}_last_read_seqno"] == "5"
+    assert reported[f"{head}max_buffer_bytes"] == "4096"
+    assert reported[f"{head}unacked_bytes"] == str(client.counted)
+    assert reported[f"{head}stream_{vbid}_last_read_seqno"] == "5"
     await client.send(fr.request(Opcode.STAT, key=b"vbucket"))
     assert (await client.receive()) is not None
 
@@ -262,7 +264,7 @@ async def test_end_of_a_finite_stream(store: Store, endpoint: DcpEndpoint) -> No
     assert isinstance((await client.events(3))[2], ev.StreamEnd)
 
 
-async def test_a_seqno_that_no_row_carries_is_told(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_seqno_that_no_row_carries_is_reported(store: Store, endpoint: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     store.writer.set_open_snapshot(vbid, SnapshotRange(Seqno(5), Seqno(9)))
     store.writer.advance(vbid, 9)

@@ -30,12 +30,12 @@ def view(store: Store) -> Iterator[View]:
         yield opened
 
 
-def test_news_are_told_to_those_who_follow(store: Store, view: View) -> None:
+def test_changes_are_sent_to_followers(store: Store, view: View) -> None:
     watch = Watch(lambda: view)
-    told: list[int] = []
-    watch.follow(0, told.append)
+    notified: list[int] = []
+    watch.follow(0, notified.append)
     watch.look()
-    told.clear()
+    notified.clear()
     assert watch.look() == 0
     seqno = 0
     vbids: set[int] = set()
@@ -43,34 +43,34 @@ def test_news_are_told_to_those_who_follow(store: Store, view: View) -> None:
         seqno += 1
         vbids.add(store.put(b"k%d" % seqno, b"1", seqno))
     assert watch.look() == 2
-    assert told == [0]
-    watch.leave(0, told.append)
+    assert notified == [0]
+    watch.leave(0, notified.append)
     assert watch.look() == 0
 
 
 def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None:
     views = [view]
     watch = Watch(lambda: views[-1])
-    told: list[int] = []
-    watch.follow(1, told.append)
+    notified: list[int] = []
+    watch.follow(1, notified.append)
     watch.look()
-    told.clear()
+    notified.clear()
     with open_view(store.path) as other:
         views.append(other)
         watch.look()
-        assert told == [1]
+        assert notified == [1]
 
 
 async def test_it_looks_by_itself_while_somebody_follows(store: Store, view: View) -> None:
     watch = Watch(lambda: view)
     watch.start()
-    told: list[int] = []
-    watch.follow(0, told.append)
-    await until(lambda: told == [0])
+    notified: list[int] = []
+    watch.follow(0, notified.append)
+    await until(lambda: notified == [0])
     store.writer.begin_resync(0)
-    await until(lambda: told == [0, 0])
+    await until(lambda: notified == [0, 0])
     await watch.stop()
-    assert told == [0, 0]
+    assert notified == [0, 0]
 
 
 async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +84,9 @@ async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatc
 
     watch = Watch(viewed)
     watch.start()
-    told = asyncio.Event()
-    watch.follow(0, lambda _vbid: told.set())
+    notified = asyncio.Event()
+    watch.follow(0, lambda _vbid: notified.set())
     async with asyncio.timeout(10):
-        await told.wait()
+        await notified.wait()
     await watch.stop()
     assert not failures

@@ -226,14 +226,14 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
                     if step % 3 == 1:
                         status = (control.ask(data, GetStatus()) or {})["status"]
                         os.kill(status["workers"][step % 2]["pid"], signal.SIGKILL)
-                    wanted = source.number
+                    target = source.number
 
-                    def caught_up(vbid: int = vbid, wanted: int = wanted) -> bool:
+                    def caught_up(vbid: int = vbid, target: int = target) -> bool:
                         document = view.get(KEYS[vbid][0])
                         assert not any(each.done() for each in reading), [
                             each.result() for each in reading if each.done()
                         ]
-                        return document is not None and json.loads(document.value)["n"] >= wanted
+                        return document is not None and json.loads(document.value)["n"] >= target
 
                     until(f"failover {step} is over", caught_up)
             finally:

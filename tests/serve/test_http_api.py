@@ -1,4 +1,4 @@
-"""What surrounds the routes: who may ask, health, metrics, and errors that tell nothing of the inside."""
+"""What surrounds the routes: who may ask, health, metrics, and errors that reveal nothing internal."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_collections_are_described_in_steps(site: Site, monkeypatch: pytest.Monk
     assert decoded == 1
 
 
-def test_changes_of_other_collections_are_not_told(guarded: Site) -> None:
+def test_changes_of_other_collections_are_not_listed(guarded: Site) -> None:
     text = guarded.get("/v1/changes", params={"follow": "false"}, auth=("shop", "secret")).text
     found = [event for event in events(text) if event.get("event") not in (None, "end")]
     assert [event["data"]["document"]["collection_id"] for event in found] == [9]
@@ -334,7 +334,7 @@ def test_what_no_route_answers(site: Site) -> None:
     assert "GET" in answer.headers["allow"]
 
 
-def test_a_fault_of_the_program_tells_nothing_of_the_inside(site: Site) -> None:
+def test_a_fault_of_the_program_reveals_nothing_internal(site: Site) -> None:
     def broken() -> None:
         raise RuntimeError("/secret/path")
 

@@ -57,7 +57,7 @@ def listening(site: Site, last_id: str = "", **params: Any) -> Iterator[Listener
         yield Listener(response)
 
 
-def told(event: dict[str, Any]) -> tuple[str, Any]:
+def reported(event: dict[str, Any]) -> tuple[str, Any]:
     document = event["data"].get("document", {})
     return event["event"], document.get("value")
 
@@ -67,7 +67,7 @@ def test_what_is_there_comes_first_and_then_what_is_published(site: Site) -> Non
     site.source.put(key, b"1")
     site.source.put(key, b"2")
     with listening(site, vbid=2) as listener:
-        assert [told(event) for event in listener.events(2)] == [("mutation", 1), ("mutation", 2)]
+        assert [reported(event) for event in listener.events(2)] == [("mutation", 1), ("mutation", 2)]
         site.source.put(key, None)
         event = listener.event()
         assert (event["event"], event["data"]["document"]["deleted"]) == ("deletion", True)
@@ -83,13 +83,13 @@ def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
         last = listener.last_id
     for more in ({"last_id": last}, {"since": last}):
         with listening(site, vbid=2, **more) as listener:
-            assert [told(event)[1] for event in listener.events(2)] == [3, 4]
+            assert [reported(event)[1] for event in listener.events(2)] == [3, 4]
     since = str(site.server.service.view.token(2, 1, 5))
     text = site.get("/v1/changes", params={"vbid": 2, "since": since, "follow": "false"}).text
     assert [event["event"] for event in events(text) if "event" in event] == ["end"]
 
 
-def test_a_rollback_while_nobody_listened_is_told_with_what_it_took_and_gave_back(site: Site) -> None:
+def test_a_rollback_while_nobody_listened_is_reported_with_what_it_took_and_gave_back(site: Site) -> None:
     a, b = site.source.key_of(2), site.source.key_of(2, 1)
     site.source.put(a, b"1")
     site.source.put(a, b"2")
@@ -101,7 +101,7 @@ def test_a_rollback_while_nobody_listened_is_told_with_what_it_took_and_gave_bac
     site.source.put(b, b"4")
     with listening(site, last_id=last, vbid=2) as listener:
         found = listener.events(5)
-        assert [told(event) for event in found] == [
+        assert [reported(event) for event in found] == [
             ("rollback", None),
             ("retraction", 2),
             ("restoration", 1),
@@ -109,23 +109,23 @@ def test_a_rollback_while_nobody_listened_is_told_with_what_it_took_and_gave_bac
             ("mutation", 4),
         ]
         assert found[0]["data"]["rollback"]["to_seqno"] == 1
-        assert {event["id"] for event in found[:3]} == {last}, "until it is told whole, it would be told again"
+        assert {event["id"] for event in found[:3]} == {last}, "until it is sent whole, it would be sent again"
         middle = found[3]["id"]
     with listening(site, last_id=middle, vbid=2) as listener:
-        assert told(listener.event()) == ("mutation", 4)
+        assert reported(listener.event()) == ("mutation", 4)
 
 
-def test_a_rollback_under_a_listening_reader_is_told_to_it(site: Site) -> None:
+def test_a_rollback_under_a_listening_reader_is_reported_to_it(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     with listening(site, vbid=2) as listener:
-        assert told(listener.event()) == ("mutation", 1)
+        assert reported(listener.event()) == ("mutation", 1)
         site.source.put(key, b"2")
-        assert told(listener.event()) == ("mutation", 2)
+        assert reported(listener.event()) == ("mutation", 2)
         site.source.rollback(2, 1)
-        assert [told(event)[0] for event in listener.events(3)] == ["rollback", "retraction", "restoration"]
+        assert [reported(event)[0] for event in listener.events(3)] == ["rollback", "retraction", "restoration"]
         site.source.put(key, b"3")
-        assert told(listener.event()) == ("mutation", 3)
+        assert reported(listener.event()) == ("mutation", 3)
 
 
 def test_all_vbuckets_resume_by_one_id(site: Site) -> None:
@@ -161,7 +161,7 @@ def test_from_now_on_nothing_old_comes(site: Site) -> None:
     with listening(site, since="now") as listener:
         eventually_now(lambda: site.server.service.requests.stream_count)
         site.source.put(key, b"2")
-        assert told(listener.event()) == ("mutation", 2)
+        assert reported(listener.event()) == ("mutation", 2)
 
 
 def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Site) -> None:
@@ -182,7 +182,7 @@ def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Si
     problem = site.get("/v1/changes", 410, params={"vbid": 2}, headers={"Last-Event-ID": last}).json()
     assert problem["hint"] == "read it from the beginning"
     with listening(site, vbid=2) as listener:
-        assert told(listener.event()) == ("mutation", 9)
+        assert reported(listener.event()) == ("mutation", 9)
 
 
 def test_one_collection_alone(site: Site) -> None:
@@ -267,13 +267,15 @@ def test_no_more_streams_than_allowed(site: Site) -> None:
 @pytest.mark.parametrize(
     "error", [CorruptedError("row 7 is damaged", hint="run `dcp-mirror check`"), RuntimeError("/secret")]
 )
-def test_an_error_in_the_middle_is_told_as_an_event_and_the_stream_can_be_resumed(site: Site, error: Exception) -> None:
+def test_an_error_in_the_middle_is_reported_as_an_event_and_the_stream_can_be_resumed(
+    site: Site, error: Exception
+) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     view = site.server.service.view
     whole = view.changes
     with listening(site, vbid=2) as listener:
-        assert told(listener.event()) == ("mutation", 1)
+        assert reported(listener.event()) == ("mutation", 1)
         last = listener.last_id
 
         def broken(*_: Any, **__: Any) -> Any:
@@ -292,7 +294,7 @@ def test_an_error_in_the_middle_is_told_as_an_event_and_the_stream_can_be_resume
         assert list(listener.lines) == [], "the answer ends as it should"
         view.changes = whole  # type: ignore[method-assign]
     with listening(site, last_id=last, vbid=2) as listener:
-        assert told(listener.event()) == ("mutation", 2)
+        assert reported(listener.event()) == ("mutation", 2)
 
 
 def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
@@ -317,7 +319,7 @@ def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
         found = listener.events(5)
         kinds = ["rollback", "retraction", "restoration", "retraction", "retraction"]
         assert [each["event"] for each in found] == kinds
-        given = [told(each)[1] for each in found if each["event"] == "retraction"]
+        given = [reported(each)[1] for each in found if each["event"] == "retraction"]
         assert given == [json.loads(value) for value in values]
     eventually_now(lambda: budget.out_bytes == 0)
 

@@ -58,7 +58,7 @@ def test_the_stored_form_is_what_the_source_sent(site: Site) -> None:
 
 
 @pytest.mark.parametrize("key", [b"a/b//c", b"\xff\x00\xfe", "schlüssel".encode(), b"%41", b"a?b#c", b".."])
-def test_any_key_can_be_asked_for(site: Site, key: bytes) -> None:
+def test_any_key_can_be_requested(site: Site, key: bytes) -> None:
     site.source.put(key, b"binary \xff", datatype=0)
     coded = base64.urlsafe_b64encode(key).rstrip(b"=").decode()
     assert site.get(site.document(coded), params={"key_encoding": "base64url"}).content == b"binary \xff"
@@ -97,7 +97,7 @@ def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site
     assert site.get(site.document(key.decode())).content == b"{}"
 
 
-def test_a_vbucket_that_is_filled_anew_is_unavailable(site: Site) -> None:
+def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key)
     site.stands(service_report(site.data))
@@ -124,11 +124,11 @@ def test_collections_are_read_by_name_and_number(site: Site) -> None:
     assert [(row["key"], row["value"], row["collection_id"]) for row in page["documents"]] == [("a", "order", 9)]
 
 
-def test_several_documents_in_the_order_asked_for(site: Site) -> None:
+def test_several_documents_in_the_requested_order(site: Site) -> None:
     site.source.put("a", b'{"big": 12345678901234567890123, "n":\n 1e400}')
     site.source.put(b"\xff", b"\x00\x01", datatype=0)
-    asked = {"keys": ["none", "a"], "keys_b64": ["_w"]}
-    answer = site.client.post("/v1/collections/_default/multi-get", json=asked)
+    query = {"keys": ["none", "a"], "keys_b64": ["_w"]}
+    answer = site.client.post("/v1/collections/_default/multi-get", json=query)
     assert answer.status_code == 200
     assert b'"value":{"big": 12345678901234567890123, "n":  1e400}' in answer.content, "not a digit is lost"
     found = answer.json()
@@ -188,11 +188,11 @@ def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) ->
         site.source.put(key, b"1")
         expected[key.decode()] = 1
     found: dict[str, int] = {}
-    asked: dict[str, str | int] = {"limit": 3}
+    query: dict[str, str | int] = {"limit": 3}
     pages = 0
     at = []
     while True:
-        page = site.get("/v1/collections/_default/documents", params=asked).json()
+        page = site.get("/v1/collections/_default/documents", params=query).json()
         pages += 1
         at.append(page["at"]["vbid"])
         assert len(page["documents"]) <= 3
@@ -201,13 +201,13 @@ def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) ->
             found[row["key"]] = row["value"]
         if page["next"] is None:
             break
-        asked = {"page": page["next"], "limit": 3}
+        query = {"page": page["next"], "limit": 3}
         site.source.put(site.source.key_of(page["at"]["vbid"], 90 + pages), b"2")
     assert {key: value for key, value in found.items() if key in expected} == expected
     assert at == sorted(at)
 
 
-def test_a_rollback_between_two_pages_is_told(site: Site) -> None:
+def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     keys = [site.source.key_of(5, number) for number in range(6)]
     for key in keys:
         site.source.put(key)
@@ -305,8 +305,8 @@ def test_more_than_one_answer_may_hold_is_refused(site: Site) -> None:
     for number in range(4):
         site.source.put(b"big-%d" % number, b"x" * (17 << 20), datatype=0)
     site.stands(service_report(site.data))
-    asked = {"keys": [f"big-{number}" for number in range(4)]}
-    answer = site.client.post("/v1/collections/_default/multi-get", json=asked)
+    query = {"keys": [f"big-{number}" for number in range(4)]}
+    answer = site.client.post("/v1/collections/_default/multi-get", json=query)
     assert (answer.status_code, answer.json()["type"]) == (413, "urn:dcp-mirror:too-large")
     assert len(site.get(site.document("big-1")).content) == 17 << 20
     pages = 0

@@ -53,7 +53,7 @@ def counted(site: Site) -> dict[tuple[str, str], float]:
     }
 
 
-def asked_for(path: str, headers: str = "Host: localhost\r\n") -> bytes:
+def request_bytes(path: str, headers: str = "Host: localhost\r\n") -> bytes:
     return f"GET {path} HTTP/1.1\r\n{headers}".encode()
 
 
@@ -76,13 +76,13 @@ def test_what_is_answered_at_once_is_what_the_application_answers(
 ) -> None:
     """A body, even of no bytes, is for the application."""
     site.source.put("a", b'{"v":1}', flags=7, expiry=2**32 - 1)
-    asked = asked_for(site.document(key), f"Host: localhost\r\n{headers}")
+    sent = request_bytes(site.document(key), f"Host: localhost\r\n{headers}")
     at_once = recorded_at_once(site)
     with site.connect() as line:
-        line.sendall(asked + b"\r\n")
+        line.sendall(sent + b"\r\n")
         answer = read_one(line)
         (once,) = counted(site).items()
-        line.sendall(asked + b"Content-Length: 0\r\n\r\n")
+        line.sendall(sent + b"Content-Length: 0\r\n\r\n")
         assert read_one(line) == answer
         assert answer.startswith(b"HTTP/1.1 %d " % status)
         line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -105,11 +105,11 @@ def test_what_may_wait_or_is_sent_in_pieces_is_not_answered_at_once(site: Site) 
 
 
 def test_one_of_the_requests_that_came_together_is_answered_at_once(site: Site) -> None:
-    """Or the other connections would wait for all that one client asked ahead."""
+    """Or the other connections would wait for all that one client requested ahead."""
     site.source.put("a", b"1")
     at_once = recorded_at_once(site)
     with site.connect() as line:
-        line.sendall((asked_for(site.document("a")) + b"\r\n") * 3)
+        line.sendall((request_bytes(site.document("a")) + b"\r\n") * 3)
         assert len({read_one(line) for _ in range(3)}) == 1
     assert at_once == [True]
 
@@ -117,7 +117,7 @@ def test_one_of_the_requests_that_came_together_is_answered_at_once(site: Site) 
 def test_half_a_request_behind_one_that_was_answered_at_once_has_its_time(site: Site) -> None:
     site.server.gate.request_timeout_s = 0.1
     with site.connect() as line:
-        line.sendall(asked_for(site.document("a")) + b"\r\nGET /liv")
+        line.sendall(request_bytes(site.document("a")) + b"\r\nGET /liv")
         with contextlib.suppress(ConnectionResetError):
             assert read_all(line).startswith(b"HTTP/1.1 404 ")
 
@@ -127,7 +127,7 @@ def test_garbage_behind_a_request_that_was_answered_at_once_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
     with site.connect() as line:
-        line.sendall(asked_for(site.document("a")) + b"\r\n\x00garbage\r\n\r\n")
+        line.sendall(request_bytes(site.document("a")) + b"\r\n\x00garbage\r\n\r\n")
         assert [part[:3] for part in read_all(line).split(b"HTTP/1.1 ")[1:]] == [b"404", b"400"]
         eventually_now(lambda: connections(site) == 0)
 
@@ -141,7 +141,7 @@ def test_the_time_of_an_idle_connection_begins_with_its_last_answer(site: Site) 
         return protocol.transport.is_closing()
 
     with site.connect() as line:
-        line.sendall(asked_for(site.document("a")) + b"\r\n")
+        line.sendall(request_bytes(site.document("a")) + b"\r\n")
         assert read_one(line)
         idle_max_s = site.server._config.timeout_keep_alive
         assert not site.call(ask(idle_max_s - 1))
@@ -155,10 +155,10 @@ def connections(site: Site) -> int:
 
 def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site: Site) -> None:
     site.server.admission.limits = Limits(connections_max=2)
-    asked = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    sent = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     with site.connect() as one, site.connect() as two:
         for line in (one, two):
-            line.sendall(asked)
+            line.sendall(sent)
             assert line.recv(65536)
         with site.connect() as third:
             answer = read_all(third)
@@ -230,11 +230,11 @@ def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(si
 def test_an_idle_connection_is_closed_in_the_end(site: Site, path: str) -> None:
     site.server._config.timeout_keep_alive = 0  # what `reader_idle_timeout_s` sets
     with site.connect() as line:
-        line.sendall(asked_for(path) + b"\r\n")
+        line.sendall(request_bytes(path) + b"\r\n")
         assert read_all(line).startswith(b"HTTP/1.1 ")
 
 
-def test_what_is_no_http_is_told_so(site: Site) -> None:
+def test_what_is_no_http_is_answered_so(site: Site) -> None:
     for garbage in (
         b"\x80\x00\x00\x00garbage\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
@@ -317,8 +317,8 @@ def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
     assert answer.endswith(b'{"status":"alive"}')
 
 
-def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
-    asked = 5_000
+def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
+    sent = 5_000
     site.server.admission.limits = Limits(login_timeout_s=600)  # nobody logs in, and a busy machine may take its time
     one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000 + b"\r\n\r\n"
     last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -330,7 +330,7 @@ def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: S
             held.append((len(each._unparsed), len(each.pipeline)))
 
     with site.connect() as line:
-        sender = threading.Thread(target=line.sendall, args=(one * asked + last,))
+        sender = threading.Thread(target=line.sendall, args=(one * sent + last,))
         sender.start()
         answer = bytearray()
         while chunk := line.recv(1 << 20):
@@ -338,13 +338,13 @@ def test_what_is_asked_far_ahead_waits_as_bytes_and_is_answered_in_order(site: S
             if len(held) < 200:
                 site.call(look())
         sender.join(30)
-    assert answer.count(b"HTTP/1.1 200 OK") == asked + 1
+    assert answer.count(b"HTTP/1.1 200 OK") == sent + 1
     unparsed, waiting = (max(each) for each in zip(*held, strict=True))
     assert 0 < unparsed <= 2 * 256 * 1024, "of five megabytes"
     assert 0 < waiting <= SLICE_BYTES // 16
 
 
-def test_garbage_after_requests_is_told_once_they_are_answered(site: Site) -> None:
+def test_garbage_after_requests_is_reported_once_they_are_answered(site: Site) -> None:
     with site.connect() as line:
         line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3 + b"\x00garbage\r\n\r\n")
         answer = read_all(line)
@@ -369,7 +369,7 @@ def test_a_request_names_one_host(site: Site, hosts: bytes) -> None:
     assert b"it names no host, or several" in answer
 
 
-def test_who_wants_another_protocol_is_answered_in_this_one_and_asked_to_come_again(site: Site) -> None:
+def test_a_request_for_another_protocol_is_answered_in_this_one_and_closed(site: Site) -> None:
     """As curl --http2 does."""
     more = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n\r\n"
     with site.connect() as line:

@@ -1,4 +1,4 @@
-"""One HTTP process from start to end: what is on its way is finished, streams end, and its figures are told."""
+"""One HTTP process from start to end: what is on its way is finished, streams end, and its figures are reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_stop_finishes_what_is_on_its_way_and_ends_streams(source: Sourc
         assert (status["streams"], status["connections"]) == (1, 2)
         await server.stop()
         await asyncio.wait_for(task, 30)
-        assert (await waiting).status_code == 504, "it was told, not cut off"
+        assert (await waiting).status_code == 504, "it was answered, not cut off"
         assert (await stream).startswith("retry:")
         with pytest.raises(httpx.ConnectError):
             await client.get("/livez")

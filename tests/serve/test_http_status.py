@@ -1,4 +1,4 @@
-"""Where the status comes from, how often it is asked for, and what is kept of the past."""
+"""Where the status comes from, how often it is requested, and what is kept of the past."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def status_of(data: Path, clock: ManualClock, reads: Any = lambda: 0) -> StatusR
     return StatusReporter(Mirror(data), stored_status, reads, clock, lag_limit_s=30)
 
 
-async def test_the_service_is_asked_when_it_runs_and_the_store_otherwise(source: Source) -> None:
+async def test_the_service_is_queried_when_it_runs_and_the_store_otherwise(source: Source) -> None:
     data = Path(source.path)
     clock = ManualClock()
     status = status_of(data, clock)
     assert (await status.report())["service"] == "down"
-    asked = 0
+    queries = 0
 
     async def answer(request: dict[str, Any]) -> dict[str, Any]:
-        nonlocal asked
-        asked += 1
+        nonlocal queries
+        queries += 1
         assert request == {"op": "status"}
         return {"status": service_report(data)}
 
@@ -43,7 +43,7 @@ async def test_the_service_is_asked_when_it_runs_and_the_store_otherwise(source:
         clock.advance(1)
         found = await asyncio.gather(*(status.report() for _ in range(20)))
         assert {report["service"] for report in found} == {"up"}
-        assert asked == 1
+        assert queries == 1
     finally:
         await control.stop()
     clock.advance(1)

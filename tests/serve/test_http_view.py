@@ -26,7 +26,7 @@ def test_no_mirror_yet(tmp_path: Path) -> None:
     mirror.close()
 
 
-def test_a_group_that_was_made_anew_is_read_anew(source: Source) -> None:
+def test_a_group_that_was_recreated_is_read_again(source: Source) -> None:
     mirror = Mirror(Path(source.path))
     key = source.key_of(1)
     source.put(key)

@@ -81,7 +81,7 @@ def test_a_damaged_document_is_served_only_where_reads_are_not_verified(
     careless.close()
 
 
-def test_a_group_that_was_made_anew_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
+def test_a_group_that_was_recreated_is_opened_again(bucket: KvBucket, store: Store, tmp_path: Path) -> None:
     assert not bucket.reopen_if_replaced()
     assert bucket.find(b"\0a", None, READER) is not None
     path = directory.group_path(store.path, 0)

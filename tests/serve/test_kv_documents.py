@@ -126,20 +126,22 @@ async def test_each_recorded_request_is_answered_as_the_engine_did(
             assert (ours.status, ours.datatype, ours.key) == (answer.status, answer.datatype, answer.key), what
             assert ours.extras == answer.extras, what
             if request.opcode in (Opcode.GET_CLUSTER_CONFIG, Opcode.GET_ERROR_MAP):
-                told, wanted = json.loads(ours.value), json.loads(answer.value)
+                reported, expected = json.loads(ours.value), json.loads(answer.value)
                 if request.opcode == Opcode.GET_ERROR_MAP:
-                    assert {shape(each) is not None for each in told["errors"].values()} == {True}
-                    assert set(told) == set(wanted)
+                    assert {shape(each) is not None for each in reported["errors"].values()} == {True}
+                    assert set(reported) == set(expected)
                 else:
-                    assert ("mirror" in told) is ("name" in told), "a bucket's map says that it is a mirror's own"
-                    told.pop("mirror", None)
-                    for node in wanted["nodesExt"]:  # no manager that an SDK without TLS would try to reach is named
+                    assert ("mirror" in reported) is ("name" in reported), (
+                        "a bucket's map says that it is a mirror's own"
+                    )
+                    reported.pop("mirror", None)
+                    for node in expected["nodesExt"]:  # no manager that an SDK without TLS would try to reach is named
                         node["services"]["mgmtSSL"] = node["services"].pop("mgmt")
-                    assert shape(told) == shape(wanted)
+                    assert shape(reported) == shape(expected)
                 continue
             if request.opcode == Opcode.HELLO:
-                granted, wanted = (codec_kv.decode_features(each.value) for each in (ours, answer))
-                assert tuple(each for each in granted if each not in NEWER) == wanted, what
+                granted, expected = (codec_kv.decode_features(each.value) for each in (ours, answer))
+                assert tuple(each for each in granted if each not in NEWER) == expected, what
                 continue
             assert ours.value == answer.value, what
             assert ours.cas == answer.cas or answer.cas == 2**64 - 1, what
@@ -289,7 +291,7 @@ async def test_nothing_published_yet_is_a_temporary_failure_and_empty_is_empty(t
 
 
 @pytest.mark.parametrize("stale_allowed", [False, True])
-async def test_a_vbucket_that_is_filled_anew(store: Store, stale_allowed: bool) -> None:
+async def test_a_vbucket_that_is_resynced(store: Store, stale_allowed: bool) -> None:
     vbid = store.put(b"a", b"old", 2)
     async with serving(store.path, stale_allowed=stale_allowed) as endpoint:
         client = await endpoint.sdk()

@@ -121,13 +121,18 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
                 if not count:
                     continue
                 answered += 1
-                told, _ = fr.decode(short)
+                sent, _ = fr.decode(short)
                 reply = slowly(session, frame)
                 assert reply is not None
-                assert bool(told.framing) is (Feature.TRACING in granted)
-                assert (told.status, told.opcode, told.opaque, told.key) == (0, Opcode.GET, frame.opaque, b"")
-                assert (told.extras, told.value, told.cas) == (reply.extras, reply.value, reply.cas)
-                assert told.datatype == reply.datatype
+                assert bool(sent.framing) is (Feature.TRACING in granted)
+                assert (sent.status, sent.opcode, sent.opaque, sent.key) == (
+                    0,
+                    Opcode.GET,
+                    frame.opaque,
+                    b"",
+                )
+                assert (sent.extras, sent.value, sent.cas) == (reply.extras, reply.value, reply.cas)
+                assert sent.datatype == reply.datatype
             assert (counters.requests, counters.misses, counters.refused) == (counters.hits, 0, 0)
     assert (answered > 0) is (reader is not None and reader.reads_all)
 

@@ -111,9 +111,9 @@ async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
     assert [each.value for each in found] == [b"1" * has_x, b"%d" % len(body), body, b"2", b"", b"2", body]
     missing = int(Status.SUBDOC_PATH_ENOENT)
     assert [each.status for each in found] == [0 if has_x else missing, 0, 0, 0, missing, 0, 0]
-    for path, wanted in ((b"z", b"[1,2]"), (b"a", body[5 : body.index(b',"z"')])):
+    for path, expected in ((b"z", b"[1,2]"), (b"a", body[5 : body.index(b',"z"')])):
         one = fr.request(Opcode.SUBDOC_GET, key=b"large", extras=len(path).to_bytes(2, "big") + b"\0", value=path)
-        assert (await client.ask(one)).value == wanted
+        assert (await client.ask(one)).value == expected
     meta = codec_kv.decode_meta((await client.ask(codec_kv.get_meta(0, b"large"))).extras)
     assert (meta.deleted, meta.flags, meta.rev_seqno) == (False, 7, 5)
     assert endpoint.server.large.budget.out_bytes == 0
@@ -313,8 +313,8 @@ async def test_a_scan_has_large_documents_as_pages_by_themselves(
     client = await endpoint.connect()
     await client.hello(Feature.JSON, *[Feature.UNORDERED_EXECUTION] * unordered)
     for keys_only in (False, True):
-        wanted = b'{"range":{"start":"YQ==","end":"Yg=="},"key_only":%s}' % (b"true" if keys_only else b"false")
-        made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=wanted, datatype=1))
+        expected = b'{"range":{"start":"YQ==","end":"Yg=="},"key_only":%s}' % (b"true" if keys_only else b"false")
+        made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
         found, status = [], Status.RANGE_SCAN_MORE
         while status == Status.RANGE_SCAN_MORE:
             extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))

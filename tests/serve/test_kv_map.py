@@ -36,12 +36,12 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
 def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> None:
     nodes = named_nodes("a.example:1, b.example:2,tls://[fd00::1]:3")
     config = json.loads(ServedMap(IDENTITY, nodes, 1).of_bucket)
-    told = config["vBucketServerMap"]
-    assert told["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:11210"], (
+    served = config["vBucketServerMap"]
+    assert served["serverList"] == ["a.example:1", "b.example:2", "[fd00::1]:11210"], (
         "as clusters name nodes with TLS alone"
     )
-    assert told["numReplicas"] == 2
-    assert told["vBucketMap"][:4] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert served["numReplicas"] == 2
+    assert served["vBucketMap"][:4] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
     assert [each["hostname"] for each in config["nodesExt"]] == ["a.example", "b.example", "fd00::1"]
     assert config["nodesExt"][2]["services"] == {"mgmt": 8091, "kvSSL": 3}
     assert not any("thisNode" in each for each in config["nodesExt"])

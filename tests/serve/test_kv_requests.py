@@ -1,4 +1,4 @@
-"""What clients ask before and beside documents."""
+"""What clients ask before and besides documents."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(en
 
 async def test_error_maps_of_both_versions(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
-    for asked, got in ((1, 1), (2, 2), (7, 2)):
-        assert json.loads((await client.ask(codec_kv.get_error_map(asked))).value)["version"] == got
+    for sent, got in ((1, 1), (2, 2), (7, 2)):
+        assert json.loads((await client.ask(codec_kv.get_error_map(sent))).value)["version"] == got
     assert (await client.ask(codec_kv.get_error_map(0))).status == Status.EINVAL
 
 
@@ -354,6 +354,6 @@ async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_
     vbid = store.put(b"k", b"v", 1)
     store.collections(2, {0: "_default"}, DEFAULT, Collection(8, 0, "more", Seqno(2)))
     store.put(b"k", b"v", 3, cid=8)
-    asked = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
+    sent = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
     legacy = await endpoint.connect()
-    assert dict(codec_dcp.decode_all_vb_seqnos((await legacy.ask(asked)).value))[vbid] == 1
+    assert dict(codec_dcp.decode_all_vb_seqnos((await legacy.ask(sent)).value))[vbid] == 1

@@ -1,4 +1,4 @@
-"""What may be asked of a scan: every field that is not as it should be is refused by name."""
+"""What a scan may request: every field that is not as it should be is refused by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def between(**more: Any) -> dict[str, Any]:
     return {"range": {"start": "", "end": ""}, **more}
 
 
-def as_bytes(asked: object) -> bytes:
-    return asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+def as_bytes(body: object) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "body",
     [
         b"{",
         b"[" * 5000,
@@ -55,23 +55,23 @@ def as_bytes(asked: object) -> bytes:
         between(snapshot_requirements={"vb_uuid": "77"}),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked: object) -> None:
+def test_what_makes_no_sense_is_refused(body: object) -> None:
     with pytest.raises(Refused) as caught:
-        parse(as_bytes(asked), takes_xattrs=True)
+        parse(as_bytes(body), takes_xattrs=True)
     assert caught.value.status == Status.EINVAL
     assert caught.value.context
 
 
 def test_xattrs_are_for_clients_that_take_them() -> None:
-    asked = as_bytes(between(include_xattrs=True))
-    assert parse(asked, takes_xattrs=True).xattrs
+    body = as_bytes(between(include_xattrs=True))
+    assert parse(body, takes_xattrs=True).xattrs
     with pytest.raises(Refused) as caught:
-        parse(asked, takes_xattrs=False)
+        parse(body, takes_xattrs=False)
     assert caught.value.status == Status.NOT_SUPPORTED
 
 
 def test_a_range_with_everything() -> None:
-    asked = {
+    body = {
         "collection": "f2",
         "key_only": True,
         "name": "mine",
@@ -80,8 +80,8 @@ def test_a_range_with_everything() -> None:
         "snapshot_requirements": {"vb_uuid": "16627788222", "seqno": 1000, "seqno_exists": True, "timeout_ms": 2000},
     }
     required = Requirements(16627788222, 1000, True, 2000)
-    wanted = ScanBounds(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
-    assert parse(as_bytes(asked), takes_xattrs=False) == wanted
+    expected = ScanBounds(0xF2, True, False, b"a\0", b"b\xff\0", None, 0, required)
+    assert parse(as_bytes(body), takes_xattrs=False) == expected
 
 
 def test_a_sample_and_the_shortest_range() -> None:

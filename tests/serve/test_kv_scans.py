@@ -52,8 +52,8 @@ def b64(key: bytes) -> str:
     return base64.b64encode(key).decode()
 
 
-def create(asked: object, *, datatype: int = 1, vbid: int = 0) -> Frame:
-    value = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+def create(body: object, *, datatype: int = 1, vbid: int = 0) -> Frame:
+    value = body if isinstance(body, bytes) else json.dumps(body).encode()
     return fr.request(Opcode.RANGE_SCAN_CREATE, value=value, datatype=datatype, vbucket=vbid, opaque=5)
 
 
@@ -70,8 +70,8 @@ def cancel(name: bytes) -> Frame:
     return fr.request(Opcode.RANGE_SCAN_CANCEL, extras=name, opaque=8)
 
 
-async def begin(client: Client, asked: object) -> bytes:
-    answer = await client.ask(create(asked))
+async def begin(client: Client, body: object) -> bytes:
+    answer = await client.ask(create(body))
     assert answer.status == Status.SUCCESS, answer.value
     assert len(answer.value) == 16
     return answer.value
@@ -92,12 +92,12 @@ async def read(client: Client, name: bytes, *, items: int = 0, size: int = 0) ->
     raise AssertionError("the scan never ended")
 
 
-async def keys(client: Client, asked: object) -> list[bytes]:
-    return [item.key for item in (await read(client, await begin(client, asked)))[0]]
+async def keys(client: Client, body: object) -> list[bytes]:
+    return [item.key for item in (await read(client, await begin(client, body)))[0]]
 
 
 @pytest.mark.parametrize(
-    ("limits", "wanted"),
+    ("limits", "expected"),
     [
         ({"start": b"", "end": b"\xf4\x8f\xfb\xfb"}, KEYS),
         ({"start": b"k05", "end": b"k07"}, [b"k05", b"k06", b"k07"]),
@@ -107,13 +107,13 @@ async def keys(client: Client, asked: object) -> list[bytes]:
         ({"start": b"k3", "end": b"k3\xff"}, [key for key in KEYS if key >= b"k3"]),
     ],
 )
-async def test_a_range_is_what_its_bounds_say(client: Client, limits: dict[str, bytes], wanted: list[bytes]) -> None:
+async def test_a_range_is_what_its_bounds_say(client: Client, limits: dict[str, bytes], expected: list[bytes]) -> None:
     range_ = {name: b64(key) for name, key in limits.items()}
-    assert await keys(client, {"range": range_}) == wanted
-    assert await keys(client, {"range": range_, "key_only": True, "name": "mine"}) == wanted
+    assert await keys(client, {"range": range_}) == expected
+    assert await keys(client, {"range": range_, "key_only": True, "name": "mine"}) == expected
 
 
-async def test_documents_come_whole_and_in_pages_of_the_size_asked_for(client: Client) -> None:
+async def test_documents_come_whole_and_in_pages_of_the_requested_size(client: Client) -> None:
     found, answers = await read(client, await begin(client, between()), items=7)
     assert answers == 6
     assert found[4] == ScanItem(b"k04", b"value of k04", 7, 0, 5, 105, 0)
@@ -196,12 +196,12 @@ async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypa
 
 
 async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -> None:
-    for asked in (
+    for body in (
         between(b"z"),
         between(b"k05", b"k04"),
         {"range": {"excl_start": b64(b"k05"), "excl_end": b64(b"k06")}},
     ):
-        assert (await client.ask(create(asked))).status == Status.KEY_ENOENT
+        assert (await client.ask(create(body))).status == Status.KEY_ENOENT
     for number in range(300):
         store.put(b"x%03d" % number, b"", 1000 + 2 * number)
         store.delete(b"x%03d" % number, 1001 + 2 * number)
@@ -210,7 +210,7 @@ async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -
 
 
 @pytest.mark.parametrize(
-    ("asked", "status"),
+    ("body", "status"),
     [
         (b"{", Status.EINVAL),
         (between(key_only=True, include_xattrs=True), Status.EINVAL),
@@ -221,8 +221,8 @@ async def test_an_empty_range_is_said_so_at_once(store: Store, client: Client) -
         (between(snapshot_requirements={"vb_uuid": "77", "seqno": 40, "seqno_exists": True}), Status.SUCCESS),
     ],
 )
-async def test_what_cannot_be_is_refused_with_the_engines_status(client: Client, asked: object, status: int) -> None:
-    assert (await client.ask(create(asked))).status == status
+async def test_what_cannot_be_is_refused_with_the_engines_status(client: Client, body: object, status: int) -> None:
+    assert (await client.ask(create(body))).status == status
     assert await client.alive()
 
 
@@ -243,7 +243,7 @@ async def test_a_seqno_that_must_still_be_there_is_looked_for(store: Store, clie
 async def test_a_scan_waits_for_its_seqno_and_others_do_not_wait_for_it(store: Store, client: Client) -> None:
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     await client.send(create(between(b"new", b"new", snapshot_requirements=required)))
-    assert await client.alive(), "answered before the scan that was asked for earlier"
+    assert await client.alive(), "answered before the scan that was requested earlier"
     store.put(b"new", b"", 41)
     answer = await client.receive()
     assert answer is not None
@@ -251,13 +251,13 @@ async def test_a_scan_waits_for_its_seqno_and_others_do_not_wait_for_it(store: S
     assert [item.key for item in (await read(client, answer.value))[0]] == [b"new"]
 
 
-async def test_a_client_that_wants_order_has_its_answers_in_order(store: Store, endpoint: Endpoint) -> None:
+async def test_a_client_that_requests_order_has_its_answers_in_order(store: Store, endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     await client.hello(*(each for each in ALL_FEATURES if each not in (Feature.TRACING, Feature.UNORDERED_EXECUTION)))
     await client.login()
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     await client.send(create(between(snapshot_requirements=required)), codec_kv.noop(opaque=1), codec_kv.noop(opaque=2))
-    while not any(each._held for each in endpoint.server.connections):  # noqa: ASYNC110 - nothing tells of it
+    while not any(each._held for each in endpoint.server.connections):  # noqa: ASYNC110 - no event shows it
         await asyncio.sleep(0.001)
     await client.send(codec_kv.noop(opaque=3))
     await asyncio.sleep(0.02)
@@ -285,7 +285,7 @@ async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, mo
     assert (await client.ask(waiting)).status == Status.EBUSY
 
 
-async def test_samples_are_of_about_the_size_asked_for_and_the_same_for_a_seed(client: Client) -> None:
+async def test_samples_are_of_about_the_requested_size_and_the_same_for_a_seed(client: Client) -> None:
     assert await keys(client, {"sampling": {"samples": 40}}) == KEYS
     assert await keys(client, {"sampling": {"samples": 1000, "seed": 5}, "key_only": True}) == KEYS
     some = await keys(client, {"sampling": {"samples": 20, "seed": 5}})

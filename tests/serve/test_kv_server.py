@@ -118,13 +118,20 @@ async def test_figures_add_up(store: Store) -> None:
         await client.get(b"none")
         await client.ask(fr.request(Opcode.SET, key=b"a"))
         found = endpoint.server.status()
-        wanted = {"kv_connections": 1, "kv_requests": 3, "kv_hits": 1, "kv_misses": 1, "kv_refused": 1, "kv_errors": 0}
-        assert {name: found[name] for name in wanted} == wanted
+        expected = {
+            "kv_connections": 1,
+            "kv_requests": 3,
+            "kv_hits": 1,
+            "kv_misses": 1,
+            "kv_refused": 1,
+            "kv_errors": 0,
+        }
+        assert {name: found[name] for name in expected} == expected
         assert found["kv_sent_bytes"] == HUGE + 28 + 24 + 24
     store.close()
 
 
-async def test_a_changed_map_is_pushed_to_those_who_asked_for_it(store: Store) -> None:
+async def test_a_changed_map_is_pushed_to_clients_that_requested_it(store: Store) -> None:
     async with serving(store.path) as endpoint:
         plain, listening, greedy_one = await endpoint.connect(), await endpoint.sdk(), await greedy(endpoint)
         await listening.hello(*ALL_FEATURES, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
@@ -163,7 +170,7 @@ async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(
     store.close()
 
 
-async def test_the_sweeper_keeps_the_time_and_notices_a_group_made_anew(
+async def test_the_sweeper_keeps_the_time_and_notices_a_group_recreated(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.serve.kv_server.SWEEP_S", 0.005)

@@ -45,7 +45,7 @@ def test_features_are_kept_as_they_were_granted(session: KvSession) -> None:
         assert [each for each in names if getattr(session, each)] == [name]
 
 
-def test_a_context_is_told_only_to_those_who_take_it(session: KvSession) -> None:
+def test_a_context_is_sent_only_to_clients_that_take_it(session: KvSession) -> None:
     assert session.refuse(Status.EINVAL, "why").value == b""
     session.grant(frozenset({int(Feature.XERROR)}))
     assert session.refuse(Status.EINVAL).value == b""
@@ -61,7 +61,7 @@ def test_a_vbucket_that_is_elsewhere_comes_with_the_map(session: KvSession) -> N
     assert session.refused(Refused(Status.KEY_ENOENT)).value == b""
 
 
-def test_who_wants_no_map_twice_gets_it_once(session: KvSession) -> None:
+def test_a_client_that_declines_a_map_it_has_gets_it_once(session: KvSession) -> None:
     session.grant(frozenset({int(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)}))
     first, second = (session.refused(Refused(Status.NOT_MY_VBUCKET)) for _ in "ab")
     assert (first.value, second.value) == (session.cluster_map.of_bucket, b"")
@@ -75,7 +75,7 @@ NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANG
 
 
 @pytest.mark.parametrize(
-    ("features", "logged_in", "bucket", "told"),
+    ("features", "logged_in", "bucket", "reported"),
     [
         ((), True, True, None),
         ((Feature.DUPLEX,), True, True, None),
@@ -87,8 +87,8 @@ NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANG
         ((Feature.DUPLEX, BRIEF), True, False, ""),
     ],
 )
-def test_a_changed_map_is_told_as_it_was_asked_for(
-    session: KvSession, features: tuple[int, ...], logged_in: bool, bucket: bool, told: str | None
+def test_a_changed_map_is_announced_as_requested(
+    session: KvSession, features: tuple[int, ...], logged_in: bool, bucket: bool, reported: str | None
 ) -> None:
     session.grant(frozenset(map(int, features)))
     session.reader = Reader("r") if logged_in else None
@@ -96,11 +96,11 @@ def test_a_changed_map_is_told_as_it_was_asked_for(
     changed = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
     session.cluster_map = changed
     frame = session.map_notification()
-    if told is None:
+    if reported is None:
         assert frame is None
         return
     assert frame is not None
-    config = getattr(changed, told) if told else b""
+    config = getattr(changed, reported) if reported else b""
     assert codec_kv.decode_clustermap_notification(frame) == (1, 2, b"orders" if bucket else b"", config)
 
 

@@ -109,6 +109,6 @@ def test_limits_come_from_the_settings() -> None:
     settings = Settings(
         reader_connections_max=7, reader_idle_timeout_s=8, reader_login_timeout_s=9, reader_connections_per_peer_max=6
     )
-    wanted = Limits(connections_max=7, idle_timeout_s=8, login_timeout_s=9, connections_per_peer_max=6)
-    assert Limits.of(settings) == wanted
+    expected = Limits(connections_max=7, idle_timeout_s=8, login_timeout_s=9, connections_per_peer_max=6)
+    assert Limits.of(settings) == expected
     assert [Limits(connections_max=count).pending_max for count in (1, 16, 40, 1024)] == [1, 16, 16, 256]

@@ -131,8 +131,8 @@ def test_a_scram_login_that_fails_counts_as_well(logins: Logins) -> None:
 
 async def test_a_refused_proof_leaves_no_traceback_in_the_log(logins: Logins) -> None:
     """Each wrong proof of a SCRAM login once wrote one, before any login. Here its connection is closed meanwhile."""
-    heard: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    received: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: received.append(context))
     checking = threading.Event()
 
     def check() -> bytes:
@@ -153,7 +153,7 @@ async def test_a_refused_proof_leaves_no_traceback_in_the_log(logins: Logins) ->
     del attempt, waiting, future
     gc.collect()
     await asyncio.sleep(0)
-    assert heard == []
+    assert received == []
 
 
 async def test_attempts_at_the_end_of_a_process_are_refused_without_an_error(logins: Logins) -> None:

@@ -191,7 +191,7 @@ def test_own_writes_are_read_with_their_tokens(source: SandboxThread, mirror: Mi
     writer.close()
 
 
-def test_observe_seqno_tells_when_a_write_is_there_and_when_it_is_lost(
+def test_observe_seqno_shows_when_a_write_is_there_and_when_it_is_lost(
     source: SandboxThread, mirror: MirrorThread
 ) -> None:
     writer = connect(string_of(source))

@@ -104,7 +104,8 @@ def page(browser: Any, site: Site) -> Iterator[Any]:
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     opened.on(
-        "request", lambda asked: wrong.append(asked.url) if not asked.url.startswith((site.url, "data:")) else None
+        "request",
+        lambda request: wrong.append(request.url) if not request.url.startswith((site.url, "data:")) else None,
     )
     yield opened
     context.close()
@@ -267,7 +268,7 @@ def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Si
     assert not page.locator("#legend").is_visible()
 
 
-def test_a_screen_reader_hears_changes_of_state_and_no_figures(page: Any, site: Site) -> None:
+def test_a_screen_reader_announces_changes_of_state_and_no_figures(page: Any, site: Site) -> None:
     site.stands(report())
     opened(page, site)
     live = page.locator("[aria-live], [role=status], [role=alert]")
@@ -303,7 +304,7 @@ def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, 
     )
 
 
-def test_who_serves_whom_and_who_holds_history_is_told(page: Any, site: Site) -> None:
+def test_who_serves_whom_and_who_holds_history_is_reported(page: Any, site: Site) -> None:
     site.stands(report())
     opened(page, site)
     processes = [line.split("\t") for line in page.locator("#processes tbody tr").all_inner_texts()]
@@ -396,7 +397,7 @@ def test_with_the_service_down_it_shows_what_is_stored(page: Any, site: Site) ->
     picture(page, "down-dark")
 
 
-def test_rollbacks_and_resyncs_are_told(page: Any, site: Site) -> None:
+def test_rollbacks_and_resyncs_are_reported(page: Any, site: Site) -> None:
     key = site.source.key_of(2)
     for _ in range(3):
         site.source.put(key)

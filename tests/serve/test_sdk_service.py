@@ -60,9 +60,9 @@ def writing(source: SandboxThread) -> Iterator[Any]:
 def caught_up(source: SandboxThread, data: Path) -> None:
     """Wait until everything that the source has now is published."""
     vbuckets = source.cluster.bucket.vbuckets
-    wanted = source.call(lambda: [each.high_seqno for each in vbuckets])
+    expected = source.call(lambda: [each.high_seqno for each in vbuckets])
     with open_view(str(data)) as view:
-        until("everything", lambda: all(each.published_seqno >= wanted[each.vbid] for each in view.states()))
+        until("everything", lambda: all(each.published_seqno >= expected[each.vbid] for each in view.states()))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def test_scans_find_what_is_there(sdk: Cluster, reading: Any) -> None:
         list(sdk.bucket("orders").scope("inventory").collection("none").scan(RangeScan(), ScanOptions(timeout=SHORT)))
 
 
-def test_a_scan_sees_the_writes_that_it_is_told_of(writing: Any, reading: Any) -> None:
+def test_a_scan_sees_the_writes_that_its_request_names(writing: Any, reading: Any) -> None:
     for number in range(20):
         written = [writing.upsert(f"own-{each}", {"n": number}) for each in range(8)]
         found = reading.scan(PrefixScan("own-"), ScanOptions(consistent_with=MutationState(*written)))
@@ -122,7 +122,7 @@ def test_a_scan_sees_the_writes_that_it_is_told_of(writing: Any, reading: Any) -
         writing.remove(f"own-{each}")
 
 
-def test_a_write_that_was_lost_is_told_to_the_scan_that_waits_for_it(
+def test_a_write_that_was_lost_is_reported_to_the_scan_that_waits_for_it(
     source: SandboxThread, data: Path, writing: Any, reading: Any
 ) -> None:
     lost = writing.upsert("lost", {})

@@ -88,7 +88,7 @@ async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
         assert not await asyncio.to_thread(READS["exists"], collection)
 
 
-async def test_while_a_vbucket_is_filled_anew_its_old_copy_is_withheld(store: Store) -> None:
+async def test_while_a_vbucket_is_resynced_its_old_copy_is_withheld(store: Store) -> None:
     store.logs()
     write(store, 1, 5)
     store.writer.begin_resync(0)
@@ -97,7 +97,7 @@ async def test_while_a_vbucket_is_filled_anew_its_old_copy_is_withheld(store: St
         await temporary(collection)
 
 
-async def test_or_is_given_where_the_operator_wants_that(store: Store) -> None:
+async def test_or_is_given_where_the_operator_allows_that(store: Store) -> None:
     store.logs()
     write(store, 1, 5)
     store.writer.begin_resync(0)

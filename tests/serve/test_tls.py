@@ -203,7 +203,7 @@ async def test_a_certificate_is_exchanged_while_clients_are_connected(tmp_path: 
         await stream.aclose()
 
 
-async def test_another_authority_for_clients_is_asked_for_from_then_on(tmp_path: Path, authority: Authority) -> None:
+async def test_another_authority_for_clients_is_requested_from_then_on(tmp_path: Path, authority: Authority) -> None:
     (tmp_path / "new").mkdir()
     newer = Authority(tmp_path / "new")
     clients = tmp_path / "clients.pem"

@@ -46,8 +46,8 @@ async def test_steps_come_in_the_order_of_their_requests() -> None:
 
 async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> None:
     turns, seen = Turns(), list[int]()
-    heard: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+    received: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: received.append(context["exception"]))
     gone = asyncio.create_task(turns.turn())
     await asyncio.sleep(0)
     gone.cancel()
@@ -62,4 +62,4 @@ async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> 
         await gone
     for _ in range(3):
         await asyncio.sleep(0)
-    assert (seen, heard) == ([1], [error])
+    assert (seen, received) == ([1], [error])

@@ -1,4 +1,4 @@
-"""The cluster configuration: what clients need to tell its nodes apart."""
+"""The cluster configuration: what clients need to distinguish its nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_nodes_of_one_host_have_different_management_ports() -> None:
     assert [(node.host, node.kv_port) for node in seen.nodes] == [("a", 1), ("b", 2), ("a", 3)]
 
 
-def test_several_mirrors_on_one_host_are_told_apart() -> None:
+def test_several_mirrors_on_one_host_are_distinguished() -> None:
     identity = Identity("cluster", "orders", "uuid", 8, 2)
     config = ServedMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
     assert identities(config) == [("127.0.0.1", 18091), ("127.0.0.1", 18092)]
@@ -49,7 +49,7 @@ def test_no_client_is_sent_to_a_management_service_of_its_own_kind() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "hosts"), [(1, [None]), (3, ["127.0.0.1"] * 3)])
-async def test_nodes_of_the_embedded_source_are_told_apart(nodes: int, hosts: list[str | None]) -> None:
+async def test_nodes_of_the_embedded_source_are_distinguished(nodes: int, hosts: list[str | None]) -> None:
     async with SandboxCluster(nodes=nodes, vbuckets=4) as cluster:
         client = await Client.login(cluster)
         config = (await client.ask(codec_kv.get_cluster_config())).value

@@ -482,7 +482,7 @@ REASONS: dict[StreamEndReason, tuple[Callable[[Server, DcpClient], Awaitable[Non
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.name)
-async def test_a_stream_ends_with_its_reason_and_is_asked_for_again(server: Server, reason: StreamEndReason) -> None:
+async def test_a_stream_ends_with_its_reason_and_is_requested_again(server: Server, reason: StreamEndReason) -> None:
     """The client has taken the beginning of its first snapshot (docs/protocol.md 4.5)."""
     cause, value, again = REASONS[reason]
     high, uuid = server.vbucket(0).high_seqno, server.vbucket(0).vbuuid

@@ -81,12 +81,12 @@ def test_what_needs_a_feature_is_refused_without_it() -> None:
     assert Controls(MIRROR, True, True, 0x101).set(b"include_deleted_user_xattrs", b"true") == GOOD
 
 
-def test_expirations_are_told_apart_only_with_delete_times() -> None:
+def test_expirations_are_distinguished_only_with_delete_times() -> None:
     """Recorded: success either way (docs/protocol.md 2.3)."""
-    for flags, told in ((1, False), (1 | int(DcpOpenFlag.INCLUDE_DELETE_TIMES), True)):
+    for flags, reported in ((1, False), (1 | int(DcpOpenFlag.INCLUDE_DELETE_TIMES), True)):
         controls = Controls(MIRROR, True, True, flags)
         assert controls.set(b"enable_expiry_opcode", b"true") == GOOD
-        assert controls.expirations == told
+        assert controls.expirations == reported
         assert controls.xattrs is False
 
 
@@ -108,8 +108,8 @@ def test_the_statuses_are_those_that_a_server_gave() -> None:
             text = note if isinstance(note, str) else str(note)
             if not text.startswith("DCP_CONTROL ") or "=" not in text or " -> " not in text:
                 continue
-            asked, _, status = text.removeprefix("DCP_CONTROL ").partition(" -> ")
-            name, _, value = asked.partition("=")
+            requested, _, status = text.removeprefix("DCP_CONTROL ").partition(" -> ")
+            name, _, value = requested.partition("=")
             if name in other or status not in Status.__members__:
                 continue
             if status == "SUCCESS":

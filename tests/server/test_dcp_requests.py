@@ -39,7 +39,7 @@ async def cluster_like_the_recorded(name: str, recording: list[tuple[str, Frame]
     return cluster
 
 
-def told(frame: Frame, request: Frame) -> dict[str, object]:
+def summary(frame: Frame, request: Frame) -> dict[str, object]:
     seen: dict[str, object] = {"status": frame.status, "datatype": frame.datatype, "extras": frame.extras}
     value = frame.value
     if frame.status == Status.NOT_MY_VBUCKET:
@@ -110,15 +110,17 @@ async def test_requests_are_answered_as_recorded(name: str) -> None:
         cluster.bucket.create_collection("inventory", "hotel")
         cluster.bucket.manifest.uid = 4
     client = await Client.connect(cluster)
-    asked = 0
+    requests_sent = 0
     for request, recorded in answers(recording):
         answer = await client.ask(request)
-        assert told(answer, request) == told(recorded, request), f"opaque {request.opaque:x} {request.extras.hex()}"
-        asked += 1
+        assert summary(answer, request) == summary(recorded, request), (
+            f"opaque {request.opaque:x} {request.extras.hex()}"
+        )
+        requests_sent += 1
         bounded = request.opcode == Opcode.DCP_STREAM_REQ and answer.status == Status.SUCCESS
         if bounded and int.from_bytes(request.extras[16:24]) < 2**32:
             await client.until_end(request.opaque)
-    assert asked >= 3
+    assert requests_sent >= 3
 
 
 HANGING_UP = ["605_i2_bad_extras_len", "605_i3_stream_req_without_open", "605_i5_open_twice", "605_i8_open_bad_flags"]
@@ -134,7 +136,7 @@ async def test_an_old_server_hangs_up_as_recorded(name: str) -> None:
             opaque = client.send(request)
             if request.opaque in answered:
                 await client.until(lambda: opaque in client.answers)  # noqa: B023
-                assert told(client.answers[opaque], request) == told(answered[request.opaque], request)
+                assert summary(client.answers[opaque], request) == summary(answered[request.opaque], request)
     await client.until_closed()
     assert client.answers.keys() == answered.keys()
 
@@ -194,18 +196,18 @@ async def test_a_client_gets_each_document_in_the_shape_it_negotiated(name: str)
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
         assert (await client.ask(request)).status == recorded.status
-    wanted = stream_of(recording, 11)
-    await client.until(lambda: len(client.frames) >= len(wanted))
+    expected = stream_of(recording, 11)
+    await client.until(lambda: len(client.frames) >= len(expected))
     if name.startswith(
         "72_h11"
-    ):  # deleted documents: whether their xattrs were kept compressed cannot be told from here
-        wanted = [replace(f, datatype=f.datatype & ~2) if f.opcode == Opcode.DCP_DELETION else f for f in wanted]
+    ):  # deleted documents: whether their xattrs were kept compressed cannot be seen from here
+        expected = [replace(f, datatype=f.datatype & ~2) if f.opcode == Opcode.DCP_DELETION else f for f in expected]
     if name.startswith("72_h5"):  # what compresses to which bytes is snappy's affair
         assert [(f.opcode, f.extras, f.key, f.datatype) for f in client.frames] == [
-            (f.opcode, f.extras, f.key, f.datatype) for f in wanted
+            (f.opcode, f.extras, f.key, f.datatype) for f in expected
         ]
     else:
-        assert client.frames == wanted
+        assert client.frames == expected
 
 
 @pytest.mark.parametrize("name", OLD_FEATURE_SETS)
@@ -223,9 +225,9 @@ async def test_a_client_of_an_old_server_gets_each_document_in_the_shape_it_nego
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
         assert (await client.ask(request)).status == recorded.status
-    wanted = stream_of(recording, 11)
-    await client.until(lambda: len(client.frames) >= len(wanted))
-    assert client.frames == wanted
+    expected = stream_of(recording, 11)
+    await client.until(lambda: len(client.frames) >= len(expected))
+    assert client.frames == expected
 
 
 COLLECTION_STREAMS = [
@@ -247,27 +249,27 @@ COLLECTION_STREAMS = [
 async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: int | None) -> None:
     """The same vbucket as of each recording: the documents that its filter shows, and the events in their shape."""
     recording = frames(name)
-    wanted: list[Frame] = []
+    expected: list[Frame] = []
     ended = False
     for frame in stream_of(recording, 13):
         memory = frame.opcode == Opcode.DCP_SNAPSHOT_MARKER and int.from_bytes(frame.extras[-4:]) & 1
         if memory:
             ended = True
         if not ended:
-            wanted.append(frame)
-    marker = next((f for f in wanted if f.opcode == Opcode.DCP_SNAPSHOT_MARKER), None)
+            expected.append(frame)
+    marker = next((f for f in expected if f.opcode == Opcode.DCP_SNAPSHOT_MARKER), None)
     if high is None:
         high = (
             int.from_bytes(marker.extras[8:16])
             if marker
-            else max(seqno_of(f) for f in wanted if f.opcode in STREAM[:3])
+            else max(seqno_of(f) for f in expected if f.opcode in STREAM[:3])
         )
     by_seqno = contents(["k1_collections_live"], 13)
     for other in ("k3_filter_collection", "k4_filter_scope", "k5_filter_default_coll", "k6_uid", "k13_legacy_client"):
         for seqno, frame in contents([other], 13).items():
             key = b"\0" + frame.key if other.startswith("k13") else frame.key
             by_seqno.setdefault(seqno, replace(frame, key=key))
-    for frame in wanted:  # what this recording alone knows: written after the others ended
+    for frame in expected:  # what this recording alone knows: written after the others ended
         if frame.opcode in STREAM[:3]:
             plain = replace(
                 frame, magic=0x80, framing=b"", key=b"\0" + frame.key if name.startswith("72_k13") else frame.key
@@ -283,10 +285,10 @@ async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: 
     client = await Client.connect(cluster)
     for request, recorded in answers(recording):
         assert (await client.ask(request)).status == recorded.status
-    await client.until(lambda: len(client.frames) >= len(wanted))
+    await client.until(lambda: len(client.frames) >= len(expected))
     await asyncio.sleep(0)
     got: list[Any] = client.frames
-    want: list[Any] = wanted
+    want: list[Any] = expected
     if name.startswith("72_k17"):  # the shape of these events is checked in test_manifest; here: which and where
         got, want = ([(f.opcode, f.extras[:12], f.key) for f in side] for side in (got, want))
     if name.startswith("72_k14"):
@@ -326,14 +328,14 @@ WHOLE_BACKFILLS = [
 async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
     """A vbucket with the recorded documents (and gaps for what was not sent) gives the recorded frames again."""
     recording = frames(name)
-    wanted: list[Frame] = []
+    expected: list[Frame] = []
     for frame in stream_of(recording):
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER and int.from_bytes(frame.extras[-4:]) & 1:
             break
-        wanted.append(frame)
-    vbid = wanted[0].vbucket
-    high = int.from_bytes(wanted[0].extras[8:16])
-    documents = {seqno_of(f): replace(f, key=b"\0" + f.key) for f in wanted if f.opcode in STREAM[:3]}
+        expected.append(frame)
+    vbid = expected[0].vbucket
+    high = int.from_bytes(expected[0].extras[8:16])
+    documents = {seqno_of(f): replace(f, key=b"\0" + f.key) for f in expected if f.opcode in STREAM[:3]}
     cluster = await cluster_like_the_recorded(name, recording)
     start = next(f for d, f in recording if d == "c2s" and f.opcode == Opcode.DCP_STREAM_REQ)
     first = int.from_bytes(start.extras[8:16])
@@ -344,8 +346,8 @@ async def test_a_backfill_is_the_recorded_one_byte_for_byte(name: str) -> None:
     acked = 0
     for request, recorded in answers(recording):
         assert (await client.ask(request)).status == recorded.status
-    while len(client.frames) < len(wanted):
+    while len(client.frames) < len(expected):
         client.ack(sum(client.sizes) - acked)
         acked = sum(client.sizes)
-        await client.until(lambda: len(client.frames) == len(wanted) or sum(client.sizes) > acked)  # noqa: B023
-    assert client.frames == wanted
+        await client.until(lambda: len(client.frames) == len(expected) or sum(client.sizes) > acked)  # noqa: B023
+    assert client.frames == expected

@@ -68,11 +68,11 @@ async def test_other_clients_have_their_turn_between_the_paths_of_a_large_docume
         paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
         value = codec_kv.encode_lookup_specs(paths)
 
-        def asked(key: bytes) -> Reply | Later | None:
+        def answered(key: bytes) -> Reply | Later | None:
             frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)
             return dispatch.answer(connection.session, OPERATIONS, frame)
 
-        small, large = asked(b"\0small"), asked(b"\0large")
+        small, large = answered(b"\0small"), answered(b"\0large")
         assert isinstance(small, Reply)
         assert isinstance(large, Later)
         replies = [large.step()]

@@ -1,4 +1,4 @@
-"""The mirror's DCP port against the recordings: requests that a real 7.2.0 answered, asked of a mirror.
+"""The mirror's DCP port against the recordings: requests that a real 7.2.0 answered, sent to a mirror.
 
 (`test_dcp_requests` asks the embedded source.) What an answer says is compared whole: status, datatype, extras,
 failover log or error context. Where a mirror has to say something else, `DIFFERENT` says what, and why.
@@ -20,7 +20,7 @@ from tests.feed.harness import Mirror
 from tests.recordings import frames
 from tests.sandbox.recorded import answers, fill
 from tests.serve.dcp_rig import DcpClient, serving_dcp
-from tests.server.test_dcp_requests import cluster_like_the_recorded, told
+from tests.server.test_dcp_requests import cluster_like_the_recorded, summary
 
 DEAD = 14
 HIGHS = {0: 3010, 1: 206, 2: 209, 7: 216}
@@ -98,7 +98,7 @@ async def test_a_mirror_answers_what_a_server_was_recorded_answering(name: str, 
         client = await endpoint.connect()
         for request, recorded in answers(recording):
             answer = await client.say_frame(request)
-            if told(answer, request) != told(recorded, request):
+            if summary(answer, request) != summary(recorded, request):
                 opcode = Opcode(request.opcode)
                 assert opcode not in different, f"opaque {request.opaque:x} {request.extras.hex()}"
                 different[opcode] = Status(answer.status)

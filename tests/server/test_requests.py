@@ -1,4 +1,4 @@
-"""The official SDK's recorded conversation with a real engine, asked again of the sandbox; and what goes beyond it."""
+"""The official SDK's recorded conversation with a real engine, repeated with the sandbox; and what goes beyond it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def sandbox_for_the_sdk() -> SandboxCluster:
 async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(recording: str) -> None:
     cluster = await sandbox_for_the_sdk()
     client = await Client.connect(cluster)
-    asked = 0
+    sent = 0
     for request, recorded in answers(frames(recording)):
         if request.opcode == Opcode.SASL_STEP:
             continue
@@ -74,8 +74,8 @@ async def test_every_request_of_the_sdk_is_answered_as_the_engine_did(recording:
             continue
         answer = await client.ask(request)
         assert shape(answer) == shape(recorded), f"opcode 0x{request.opcode:02x} opaque {request.opaque}"
-        asked += 1
-    assert asked >= (4 if recording.endswith("1") else 40)
+        sent += 1
+    assert sent >= (4 if recording.endswith("1") else 40)
 
 
 async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> None:
@@ -127,7 +127,7 @@ async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
         assert json.loads((await client.ask(codec_kv.get_cluster_config(known))).value)["rev"] > known[1]
 
 
-async def test_who_asked_for_it_is_told_of_a_new_map() -> None:
+async def test_clients_that_requested_it_get_a_new_map() -> None:
     async with SandboxCluster(vbuckets=4) as cluster:
         client = await Client.login(cluster, features=(*FEATURES, 0x0C, 0x0D))
         cluster.failover(1)
@@ -247,7 +247,7 @@ async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_
         cluster.set("k", {})
         cluster.bucket.create_collection("_default", "more")
         client = await Client.login(cluster, features=(0x0B,))
-        asked = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
-        assert codec_dcp.decode_all_vb_seqnos((await client.ask(asked)).value) == [(0, 1)]
+        sent = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
+        assert codec_dcp.decode_all_vb_seqnos((await client.ask(sent)).value) == [(0, 1)]
         newer = await Client.login(cluster)
-        assert codec_dcp.decode_all_vb_seqnos((await newer.ask(asked)).value) == [(0, 2)]
+        assert codec_dcp.decode_all_vb_seqnos((await newer.ask(sent)).value) == [(0, 2)]

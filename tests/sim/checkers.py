@@ -49,8 +49,8 @@ def facts(item: Item) -> tuple[Any, ...]:
     return (item.seqno, item.kind, item.rev_seqno, item.cas, item.flags, item.datatype, item.value)
 
 
-def told(document: Document) -> tuple[Any, ...]:
-    """The same, as a reader is told."""
+def reported(document: Document) -> tuple[Any, ...]:
+    """The same, as a reader sees it."""
     return (
         document.seqno,
         int(document.kind),
@@ -261,7 +261,7 @@ class Checker:
                 self.counts["staged rows abandoned on disk"] += 1
             else:
                 to_seqno = watched.rolling_back_to
-                assert to_seqno is not None, f"vb {vbid}: a rollback nobody asked for"
+                assert to_seqno is not None, f"vb {vbid}: a rollback that was not requested"
                 kept = [each for each in watched.boundaries if max(1, watched.floor) <= each <= to_seqno]
                 assert kept[-1:] == [seqno], f"vb {vbid}: rollback to {to_seqno} went to {seqno}, kept are {kept}"
                 watched.boundaries = [each for each in watched.boundaries if each <= seqno]
@@ -349,13 +349,13 @@ class Checker:
 
     def _between(self, view: View, vbid: int, expected: list[int]) -> None:
         """As of any seqno means: as of the newest boundary not above it. So does a time."""
-        asked = self.rng.randint(expected[0], expected[-1])
-        seqno = max(each for each in expected if each <= asked)
+        requested = self.rng.randint(expected[0], expected[-1])
+        seqno = max(each for each in expected if each <= requested)
         state = self._expected(vbid, seqno, view)
         if not state:
             return
         key = self.rng.choice(sorted(state))
-        self._get(view, vbid, key, state[key], asked)
+        self._get(view, vbid, key, state[key], requested)
         boundary = next(each for each in view.boundaries(vbid) if each.seqno == seqno)
         newest_then = next(each for each in view.boundaries(vbid) if each.time_ms <= boundary.time_ms)
         state = self._expected(vbid, newest_then.seqno, view)
@@ -369,7 +369,7 @@ class Checker:
             assert found is None, f"vb {vbid}: {key!r} as of {as_of} is {found}, deleted at {item.seqno}"
         else:
             assert found is not None, f"vb {vbid}: {key!r} as of {as_of} is missing; {item}"
-            assert told(found) == facts(item), f"vb {vbid}: {key!r} as of {as_of}: {found}, not {item}"
+            assert reported(found) == facts(item), f"vb {vbid}: {key!r} as of {as_of}: {found}, not {item}"
 
     def _below_floor(self, view: View, vbid: int, floor: int) -> None:
         seqno = self.rng.randrange(floor)
@@ -402,7 +402,7 @@ class Checker:
             if document is None:
                 if not (item.deleted and item.seqno <= purged):
                     wrong.append(f"{key!r} is missing, {item}")
-            elif told(document) != facts(item):
+            elif reported(document) != facts(item):
                 wrong.append(f"{key!r} is {document}, not {item} {facts(item)}")
             elif document.expiry != item.expiry and not (item.deleted and document.expiry == 0):
                 wrong.append(f"{key!r} expires at {document.expiry}, not {item.expiry}")

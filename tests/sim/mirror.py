@@ -25,7 +25,7 @@ from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.consumer import Consumer
 from mirror.feed.session import NodeSession
 from mirror.feed.transport import Link
-from mirror.ingest import events as happenings
+from mirror.ingest import events as machine_events
 from mirror.ingest.selection import SourceManifest
 from mirror.messages import RollBack
 from mirror.wire.constants import Feature
@@ -551,7 +551,7 @@ class Mirror:
             watch = self.consumer._collections
             watch.take(SourceManifest.parse(self.source.bucket.manifest.to_json()))
             if watch.selection.whole and watch._waiting:
-                watch._tell()
+                watch._notify()
 
     # --- connections
 
@@ -604,7 +604,7 @@ class Mirror:
             high = max((vbucket.collection_high_seqno.get(each, 0) for each in polled), default=0)
         if actor.session is not None:
             actor.note_high_seqno(actor.session, high)
-        self.consumer.guarded(vbid, lambda: actor.handle(happenings.HighSeqno(high)))
+        self.consumer.guarded(vbid, lambda: actor.handle(machine_events.HighSeqno(high)))
 
     def ask_persistence(self, vbid: int) -> None:
         """Every copy says how much of the open stream's history it has persisted."""

@@ -1,7 +1,7 @@
 """Other processes on the mirror's directory: a reader that holds a transaction, and a writer that takes a group over.
 
-Each is a child that was forked from the simulation and does nothing unless it is asked to, so a world stays one story.
-Must never know what is right: a child says what it has read or done, and `checkers` judges.
+Each is a child that was forked from the simulation and does nothing unless it is commanded to, so a world stays one
+story. Must never know what is right: a child says what it has read or done, and `checkers` judges.
 """
 
 from __future__ import annotations

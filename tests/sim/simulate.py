@@ -133,7 +133,7 @@ class World:
             self.checkpoint: 1,
             self.purge: 1,
             self.fail_over: 1.2,
-            self.begin_anew: 0.05,
+            self.start_over: 0.05,
             self.move: 0.4,
             self.end_stream: 0.6,
             self.refuse: 0.3,
@@ -507,7 +507,7 @@ class World:
             self.mirror.ask_persistence(vbid)
 
     def _heal_manifest(self, vbid: int) -> None:
-        """The manifest is the cluster's: a vbucket that lost a change of it is told again, in the right order."""
+        """The manifest is the cluster's: a vbucket that lost a change of it is sent it again, in the right order."""
         vbucket = self.source.vbucket(vbid)
         manifest = self.source.bucket.manifest
         known = set(vbucket.newest)
@@ -531,9 +531,9 @@ class World:
         if changes:
             self.source.bucket.documents.apply(vbucket, changes)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         vbid = self.vbid()
-        self.source.begin_anew(vbid)
+        self.source.start_over(vbid)
         self.checker.watched[vbid].recreated = True
         self._heal_manifest(vbid)
         self.counts["vbuckets deleted and recreated"] += 1
@@ -761,7 +761,7 @@ class World:
         if producer is None or wire is None or not producer.streams:
             return
         stream = self.rng.choice(list(producer.streams.values()))
-        # Only what was sent before: a row that comes too early hides those before it, and nobody could tell.
+        # Only what was sent before: a row that comes too early hides those before it, and nobody could notice.
         sent = stream._last_sent if stream.phase is StreamPhase.SNAPSHOT else min(stream.seqno, len(stream._log))
         if not sent:
             return

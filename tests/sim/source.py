@@ -111,7 +111,7 @@ class SimStream(ProducerStream):
         """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
         turn = self._rng.randint(first, last)
         if self._filter.collections is not None and turn == last:
-            turn = last - 1  # what ends it may be held back, and is told of after the second marker
+            turn = last - 1  # what ends it may be held back, and is sent after the second marker
         for item in items:
             if item.seqno > turn:
                 break
@@ -253,7 +253,7 @@ class Source:
             self.bucket.map.owners[vbid] = vbid % 2
         self.refuse_next: list[Status] = []
         self.filters: dict[int, bytes] = {}
-        """What of a vbucket was asked for the last time."""
+        """What of a vbucket was requested the last time."""
         self.lines: dict[int, list[Item]] = {}
         """Opaque of an accepted stream of the mirror as it runs now -> the history it is of."""
         self.purged: dict[int, int] = {}
@@ -319,7 +319,7 @@ class Source:
         self.end_streams(vbid)
         return high - base
 
-    def begin_anew(self, vbid: int) -> None:
+    def start_over(self, vbid: int) -> None:
         """The vbucket is deleted and recreated."""
         vbucket = self.vbucket(vbid)
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
@@ -393,7 +393,7 @@ class Source:
         return set(range(FIRST_ID, manifest._next_collection_id)) - manifest.collections.keys()
 
     def scope_of(self, vbid: int, collection_id: int) -> int:
-        """The scope in which a vbucket has been told of a collection."""
+        """The scope in which a vbucket has been sent a collection."""
         for item in reversed(self.vbucket(vbid).log):
             begins = item.kind == SYSTEM_EVENT and item.event == SystemEventId.COLLECTION_BEGIN
             if begins and system_id(item) == collection_id:

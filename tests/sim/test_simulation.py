@@ -153,8 +153,8 @@ def run(steps_min: int, must_happen: tuple[str, ...], record_property: Remember)
     first_seed = int(os.environ.get("DCP_MIRROR_SIM_RUN") or drawn)
     print(f"DCP_MIRROR_SIM_RUN={first_seed}")  # noqa: T201 - shown with a failure
     steps, worlds, counts = simulate(first_seed, steps_min)
-    told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-    record_property("simulated", f"{steps} steps in {worlds} worlds, DCP_MIRROR_SIM_RUN={first_seed}: {told}")
+    reported = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    record_property("simulated", f"{steps} steps in {worlds} worlds, DCP_MIRROR_SIM_RUN={first_seed}: {reported}")
     missing = [what for what in must_happen if not counts[what]]
     assert not missing, f"in {steps} steps this never happened: {missing}"
 

@@ -1,4 +1,4 @@
-"""Made-up changes for tests: a source with histories that roll back, told as a mirror tells them.
+"""Made-up changes for tests: a source with histories that roll back, reported as a mirror reports them.
 
 Knows the columns of `changes` and the rules by which rows of them come about (columns.py); it is the model that tables
 are held against. `History` is one vbucket: `write`, `delete`, `drop`, `roll_back`, `resync` each append events;
@@ -55,7 +55,7 @@ class History:
     branch: int = 1
     seqno: int = 0
     log: list[Event] = field(default_factory=list)
-    """Everything that was told, in order."""
+    """Everything that was reported, in order."""
     states: dict[int, dict[Name, Event]] = field(default_factory=lambda: {0: {}})
     """What was current at each seqno of the history that is valid now."""
 
@@ -63,29 +63,29 @@ class History:
     def state(self) -> dict[Name, Event]:
         return self.states[self.seqno]
 
-    def _advance(self, told: Event, state: dict[Name, Event]) -> None:
-        self.log.append(told)
+    def _advance(self, added: Event, state: dict[Name, Event]) -> None:
+        self.log.append(added)
         self.states[self.seqno] = state
 
     def write(self, key: str, value: bytes, collection: str = "_default._default") -> None:
         self.seqno += 1
-        told = event("mutation", key, (self.branch, self.seqno), vbid=self.vbid, value=value, collection=collection)
-        self._advance(told, self.states[self.seqno - 1] | {(collection, key): told})
+        added = event("mutation", key, (self.branch, self.seqno), vbid=self.vbid, value=value, collection=collection)
+        self._advance(added, self.states[self.seqno - 1] | {(collection, key): added})
 
     def delete(self, key: str, collection: str = "_default._default", kind: str = "deletion") -> None:
         self.seqno += 1
-        told = event(kind, key, (self.branch, self.seqno), vbid=self.vbid, collection=collection)
+        added = event(kind, key, (self.branch, self.seqno), vbid=self.vbid, collection=collection)
         left = {name: each for name, each in self.states[self.seqno - 1].items() if name != (collection, key)}
-        self._advance(told, left)
+        self._advance(added, left)
 
     def drop(self, collection: str, kind: str = "collection_dropped") -> None:
         self.seqno += 1
-        told = event(kind, None, (self.branch, self.seqno), vbid=self.vbid, collection=collection)
+        added = event(kind, None, (self.branch, self.seqno), vbid=self.vbid, collection=collection)
         left = {name: each for name, each in self.states[self.seqno - 1].items() if name[0] != collection}
-        self._advance(told, left)
+        self._advance(added, left)
 
     def roll_back(self, to_seqno: int) -> None:
-        """Retractions and restorations, as a mirror tells them to a reader who had seen everything."""
+        """Retractions and restorations, as a mirror reports them to a reader who had seen everything."""
         before, after = self.state, self.states[to_seqno]
         void = [each for each in self.log_since(to_seqno) if each["key"] is not None]
         names = {(each["collection"], each["key"]): each for each in void}
@@ -115,7 +115,7 @@ class History:
         return list(newest.values())
 
     def branch_at(self, seqno: int) -> int:
-        """The branch whose event the valid history has at a seqno: the newest that told one."""
+        """The branch whose event the valid history has at a seqno: the newest that reported one."""
         branches: list[int] = [
             each["branch"]
             for each in self.log
@@ -128,10 +128,10 @@ class History:
         self.branch += 1
         current = self.state
         self.log.append(event("resync", None, (self.branch, 0), vbid=self.vbid, collection=None))
-        told = {
+        added = {
             name: each
             | {"kind": "mutation", "branch": self.branch, "at_branch": self.branch, "at_seqno": each["seqno"]}
             for name, each in sorted(current.items(), key=lambda item: item[1]["seqno"])
         }
-        self.log.extend(told.values())
-        self.states = {0: {}, self.seqno: told}
+        self.log.extend(added.values())
+        self.states = {0: {}, self.seqno: added}

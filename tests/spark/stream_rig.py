@@ -127,7 +127,7 @@ class Stream:
         self._process.wait()
         until("the driver to be gone", lambda: gone(self._process.pid) if self._process else True, poll_s=0.002)
 
-    def keys_told(self) -> set[str]:
+    def keys_reported(self) -> set[str]:
         """Keys that `changes` has."""
         with contextlib.suppress(Exception):  # there is no table yet
             return set(DeltaTable(str(self.lake / "changes")).to_pyarrow_table(columns=["key"])["key"].to_pylist())
@@ -175,7 +175,7 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
     names = ["kind", "vbid", "collection", "key", "seqno", "cas", "branch", "at_branch", "at_seqno"]
     rows = DeltaTable(str(lake / "changes")).to_pyarrow_table(columns=names).to_pylist()
     twice = [row for row, count in Counter(tuple(row.values()) for row in rows).items() if count > 1]
-    assert not twice, f"told more than once: {twice[:5]}"
+    assert not twice, f"reported more than once: {twice[:5]}"
 
     # The current state is the source's.
     table = DeltaTable(str(lake / "documents")).to_pyarrow_table(columns=["collection", "key", "seqno", "cas"])
@@ -197,10 +197,10 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
                 if change.kind in PUBLISHED and change.document is not None:
                     valid.add((int(vbid), int(change.document.branch), int(change.document.seqno)))
     missing = valid - published.keys()
-    assert not missing, f"events that were never told: {sorted(missing)[:5]}"
+    assert not missing, f"events that were never reported: {sorted(missing)[:5]}"
     lost = {at: row for at, row in published.items() if at not in valid}
     retracted = {(row["vbid"], row["branch"], row["seqno"]) for row in rows if row["kind"] == "retraction"}
-    wanted: set[tuple[int, int, int]] = set()
+    needed: set[tuple[int, int, int]] = set()
     for vbid, each in rollbacks.items():
         left = {at: row for at, row in lost.items() if at[0] == vbid}
         drops = {
@@ -209,25 +209,25 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
             if row["vbid"] == vbid and row["kind"] == "collection_dropped"
         }
         for rollback in each:
-            # What was told and is void from here on; of each key the newest is taken back, a collection that was made
-            # again being another one. (The stream is let see each rollback by itself. One may go back further than the
-            # one before, and void older branches once more.)
+            # What was reported and is void from here on; of each key the newest is taken back, a collection that was
+            # made again being another one. (The stream is let see each rollback by itself. One may go back further than
+            # the one before, and void older branches once more.)
             void = [at for at in sorted(left) if at[1] <= rollback.from_branch and at[2] > rollback.to_seqno]
             newest: dict[tuple[int, str, str], tuple[int, int, int]] = {}
             for at in void:
                 name = left[at]["collection"]
                 recreated = sum(dropped == name and where < at[1:] for where, dropped in drops.items())
                 newest[recreated, name, left[at]["key"]] = at
-            wanted |= set(newest.values())
+            needed |= set(newest.values())
             for at in void:
                 del left[at]
             for where in [at for at in drops if at[0] <= rollback.from_branch and at[1] > rollback.to_seqno]:
                 del drops[where]
         assert not left, f"lost by no rollback: {sorted(left)[:5]}"
-    wrong = sorted(wanted ^ retracted)
+    wrong = sorted(needed ^ retracted)
     assert not wrong, (
-        f"lost, and never taken back: {sorted(wanted - retracted)[:5]}; "
-        f"taken back without need: {sorted(retracted - wanted)[:5]}; {history_of(wrong[0], rows, rollbacks)}"
+        f"lost, and never taken back: {sorted(needed - retracted)[:5]}; "
+        f"taken back without need: {sorted(retracted - needed)[:5]}; {history_of(wrong[0], rows, rollbacks)}"
     )
     return {
         "events": len(rows),
@@ -239,11 +239,11 @@ def verdict(source: SandboxThread, data: Path, lake: Path) -> dict[str, int]:
 
 
 def history_of(at: tuple[int, int, int], rows: list[dict[str, Any]], rollbacks: dict[int, list[Any]]) -> str:
-    """All that was told of a row's key and of its vbucket's collections, and the rollbacks: to see what went wrong."""
+    """All reports of a row's key and of its vbucket's collections, and the rollbacks: to see what went wrong."""
     own = [row for row in rows if row["vbid"] == at[0]]
     keys = {row["key"] for row in own if (row["branch"], row["seqno"]) == at[1:]}
-    told = [tuple(row.values()) for row in own if row["key"] in keys | {None}]
-    return f"{at}: {told}; rollbacks: {rollbacks[at[0]]}"
+    reported = [tuple(row.values()) for row in own if row["key"] in keys | {None}]
+    return f"{at}: {reported}; rollbacks: {rollbacks[at[0]]}"
 
 
 def wire_key_text(wire_key: bytes) -> str:

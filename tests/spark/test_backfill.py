@@ -58,7 +58,7 @@ def is_the_sources(source: SandboxThread, data: Path) -> None:
     source.call(lambda: judge(source.cluster, data, live=False))
 
 
-def asked_from(source: SandboxThread) -> list[list[int]]:
+def requested_starts(source: SandboxThread) -> list[list[int]]:
     """Where each accepted stream of each vbucket began."""
     return [
         [each.start_seqno for each in source.call(source.cluster.sent, vbid).stream_requests]
@@ -85,11 +85,11 @@ def test_the_mirror_is_the_sources_and_run_goes_on_without_a_resync(
     is_the_sources(source, tmp_path / "data")
     with open_view(str(tmp_path / "data")) as view:
         published = [int(state.published_seqno) for state in view.states()]
-    assert asked_from(source) == [[0]] * VBUCKETS
+    assert requested_starts(source) == [[0]] * VBUCKETS
     source.call(source.cluster.set, "new", b"{}")
     result = call("run", "--source", source.connection_string, "--data", tmp_path / "data", "--until-caught-up")
     assert result.code == 0, result.err
-    assert asked_from(source) == [[0, seqno] for seqno in published]
+    assert requested_starts(source) == [[0, seqno] for seqno in published]
     is_the_sources(source, tmp_path / "data")
 
 
@@ -108,11 +108,11 @@ def test_a_run_that_broke_off_is_gone_on_with(
     assert not (tmp_path / "data").exists()
     done: Backfilled = backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
     assert done.groups_done_before == 2
-    assert asked_from(source) == [[0]] * VBUCKETS
+    assert requested_starts(source) == [[0]] * VBUCKETS
     is_the_sources(source, tmp_path / "data")
 
 
-def test_what_is_left_of_another_bucket_or_other_groups_is_begun_anew(
+def test_what_is_left_of_another_bucket_or_other_groups_is_begun_again(
     source: SandboxThread, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -142,7 +142,7 @@ def test_the_source_may_write_and_lose_history_meanwhile(
     with Service(source.connection_string, tmp_path / "data") as service:
         service.start()
 
-        def wanted() -> list[tuple[int, list[int]]]:
+        def needed() -> list[tuple[int, list[int]]]:
             return [
                 (each.high_seqno, [log.vbuuid for log in each.failover_log[:1]]) for each in source.cluster.vbuckets
             ]
@@ -153,7 +153,7 @@ def test_the_source_may_write_and_lose_history_meanwhile(
                     (each.published_seqno, [log.vbuuid for log in each.failover_log[:1]])
                     for each in map(view.state, range(VBUCKETS))
                 ]
-                return found == source.call(wanted)
+                return found == source.call(needed)
 
         until("the mirror to follow the source", same)
         service.terminate()

@@ -138,7 +138,7 @@ def test_a_table_follows_any_history_and_a_replayed_batch_is_the_same(small: Sma
     follower.driver.close()
 
 
-def test_a_rollback_is_told_with_what_it_took_and_gave_back(small: SmallMirror) -> None:
+def test_a_rollback_is_reported_with_what_it_took_and_gave_back(small: SmallMirror) -> None:
     follower = Follower(options(small, vbuckets="0"))
     names = [name for name in (f"k{number}" for number in range(99)) if vbid_of(name.encode(), VBUCKETS) == 0]
     small.put({names[0]: b"1", names[1]: b"1"})
@@ -147,8 +147,8 @@ def test_a_rollback_is_told_with_what_it_took_and_gave_back(small: SmallMirror) 
     small.roll_back(0, 2)
     small.put({names[1]: b"3"})
     follower.run()
-    told = [(row["kind"], row["key"].decode(), row["branch"], row["seqno"]) for row in follower.batches[-1][2]]
-    assert told == [
+    reported = [(row["kind"], row["key"].decode(), row["branch"], row["seqno"]) for row in follower.batches[-1][2]]
+    assert reported == [
         ("retraction", names[0], 1, 3),
         ("restoration", names[0], 1, 1),
         ("retraction", names[2], 1, 4),
@@ -177,7 +177,7 @@ def test_limits_cut_at_snapshots_in_rows_and_in_bytes(small: SmallMirror) -> Non
     follower.driver.close()
 
 
-def test_what_is_published_after_available_now_was_asked_for_is_left(small: SmallMirror) -> None:
+def test_what_is_published_after_available_now_was_requested_is_left(small: SmallMirror) -> None:
     small.put(orders(0, 50))
     first = dict(small.seqnos)
     small.put(orders(50, 50))
@@ -203,7 +203,7 @@ def test_a_stream_from_latest_begins_with_what_comes(small: SmallMirror) -> None
     follower.driver.close()
 
 
-def test_lost_history_is_refused_or_begun_anew(small: SmallMirror) -> None:
+def test_lost_history_is_refused_or_begun_again(small: SmallMirror) -> None:
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()
@@ -293,7 +293,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
 
 
 def test_a_group_that_was_filled_again_is_lost_history_though_its_source_is_the_same(small: SmallMirror) -> None:
-    """What was deleted meanwhile, and whose tombstone the source has forgotten, is nowhere told."""
+    """What was deleted meanwhile, and whose tombstone the source has forgotten, is nowhere reported."""
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()
@@ -335,7 +335,7 @@ def test_a_checkpoint_of_another_history_or_bucket_is_refused(small: SmallMirror
     follower.driver.close()
 
 
-def test_dropped_and_flushed_collections_are_told(small: SmallMirror) -> None:
+def test_dropped_and_flushed_collections_are_reported(small: SmallMirror) -> None:
     default, orders_ = Collection(0, 0, "_default", Seqno(0)), Collection(8, 8, "orders", Seqno(1))
     scopes = {0: "_default", 8: "shop"}
     writer = small.writers[0]
@@ -350,10 +350,10 @@ def test_dropped_and_flushed_collections_are_told(small: SmallMirror) -> None:
     system_event(writer, 6, default, scopes=scopes)
     commit(writer, 6)
     end = follower.driver.latest(follower.start, True)
-    told = [
+    reported = [
         (row["kind"], row["collection"], row["key"]) for row in follower.rows(follower.driver.plan(follower.start, end))
     ]
-    assert told == [
+    assert reported == [
         ("mutation", "shop.orders", b"o"),
         ("mutation", "_default._default", b"d"),
         ("collection_flushed", "shop.orders", None),
@@ -363,7 +363,7 @@ def test_dropped_and_flushed_collections_are_told(small: SmallMirror) -> None:
     follower.driver.close()
 
 
-def test_a_collection_that_was_dropped_and_made_anew_in_the_void_history_is_itself_again(small: SmallMirror) -> None:
+def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itself_again(small: SmallMirror) -> None:
     """Both had a document of that name: what is taken back of the later one is not what is valid again."""
     default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
     first, second = Collection(8, 8, "orders", Seqno(1)), Collection(9, 8, "orders", Seqno(5))
@@ -380,7 +380,7 @@ def test_a_collection_that_was_dropped_and_made_anew_in_the_void_history_is_itse
     system_event(writer, 8, default, scopes=scopes)
     commit(writer, 8)
     end = follower.driver.latest(follower.start, True)
-    told = follower.rows(follower.driver.plan(follower.start, end))
+    reported = follower.rows(follower.driver.plan(follower.start, end))
     small.roll_back(0, 2)
     back = follower.driver.latest(end, True)
     undone = follower.rows(follower.driver.plan(end, back))
@@ -391,19 +391,19 @@ def test_a_collection_that_was_dropped_and_made_anew_in_the_void_history_is_itse
         ("restoration", "shop.orders", b"o", 2),
     ]
     binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
-    folded, _ = fold(pa.Table.from_pylist([*told, *undone], binary))
+    folded, _ = fold(pa.Table.from_pylist([*reported, *undone], binary))
     live = folded.filter(folded.column("live")).select(["collection", "key", "seqno"]).to_pylist()
     assert live == [{"collection": "shop.orders", "key": "o", "seqno": 2}]
     follower.driver.close()
 
 
 def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[int, int]]]:
-    """Leases are granted by the writers themselves, as a service has them do; returns what was asked for."""
-    asked: list[dict[int, tuple[int, int]]] = []
+    """Leases are granted by the writers themselves, as a service has them do; returns what was requested."""
+    leased: list[dict[int, tuple[int, int]]] = []
 
     class Granted:
         def __init__(self, _path: str, positions: dict[int, tuple[int, int]], **_: object) -> None:
-            asked.append(positions)
+            leased.append(positions)
             for group, writer in enumerate(small.writers):
                 mine = {vbid: at for vbid, at in positions.items() if vbid % len(small.writers) == group}
                 writer.lease("stream", mine, 1 << 60)
@@ -414,7 +414,7 @@ def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[
         release = leave
 
     monkeypatch.setattr(changes, "Lease", Granted)
-    return asked
+    return leased
 
 
 def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_it_has_not_begun(
@@ -424,7 +424,7 @@ def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_i
     for first in range(0, 200, 20):
         small.put(orders(first, 20))
     follower = Follower(options(small, maxRowsPerBatch="10"))
-    asked = lease_all(small, monkeypatch)
+    leased = lease_all(small, monkeypatch)
     follower.driver.stop_at_published()
     then = scanned(small.path)
     while follower.step():
@@ -432,7 +432,7 @@ def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_i
         purge(small, Window(boundaries=1))
     assert len(follower.batches) > VBUCKETS
     assert follower.state == then
-    assert set(asked[0]) == set(range(VBUCKETS))
+    assert set(leased[0]) == set(range(VBUCKETS))
     follower.driver.close()
 
 

@@ -46,7 +46,7 @@ def rows(lake: Lake, *columns: str) -> dict[str, tuple[Any, ...]]:
     return {row["_key"]: tuple(row[name] for name in columns) for row in found}
 
 
-def test_fields_of_the_body_are_columns_beside_the_documents_own(tmp_path: Path) -> None:
+def test_fields_of_the_body_are_columns_next_to_the_documents_own(tmp_path: Path) -> None:
     with lake_in(tmp_path, typed("total double, City string, `weiter-name` int, live boolean")) as lake:
         first = [put("a", 1, total=1.5, City="Bonn", key="x"), put("b", 2, total=2), put("c", 3, live=True)]
         assert apply(lake, batch(0), [first]) == Applied(3, 3, 0, 0)
@@ -87,7 +87,7 @@ def test_columns_of_any_type_are_merged(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path) -> None:
-    """Delta alone would leave it null in the rows that are there: 'no city' could not be told from 'not read yet'."""
+    """Delta alone would leave it null in the rows that are there: 'no city' would look like 'not read yet'."""
     orders = [put(f"k{number}", number + 1, total=number, city=f"c{number}") for number in range(100)]
     with lake_in(tmp_path, typed("total double")) as lake:
         apply(lake, batch(0), [orders])
@@ -158,8 +158,8 @@ def test_columns_change_in_other_ways_only_where_that_is_said(
     with pytest.raises(ConfigError, match=f"{said}.*--overwrite-schema"):
         lake_in(tmp_path, typed(schema, **reading))
     with lake_in(tmp_path, typed(schema, overwrite_schema=True, **reading)) as lake:
-        wanted = {"total string, n int": ("1.5", 3), "n int": (3,)}.get(schema, (1.5, 3))
-        assert rows(lake, *fields_of(schema).names) == {"a": wanted}
+        expected = {"total string, n int": ("1.5", 3), "n int": (3,)}.get(schema, (1.5, 3))
+        assert rows(lake, *fields_of(schema).names) == {"a": expected}
         apply(lake, batch(1), [[put("a", 2, total=2.5, n=3)]])
     with lake_in(tmp_path, typed(schema, **reading)):
         pass
@@ -214,7 +214,7 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
     [
         ("_key string", "names '_key'"),
         ("_Live int", "names '_Live'"),
-        ("total int, TOTAL int", "does not tell upper from lower case"),
+        ("total int, TOTAL int", "does not distinguish upper and lower case"),
         ("`a b` int", "a Delta table has no such columns"),
         ("`a.b` int", "a Delta table has no such columns"),
         ("a int not null", "NOT NULL cannot be promised"),

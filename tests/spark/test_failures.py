@@ -24,7 +24,7 @@ def test_a_foreseen_error_is_one_line_without_a_traceback() -> None:
     assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
 
 
-def test_a_function_tells_likewise() -> None:
+def test_a_function_reports_likewise() -> None:
     @with_clear_errors
     def fails(what: str) -> None:
         raise ConfigError(what, hint="fix it")

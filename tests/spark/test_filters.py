@@ -76,7 +76,7 @@ def left(restriction: Restriction, row: dict[str, Any]) -> bool:
 
 
 @given(st.lists(st.one_of(ON_KEYS, ON_VBIDS, ON_COLLECTIONS), max_size=5))
-def test_a_row_is_wanted_exactly_if_it_passes_what_was_accepted(filters: list[Filter]) -> None:
+def test_a_row_is_selected_exactly_if_it_passes_what_was_accepted(filters: list[Filter]) -> None:
     restriction = Restriction()
     refused = list(accept(filters, "", restriction))
     accepted = [each for each in filters if not any(each is other for other in refused)]
@@ -105,7 +105,7 @@ def test_what_is_not_exact_is_left_to_spark() -> None:
     assert restriction == Restriction()
 
 
-def test_columns_that_are_never_null_are_not_asked_for_it() -> None:
+def test_columns_that_are_never_null_are_not_filtered_for_it() -> None:
     assert list(accept([IsNotNull(("key",)), IsNotNull(("seqno",))], "", Restriction())) == [IsNotNull(("seqno",))]
 
 

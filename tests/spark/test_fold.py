@@ -76,7 +76,7 @@ def test_a_resync_takes_the_whole_vbucket_and_no_other() -> None:
     assert voids.vbuckets == {0}
 
 
-def test_keys_that_are_no_text_are_told_apart() -> None:
+def test_keys_that_are_no_text_are_distinguished() -> None:
     strange = [b"\xff\x00", b"\xfe", b"\xff\x00"]
     rows = table_of([event("mutation", "x", (1, number)) for number in (1, 2, 3)])
     column = pa.Array.from_buffers(pa.string(), 3, pa.array(strange, pa.binary()).buffers())

@@ -67,7 +67,7 @@ def batch(number: int, offsets: str = "") -> Batch:
     return Batch(number, "the checkpoint", offsets or f"up to {number}")
 
 
-def told(lake: Lake) -> Counter[tuple[Any, ...]]:
+def reported(lake: Lake) -> Counter[tuple[Any, ...]]:
     lake.changes.update_incremental()
     rows = lake.changes.to_pyarrow_table(columns=list(IDENTITY)).to_pylist()
     return Counter(tuple(row[name] for name in IDENTITY) for row in rows)
@@ -116,7 +116,7 @@ ANY_TIME = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 @given(*SEEDS)
 @settings(ANY_TIME, max_examples=4)
-def test_whatever_breaks_off_each_event_is_told_once_and_the_documents_are_the_sources(
+def test_whatever_breaks_off_each_event_is_reported_once_and_the_documents_are_the_sources(
     tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool
 ) -> None:
     """Batches cut anywhere, even within a rollback; every step may be the last before a restart that replays it."""
@@ -159,7 +159,7 @@ def follow(folder: Path, seed: int, per_collection: bool) -> None:
         apply(lake, batch(number), files, put_off=put_off)
         if not put_off and chance.random() < 0.3:
             lake.tidy(0)
-        assert told(lake) == identities([e for each, h in enumerate(histories) for e in h.log[: sent[each]]])
+        assert reported(lake) == identities([e for each, h in enumerate(histories) for e in h.log[: sent[each]]])
     lake.catch_up()
     assert current(lake) == expected(histories)
     lake.catch_up()
@@ -259,7 +259,7 @@ def test_a_process_that_was_thought_dead_cannot_commit_what_another_did(tmp_path
         apply(lake, batch(0), events)
         with pytest.raises(CommitConflict):
             zombie.add_changes(batch(0), written)
-        assert told(lake) == identities(events[0])
+        assert reported(lake) == identities(events[0])
         assert zombie.has_changes(batch(0))
         assert zombie.update_documents(batch(0)) == Applied(0, 0, 0, 0)
 
@@ -305,7 +305,7 @@ def test_a_batch_that_changes_no_document_is_no_obstacle(tmp_path: Path) -> None
         apply(lake, batch(1), [deletion])
         apply(lake, batch(2), [[event("mutation", "a", (1, 4), value=b"4")]])
         assert current(lake) == {("_default._default", "a"): (4, b"4")}
-        assert sum(told(lake).values()) == 4
+        assert sum(reported(lake).values()) == 4
 
 
 def written(lake: Lake) -> int:
@@ -367,7 +367,7 @@ def test_old_versions_of_documents_are_removed_by_a_rule_of_their_own(tmp_path: 
         now_s = lakes.VACUUM_INTERVAL_S
         lake.tidy_documents()
         assert written(lake) == lake.documents_bytes()
-        assert sum(told(lake).values()) == 400
+        assert sum(reported(lake).values()) == 400
 
 
 def make_older(folder: Path, hours: int) -> None:
@@ -415,7 +415,7 @@ def test_files_of_a_batch_that_was_not_committed_are_removed_and_no_others(tmp_p
         apply(lake, batch(0), events)
         orphans = [part.name for part in write_files(lake, batch(1), events)]
         assert lake.remove_unfinished() == orphans
-        assert told(lake) == identities(events[0])
+        assert reported(lake) == identities(events[0])
 
 
 def test_names_of_delta_rs_are_no_batch_s_whatever_their_digits(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_filters_leave_what_they_should(small: SmallMirror) -> None:
     assert len(job.pins) == 1
 
 
-def test_bodies_beside_columns_in_the_order_of_the_schema(small: SmallMirror) -> None:
+def test_bodies_next_to_columns_in_the_order_of_the_schema(small: SmallMirror) -> None:
     schema = pa.schema([("total", pa.float64()), ("_key", pa.string()), ("paid", pa.bool_()), ("_seqno", pa.int64())])
     shape = Shape(schema, (True, False, True, False))
     found = {row["_key"]: row for row in rows(options(small), shape=shape)}

@@ -1,4 +1,4 @@
-"""Options as users write them, and what is said about those that make no sense."""
+"""Options as users write them, and what is said about those that are invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts: complete and told of, or not there."""
+"""Parts: complete and reported, or not there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(first: int, count: int) -> pa.RecordBatch:
     return pa.record_batch([[f"k{n}" for n in numbers], numbers, [b"x" * 100] * count], schema=SCHEMA)
 
 
-def test_what_was_written_is_in_the_part_that_is_told_of(tmp_path: Path) -> None:
+def test_what_was_written_is_in_the_part_that_is_reported(tmp_path: Path) -> None:
     run = run_name()
     with PartWriter(str(tmp_path), f"part-{run}-0", SCHEMA) as writer:
         writer.write(rows(0, 10))

@@ -26,7 +26,7 @@ from tests.cli.conftest import call
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
 from tests.spark.sessions import ObjectStore
-from tests.spark.test_lake import apply, batch, current, told, write_files
+from tests.spark.test_lake import apply, batch, current, reported, write_files
 
 REFUSED = [
     ("hdfs://namenode/x", "hdfs:// cannot be written"),
@@ -224,16 +224,16 @@ def test_the_tables_of_a_lake_in_s3_have_each_batch_once(s3: ObjectStore, tmp_pa
             zombie.add_changes(batch(0), written)
         apply(lake, batch(1), [[event("deletion", "b", (1, 3))]])
         assert lake.remove_unfinished() == []  # they may be another process's
-        assert sum(told(lake).values()) == 3
+        assert sum(reported(lake).values()) == 3
         assert current(lake) == {("_default._default", "a"): (1, b"1")}
         lake.tidy(24)
-        assert sum(told(lake).values()) == 3
+        assert sum(reported(lake).values()) == 3
     with pytest.raises(ConfigError, match="another checkpoint"):
         Lake(folder, "another")
     assert table_of([]).schema == CHANGES
 
 
-def test_sync_to_s3_wants_a_checkpoint_here_and_files_kept_for_a_day(tmp_path: Path) -> None:
+def test_sync_to_s3_requires_a_checkpoint_here_and_files_kept_for_a_day(tmp_path: Path) -> None:
     folder = folder_at("s3://lake/x")
     with pytest.raises(ConfigError, match="--checkpoint"):
         checkpoint_for(folder, How())

@@ -1,4 +1,4 @@
-"""Figures of a batch, out of what Spark tells."""
+"""Figures of a batch, out of what Spark reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def offset(**seqnos: int) -> str:
     return json.dumps(Offset("path", "uuid", at).encode())
 
 
-def told(batch: int, rows: int = 10, **offsets: str) -> Any:
+def reported(batch: int, rows: int = 10, **offsets: str) -> Any:
     return SimpleNamespace(
         progress=SimpleNamespace(
             batchId=batch,
@@ -30,17 +30,17 @@ def told(batch: int, rows: int = 10, **offsets: str) -> Any:
     )
 
 
-def test_a_batch_is_told_with_what_it_did() -> None:
+def test_a_batch_is_reported_with_what_it_did() -> None:
     seen: list[BatchFigures] = []
     listener = Listener(seen.append)
     listener.applied(3, Applied(10, 5, 4, 1))
-    listener.onQueryProgress(told(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
+    listener.onQueryProgress(reported(3, endOffset=offset(v0=5, v2=9), latestOffset=offset(v0=7, v1=10, v2=4)))
     assert seen == [BatchFigures(3, 10, 123.5, 789, inserted=5, updated=4, deleted=1, misfits=0, lag_seqnos=12)]
 
 
-def test_a_trigger_without_anything_to_do_is_not_told() -> None:
+def test_a_trigger_without_anything_to_do_is_not_reported() -> None:
     seen: list[BatchFigures] = []
-    Listener(seen.append).onQueryProgress(told(4, rows=0))
+    Listener(seen.append).onQueryProgress(reported(4, rows=0))
     assert seen == []
 
 

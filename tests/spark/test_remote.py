@@ -202,7 +202,7 @@ def test_a_failover_without_loss_reads_the_last_batch_again(source: SandboxThrea
     follower.driver.close()
 
 
-def test_what_a_failover_lost_is_refused_or_begun_anew(source: SandboxThread) -> None:
+def test_what_a_failover_lost_is_refused_or_begun_again(source: SandboxThread) -> None:
     write(source, 0, 100)
     follower = Follower(options(source))
     follower.run()
@@ -255,7 +255,7 @@ def test_a_batch_whose_end_was_lost_before_it_ran_is_made_up_for(source: Sandbox
     follower.driver.close()
 
 
-def test_dropped_and_flushed_collections_are_told_by_name(source: SandboxThread) -> None:
+def test_dropped_and_flushed_collections_are_reported_by_name(source: SandboxThread) -> None:
     bucket = source.cluster.bucket
     source.call(bucket.create_scope, "shop")
     source.call(bucket.create_collection, "shop", "orders")
@@ -267,9 +267,10 @@ def test_dropped_and_flushed_collections_are_told_by_name(source: SandboxThread)
     follower.run()
     source.call(bucket.drop_collection, "shop.orders")
     follower.run()
-    told = [(row["kind"], row["collection"]) for row in follower.log if row["key"] is None]
+    reported = [(row["kind"], row["collection"]) for row in follower.log if row["key"] is None]
     assert (
-        told == [("collection_flushed", "shop.orders")] * VBUCKETS + [("collection_dropped", "shop.orders")] * VBUCKETS
+        reported
+        == [("collection_flushed", "shop.orders")] * VBUCKETS + [("collection_dropped", "shop.orders")] * VBUCKETS
     )
     follower.driver.close()
 

@@ -143,7 +143,7 @@ def test_an_event_time_is_the_clock_in_the_cas() -> None:
     assert event_micros(0) is None
 
 
-def test_changes_have_the_columns_that_were_asked_for() -> None:
+def test_changes_have_the_columns_that_were_requested() -> None:
     deletion = records.decode_row(Vbid(3), Branch(2), records.encode_deletion(b"\xff", 5))
     rows = [
         change_row(deletion, "s.c", "deletion", 2**64 - 1, 6, (2, 5)),

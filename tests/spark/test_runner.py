@@ -62,7 +62,7 @@ def test_a_process_whose_parent_died_before_it_was_ready_does_not_stay() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_what_cannot_be_mended_comes_back_and_what_can_is_raised_for_another_try() -> None:
+def test_what_cannot_be_fixed_comes_back_and_what_can_is_raised_for_another_try() -> None:
     result, error = _Guarded(refuse)(3)
     assert result is None
     assert isinstance(error, CorruptedError)
@@ -88,14 +88,14 @@ def test_what_the_data_source_said_is_found_among_sparks_words() -> None:
     assert str(error_of(RuntimeError(text))) == "vbucket 3: history is gone (begin again)"
 
 
-def test_an_executor_without_the_package_is_told_in_one_line() -> None:
+def test_an_executor_without_the_package_is_reported_in_one_line() -> None:
     text = "Job aborted\n  File ...\nModuleNotFoundError: No module named 'mirror'\n"
     assert str(error_of(RuntimeError(text))).startswith(
         "the Python of an executor has no package mirror (pip install 'dcp-mirror[spark]' on every executor"
     )
 
 
-def test_an_error_of_sparks_own_is_told_in_one_line() -> None:
+def test_an_error_of_sparks_own_is_reported_in_one_line() -> None:
     found = error_of(RuntimeError("\n[SOME_CLASS] It went wrong.\n at java.lang.Thread\n"))
     assert str(found).startswith("Spark: [SOME_CLASS] It went wrong. (")
 

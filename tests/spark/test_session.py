@@ -30,7 +30,7 @@ def test_a_session_that_is_there_is_used(spark: SparkSession) -> None:
     assert spark.sparkContext.master == "local[2]"
 
 
-def test_a_session_that_was_there_outlasts_the_one_that_is_asked_for(spark: SparkSession) -> None:
+def test_a_session_that_was_there_outlasts_the_one_that_is_requested(spark: SparkSession) -> None:
     with lasting("for a while") as found:
         assert found is spark
     assert spark.range(3).count() == 3

@@ -170,7 +170,7 @@ def test_filters_are_answered_by_the_source_as_spark_would(spark: SparkSession, 
         assert sorted(rows.collect()) == sorted(row[:2] for row in expected if row[str(number)]), condition
         assert rows.getNumPartitions() == FILTERS[condition], condition
     condition = "key >= 'order::000090' and key < 'order::000095'"
-    small.put({"order::000090x": order(1)})  # and what was pushed down once is asked for again
+    small.put({"order::000090x": order(1)})  # and what was pushed down once is requested again
     assert frames[condition].count() == 6
 
 
@@ -284,7 +284,7 @@ def test_spark_finds_the_source_by_itself() -> None:
     assert pyspark_mirror.DefaultSource.name() == "mirror"
 
 
-def test_a_wheel_holds_the_door_and_an_editable_install_is_a_path() -> None:
+def test_a_wheel_holds_the_top_module_and_an_editable_install_is_a_path() -> None:
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert said["py-modules"] == ["pyspark_mirror"]
     assert said["package-dir"] == {"": "."}  # else setuptools makes an import hook, which PySpark cannot look into

@@ -110,8 +110,8 @@ def test_a_stream_over_a_connection_outlives_an_executor(
     assert begun == done + 1, "the kill hit no running batch"
     driver.end()
     rows = DeltaTable(str(lake / "changes")).to_pyarrow_table(columns=["kind", "vbid", "seqno"]).to_pylist()
-    told = [(row["vbid"], row["seqno"]) for row in rows if row["kind"] in PUBLISHED]
-    assert len(told) == len(set(told)) > 1000
+    reported = [(row["vbid"], row["seqno"]) for row in rows if row["kind"] in PUBLISHED]
+    assert len(reported) == len(set(reported)) > 1000
     table = DeltaTable(str(lake / "documents")).to_pyarrow_table(columns=["key", "seqno", "cas"]).to_pylist()
     held = sorted((row["key"], row["seqno"], row["cas"]) for row in table)
     current = source.call(documents_of, source.cluster).items()

@@ -38,7 +38,7 @@ def checkpoint(folder: Path, name: str = "an-id", **offsets: str) -> Path:
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Parts are written here instead of by Spark; the prefixes that were asked for."""
+    """Parts are written here instead of by Spark; the prefixes that were requested."""
     prefixes: list[str] = []
 
     def write(frame: Any, folder: Folder, prefix: str) -> Any:

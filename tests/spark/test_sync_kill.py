@@ -1,4 +1,4 @@
-"""SIGKILL of driver and mirror in the middle of batches, and failovers that lose what was told already.
+"""SIGKILL of driver and mirror in the middle of batches, and failovers that lose what was reported already.
 
 Whatever dies, and whenever: each event is in `changes` once, what the source lost is taken back, and `documents` is the
 source. Each kill is proved to have hit a running batch by Spark's own checkpoint.
@@ -47,7 +47,7 @@ def source() -> Iterator[SandboxThread]:
         pytest.param(300_000, 20, 400, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
     ],
 )
-def test_the_tables_are_exact_whoever_was_killed_in_mid_batch(
+def test_the_tables_are_exact_whichever_process_was_killed_in_mid_batch(
     source: SandboxThread, tmp_path: Path, changes: int, kills: int, rate: int, record_property: Any
 ) -> None:
     seed = 20261121
@@ -96,14 +96,14 @@ def bury(service: Service) -> None:
 
 
 def lose_a_tail(source: SandboxThread, load: Load, stream: Stream, data: Path, name: str) -> None:
-    """A failover that loses what the stream has told already."""
+    """A failover that loses what the stream has reported already."""
     rate, load.rate = load.rate, 0
     follow(source, data)
     keys = [f"{name}-{number}" for number in range(TAIL)]
     for key in keys:
         source.call(source.cluster.set, key, b'{"tail": true}')
     vbids = sorted({vbucket_of(key.encode(), VBUCKETS) for key in keys})
-    until("the tail to be told", lambda: set(keys) <= stream.keys_told(), limit_s=LIMIT_S, poll_s=0.2)
+    until("the tail to be reported", lambda: set(keys) <= stream.keys_reported(), limit_s=LIMIT_S, poll_s=0.2)
     for vbid in vbids:
         source.call(source.cluster.failover, vbid, lose=TAIL)
     load.rate = rate

@@ -166,6 +166,6 @@ def test_tables_are_the_source_from_its_backfill_through_a_failover_while_they_a
         assert {each.state for each in compared.vbuckets} == {"equal"}
         assert sum(each.documents for each in compared.vbuckets) == len(expected())
     events = DeltaTable(str(lake / "changes")).to_pyarrow_table(columns=["key", "kind", "at_branch", "at_seqno"])
-    told = Counter(tuple(row.values()) for row in events.to_pylist())
-    assert max(told.values()) == 1
-    assert {key for key, kind, *_ in told if kind == "retraction"} == {f"k{number}" for number in lost}
+    reported = Counter(tuple(row.values()) for row in events.to_pylist())
+    assert max(reported.values()) == 1
+    assert {key for key, kind, *_ in reported if kind == "retraction"} == {f"k{number}" for number in lost}

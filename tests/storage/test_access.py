@@ -197,8 +197,8 @@ def test_a_read_only_mount_is_read_while_nobody_writes(
     (key,) = keys_of(0, 1)
     with closing(open_writer(path, clock=clock)) as writer:
         publish(writer, 0, [(key, b"value", 1)])
-        beside_writer = mounted_read_only(sys.executable, "-c", READS, path, key.decode())
-    assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in beside_writer
+        with_writer = mounted_read_only(sys.executable, "-c", READS, path, key.decode())
+    assert "mounted read-only, where LMDB cannot register readers, and a service writes it now" in with_writer
     assert mounted_read_only(sys.executable, "-c", READS, path, key.decode()) == "value"
 
 

@@ -21,9 +21,9 @@ from tests.storage.test_writer import Clock, publish
 NAMES = keys_of(0, 40)
 
 
-def documents(view: View, pin: Pin, wanted: KeyRange = EVERY_KEY, rows_max: int = 7) -> list[Document]:
+def documents(view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: int = 7) -> list[Document]:
     found = []
-    for chunk in bulk.documents(view, pin, None, wanted, rows_max=rows_max):
+    for chunk in bulk.documents(view, pin, None, key_range, rows_max=rows_max):
         rows = [records.decode_row(Vbid(0), Branch(0), frame) for frame in chunk.frames]
         assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
@@ -70,9 +70,14 @@ def test_the_same_documents_as_a_scan_also_across_rollbacks(
     writer.rollback(0, 50)
     fill(writer, 3, following, 20)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
-    for wanted in (KeyRange(NAMES[5]), KeyRange(prefix=NAMES[7]), KeyRange(NAMES[3], b"", NAMES[9]), KeyRange(end=b"")):
-        options = {"start": wanted.start, "prefix": wanted.prefix, "end": wanted.end}
-        assert documents(view, view.pin(0), wanted, rows_max) == scanned(view, **options)
+    for key_range in (
+        KeyRange(NAMES[5]),
+        KeyRange(prefix=NAMES[7]),
+        KeyRange(NAMES[3], b"", NAMES[9]),
+        KeyRange(end=b""),
+    ):
+        options = {"start": key_range.start, "prefix": key_range.prefix, "end": key_range.end}
+        assert documents(view, view.pin(0), key_range, rows_max) == scanned(view, **options)
 
 
 def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_that_is_served(
@@ -162,7 +167,7 @@ def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_o
         lambda frame: frame[:1] + b"\x5f" + frame[2:],
     ],
 )
-def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
+def test_a_damaged_row_is_not_taken_for_one_that_is_not_requested(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes], single: bool
 ) -> None:
     if single:  # only mutations are met together
@@ -181,7 +186,7 @@ def test_a_damaged_row_is_not_taken_for_one_that_nobody_wants(
         txn.put(row_key, whole, db=rows)
 
 
-def test_collections_are_told_apart_by_id_and_by_name_and_a_drop_hides_them(
+def test_collections_are_distinguished_by_id_and_by_name_and_a_drop_hides_them(
     writer: GroupWriter, view: View, way: None
 ) -> None:
     default = Collection(0, 0, "_default", Seqno(0))
@@ -257,8 +262,8 @@ def test_large_documents_come_in_smaller_chunks(
     monkeypatch.setattr(bulk, "CHUNK_BYTES", 5000)
     monkeypatch.setattr(bulk, "GET_ROWS", 2)
     publish(writer, 0, [(name, b"x" * 1000, seqno) for seqno, name in enumerate(NAMES, 1)])
-    for wanted in (EVERY_KEY, KeyRange(prefix=NAMES[0][:1])):
-        chunks = list(bulk.documents(view, view.pin(0), None, wanted))
+    for key_range in (EVERY_KEY, KeyRange(prefix=NAMES[0][:1])):
+        chunks = list(bulk.documents(view, view.pin(0), None, key_range))
         names = [key for chunk in chunks for key in keys_in(chunk)]
-        assert sorted(names) == sorted(name for name in NAMES if name.startswith(wanted.prefix))
+        assert sorted(names) == sorted(name for name in NAMES if name.startswith(key_range.prefix))
         assert max(len(chunk.frames) for chunk in chunks) == 6

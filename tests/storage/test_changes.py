@@ -31,7 +31,7 @@ def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View
         list(view.changes(0, since=Token(Vbid(0), Branch(9), Seqno(1), 5)))
 
 
-def test_the_rollback_that_is_told_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
+def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: after an abandoned snapshot at the same seqno another branch was named."""
     put(writer, A, 1)
     commit(writer, 1)
@@ -58,8 +58,8 @@ def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the
     publish(writer, 0, [(D, b"d1", 3)])
     assert list(view.changes_between(start, end)) == before
     assert list(view.changes_between(None, start)) == list(view.changes_between(None, end))[:2]
-    told = [each.kind for each in view.changes_between(end, view.token(0, 2, 3))]
-    assert told == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
+    reported = [each.kind for each in view.changes_between(end, view.token(0, 2, 3))]
+    assert reported == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
     again = list(view.changes_between(end, view.token(0, 2, 3)))
     writer.rollback(0, 2)
     assert list(view.changes_between(end, view.token(0, 2, 3))) == again

@@ -95,7 +95,7 @@ def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: G
 
 
 def test_system_events_inside_an_oso_snapshot_come_in_any_order(path: str, writer: GroupWriter) -> None:
-    """They were refused as not rising, and the vbucket asked for the same snapshot for ever."""
+    """They were refused as not rising, and the vbucket requested the same snapshot for ever."""
     writer.begin_oso(0)
     staged(writer, 0, 9, 9, 0, unordered=True)
     manifests = [Manifest(ManifestUid(uid), {0: "_default"}, Manifest.initial().collections) for uid in (1, 2)]

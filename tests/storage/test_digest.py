@@ -80,7 +80,7 @@ def test_a_tombstone_is_one_however_it_came_to_be_and_whenever() -> None:
     assert of(deleted) != of(mutation(key=b"k", value=b"", collection_id=0, rev_seqno=2, cas=1))
 
 
-def test_a_value_that_cannot_be_read_is_told() -> None:
+def test_a_value_that_cannot_be_read_is_reported() -> None:
     broken = Document(Vbid(0), 0, b"k", Seqno(1), 1, 1, 0, 0, 2, b"\xff" * 9)
     with pytest.raises(CorruptedError):
         fingerprint(broken)
@@ -89,13 +89,13 @@ def test_a_value_that_cannot_be_read_is_told() -> None:
 @given(st.lists(st.tuples(st.binary(max_size=3), st.integers(0, 9)), max_size=60), st.integers(1, 7))
 def test_runs_give_the_newest_of_each_key_in_order(pairs: list[tuple[bytes, int]], run_rows: int) -> None:
     runs = Runs(run_rows=run_rows)
-    wanted: dict[bytes, Fingerprint] = {}
+    expected: dict[bytes, Fingerprint] = {}
     for key, seqno in pairs:
         each = Fingerprint(key, seqno, 1, 1, False, b"d" * 16)
         runs.add(each)
-        wanted[key] = max(each, wanted.get(key, each))
-    assert list(runs.newest()) == [wanted[key] for key in sorted(wanted)]
-    assert list(runs.newest()) == [wanted[key] for key in sorted(wanted)], "as often as one likes"
+        expected[key] = max(each, expected.get(key, each))
+    assert list(runs.newest()) == [expected[key] for key in sorted(expected)]
+    assert list(runs.newest()) == [expected[key] for key in sorted(expected)], "as often as one likes"
     runs.close()
     assert list(runs.newest()) == []
 

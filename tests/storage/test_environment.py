@@ -246,7 +246,7 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
     writer.close()
 
 
-def test_a_reader_that_may_not_write_the_lock_file_is_told_of_that_file_alone(path: str, clock: Clock) -> None:
+def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file_alone(path: str, clock: Clock) -> None:
     """In a process of its own, in which permissions bind root too."""
     open_writer(path, clock=clock).close()
     lock = os.path.join(directory.group_path(path, 0), "lock.mdb")

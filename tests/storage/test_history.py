@@ -43,7 +43,7 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
         assert full.key_bytes >= 4096
         writer.stage(0, [row(writer.row_prefix(0), KEYS[0], b"v", 11)], 9, span(11, 12))
         writer.commit(flush_open=True)
-        assert view.history(0).boundaries is None  # a staged row has no key row yet: not to be told apart
+        assert view.history(0).boundaries is None  # a staged row has no key row yet: indistinguishable
         writer.abandon(0)
         window = Window(boundaries=1, time_ms=0)
         writer.background.window = writer.background.purger.window = window

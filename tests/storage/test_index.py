@@ -91,13 +91,13 @@ def test_rows_between_are_those_of_the_branch_without_boundaries(
     environment: Environment, after: int, to: int, limit: int
 ) -> None:
     rows = fill(environment, 20)
-    wanted = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
+    expected = [r for n, r in enumerate(rows, 1) if after < n <= to][:limit]
     with environment.read() as txn:
-        assert index.rows_between(txn, 0, PREFIX, after, to, limit) == wanted
+        assert index.rows_between(txn, 0, PREFIX, after, to, limit) == expected
         found, count, last, row_bytes = index.key_rows_between(txn, 0, PREFIX, after, to, limit)
-    assert found == records.key_rows(wanted)
-    assert (count, last) == (len(wanted), after + len(wanted))
-    assert row_bytes == sum(len(frame) for _, frame in wanted)
+    assert found == records.key_rows(expected)
+    assert (count, last) == (len(expected), after + len(expected))
+    assert row_bytes == sum(len(frame) for _, frame in expected)
 
 
 def test_rows_between_fit_into_their_bytes_but_for_one_that_is_larger(environment: Environment) -> None:

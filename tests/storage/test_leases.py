@@ -64,7 +64,7 @@ def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
     assert writer.state(0).history_floor_seqno == 3
 
 
-def test_a_lease_that_ended_is_not_renewed_but_judged_anew(writer: GroupWriter, clock: Clock) -> None:
+def test_a_lease_that_ended_is_not_renewed_but_judged_again(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.lease("job", {0: (1, 1)}, clock.now + 1_000)
@@ -86,7 +86,7 @@ def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock:
     assert writer.state(0).history_floor_seqno == 2
 
 
-def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
+def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
@@ -98,8 +98,8 @@ def test_what_a_rollback_retracts_stays_for_whoever_holds_it(writer: GroupWriter
     window = Window(time_ms=HOUR_MS, boundaries=1)
     purge(writer, window)
     assert writer.state(0).history_floor_seqno == 1  # where the two histories part
-    told = [c.kind for c in view.changes(0, since=token)]
-    assert told == ["rollback", "retraction", "restoration", "retraction", "mutation", "mutation"]
+    reported = [c.kind for c in view.changes(0, since=token)]
+    assert reported == ["rollback", "retraction", "restoration", "retraction", "mutation", "mutation"]
     clock.now += 5 * HOUR_MS
     purge(writer, window)
     with pytest.raises(ViewInvalidated, match="gone from history"):

@@ -63,7 +63,7 @@ def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_ke
     assert check(path).problems == []
 
 
-def test_what_is_asked_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
+def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
     """A rollback below its end: it is no longer the source's history."""
     staged(writer, 0, 1, 9, 9)
     writer.commit(flush_open=True)
@@ -73,7 +73,7 @@ def test_what_is_asked_to_go_with_the_complete_one_goes(writer: GroupWriter) -> 
     assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
 
 
-def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_beside_it_broke(writer: GroupWriter) -> None:
+def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_next_to_it_broke(writer: GroupWriter) -> None:
     (key,) = keys_of(0, 1)
     writer.save_filter(0, "collections 8")
     publish(writer, 0, [(key, b"1", 1)])
@@ -122,7 +122,7 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     writer.close()
 
 
-def test_the_copy_that_is_served_beside_a_resync_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
+def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: str, writer: GroupWriter) -> None:
     """A rollback on command during a resync gave the old copy the failover log of the resync's stream: the source took
     its documents for its own past, and they stayed for ever.
     """
@@ -166,7 +166,7 @@ def test_a_token_of_a_resynced_vbucket_is_refused(path: str, writer: GroupWriter
             list(view.changes(0, since=token))
 
 
-def test_a_scan_is_told_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
+def test_a_scan_fails_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
     names = keys_of(0, 10)
     publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
     publish(writer, 0, [(key, b"2", n + 11) for n, key in enumerate(names)])

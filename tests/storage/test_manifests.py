@@ -52,11 +52,16 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
             event = SystemEvent(vbid, number + 1, 0, 0, b"collection_%04d" % number, content, opaque=1)
             out: list[Any] = []
             assembler.system_event(event, out)
-            for asked in out:
+            for instruction in out:
                 writer.system_event(
-                    asked.vbid, asked.seqno, asked.row_value, asked.manifest, asked.open_snapshot, change=asked.change
+                    instruction.vbid,
+                    instruction.seqno,
+                    instruction.row_value,
+                    instruction.manifest,
+                    instruction.open_snapshot,
+                    change=instruction.change,
                 )
-                rows += len(asked.row_value)
+                rows += len(instruction.row_value)
     found = entries_in_memory() - before, writer.pending_bytes - rows
     for vbid in vbids:
         writer.stage(vbid, [row(writer.row_prefix(vbid), b"k%d" % vbid, b"v", count + 1)], 0, span(0, count + 1))

@@ -103,7 +103,7 @@ def shown(view: View) -> dict[bytes, bytes]:
 def test_every_position_ever_given_is_followed_rightly_or_refused(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One writer gives all branches the same history id: yet lost rows and moved ones are told apart."""
+    """One writer gives all branches the same history id: yet lost rows and moved ones are distinguished."""
     monkeypatch.setattr("storage.merge.LINKS_MAX", 1)
     seen: list[tuple[Token, dict[bytes, bytes]]] = []
     original = writer.rollback

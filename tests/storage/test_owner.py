@@ -55,7 +55,7 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
     assert check(path).problems == []
 
 
-def test_a_write_that_fails_beside_a_broken_oso_snapshot_is_that_error_and_no_other(
+def test_a_write_that_fails_next_to_a_broken_oso_snapshot_is_that_error_and_no_other(
     path: str, writer: GroupWriter
 ) -> None:
     """Opening again after a failed write gave the broken snapshot up by another write, inside of the first one's

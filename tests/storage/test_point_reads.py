@@ -116,7 +116,7 @@ def test_many_documents_are_those_that_get_returns_one_by_one_read_in_one_transa
     assert reads == 1
 
 
-def test_find_gives_the_document_and_what_an_answer_needs_beside_it(writer: GroupWriter, view: View) -> None:
+def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupWriter, view: View) -> None:
     found = view.find(b"\0" + A)
     assert (found.document, found.collection_exists, found.published_seqno, found.stale) == (None, True, 0, False)
     put(writer, A, 1, b"old")

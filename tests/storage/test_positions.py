@@ -59,7 +59,7 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
     assert positions.newest(view, 0, 373) is None
 
 
-def test_a_front_is_seen_from_where_a_reader_stands(writer: GroupWriter, view: View) -> None:
+def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWriter, view: View) -> None:
     fill(writer, 1, 3, 4)
     published = positions.published(view, 0, view.token(0, 1, 3))
     assert published.boundary is not None

@@ -74,7 +74,7 @@ class StoreWithPrepares(Store):
         self.line: dict[int, list[Event]] = {vbid: [] for vbid in VBIDS}
         """What came on the staging branch's history."""
         self.served_line: dict[int, list[Event]] = {}
-        """The same of what is served beside a resync."""
+        """The same of what is served next to a resync."""
 
     def expected(self, vbid: int) -> dict[bytes, int]:
         return open_after(self.line[vbid], self.writer.state(vbid).staged_seqno)
@@ -325,7 +325,7 @@ def test_rows_of_histories_that_nobody_sees_any_more_go(writer: GroupWriter) -> 
     assert stored(writer) == []
 
 
-def test_a_collection_that_ends_or_begins_anew_takes_its_open_prepares_along(path: str, writer: GroupWriter) -> None:
+def test_a_collection_that_ends_or_begins_again_takes_its_open_prepares_along(path: str, writer: GroupWriter) -> None:
     """Neither a commit nor an abort comes for them any more."""
     writer.prepare(0, 1, prepare_frame(KEY, 1), span(1, 1))
     writer.prepare(0, 2, prepare_frame(b"x", 2, collection=b"\x08"), span(1, 2))

@@ -111,7 +111,7 @@ def test_forgotten_in_the_middle_it_is_begun_again(environment: Environment) -> 
     }
 
 
-def test_batches_do_not_overlap_and_none_is_much_larger_than_asked() -> None:
+def test_batches_do_not_overlap_and_none_is_much_larger_than_requested() -> None:
     rng = Random(3)
     slices = [sorted(b"%06d" % rng.randrange(10**6) for _ in range(1000)) for _ in range(20)]
     marks = marks_of(slices, 500)

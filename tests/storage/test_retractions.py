@@ -30,8 +30,8 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
     assert events[0].kind == "rollback"
     assert events[0].rollback is not None
     assert (events[0].rollback.from_seqno, events[0].rollback.to_seqno) == (6, 2)
-    told = [(e.kind, e.document.key, e.document.value, e.document.seqno) for e in events[1:] if e.document]
-    assert told == [
+    reported = [(e.kind, e.document.key, e.document.value, e.document.seqno) for e in events[1:] if e.document]
+    assert reported == [
         ("retraction", B, b"", 4),
         ("restoration", B, b"b1", 2),
         ("retraction", C, b"c1", 5),
@@ -45,7 +45,7 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
     assert [e.kind for e in view.changes(0, since=events[5].token)] == ["mutation"]
 
 
-def test_two_rollbacks_in_a_row_are_told_as_one_way_back(writer: GroupWriter, view: View) -> None:
+def test_two_rollbacks_in_a_row_are_reported_as_one_way_back(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2)])
     publish(writer, 0, [(A, b"3", 3)])
@@ -60,7 +60,7 @@ def test_two_rollbacks_in_a_row_are_told_as_one_way_back(writer: GroupWriter, vi
 
 
 def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(writer: GroupWriter, view: View) -> None:
-    """Found by the simulation: a drop has no events of documents, so its undoing told nobody that they were back."""
+    """Found by the simulation: a drop has no events of documents, so its undoing did not report that they were back."""
     orders = Collection(9, 8, "orders", Seqno(1))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
     for seqno, key in enumerate((A, B, A + A), start=2):
@@ -70,8 +70,8 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     commit(writer, 5)
     token = view.token(0, 1, 5)
     writer.rollback(0, 4)
-    told = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
-    assert told == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
+    reported = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
+    assert reported == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
 
 
 def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: GroupWriter, view: View) -> None:
@@ -86,8 +86,8 @@ def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: G
     commit(writer, 6)
     token = view.token(0, 1, 6)
     writer.rollback(0, 3)
-    told = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
-    assert told == [
+    reported = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
+    assert reported == [
         ("rollback", None),
         ("retraction", b"after the flush"),
         ("restoration", b"old"),
@@ -105,8 +105,8 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     commit(writer, 4)
     token = view.token(0, 1, 4)
     writer.rollback(0, 3)
-    told = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
-    assert told == [("rollback", None), ("retraction", b"lost")]
+    reported = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
+    assert reported == [("rollback", None), ("retraction", b"lost")]
 
 
 def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_histories_dropped(
@@ -127,8 +127,8 @@ def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_historie
     system_event(writer, 3, DEFAULT, scopes=SCOPES)
     put(writer, C, 5, b"new")
     commit(writer, 5)
-    told = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
-    assert told == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
+    reported = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
+    assert reported == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
 
 
 def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dropped(
@@ -156,8 +156,8 @@ def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dr
     common()
     put(writer, C, 8, b"new")
     commit(writer, 8)
-    told = [(each.kind, each.document and each.document.seqno) for each in view.changes(0, since=token)]
-    assert told == [
+    reported = [(each.kind, each.document and each.document.seqno) for each in view.changes(0, since=token)]
+    assert reported == [
         ("rollback", None),
         ("restoration", 2),
         ("system_event", 3),

@@ -76,7 +76,7 @@ def test_a_piece_ends_with_the_row_that_reaches_its_bytes(store: Store, view: Vi
     assert (seqnos(rows), position) == ([10], 10)
 
 
-def test_only_wanted_collections_and_what_is_alive_in_them(store: Store, view: View) -> None:
+def test_only_selected_collections_and_what_is_alive_in_them(store: Store, view: View) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"c", b"flushed", 2, cid=9)
     store.put(b"x", b"dropped", 3, cid=300)
@@ -104,7 +104,7 @@ def test_the_last_document_of_a_collection_is_found_backwards(
     assert stream.last_document_seqno(view, 0, stream.served_state(view, 0), 0, {0: 0}) == 1
 
 
-def test_a_rollback_below_what_is_read_is_told_and_one_above_is_not(store: Store, view: View) -> None:
+def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: Store, view: View) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"v", seqno)
     high = stream.served_state(view, 0)
@@ -153,7 +153,7 @@ def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_p
 
 def test_what_may_be_missing_is_what_was_purged_here_or_before_the_first_snapshot(store: Store, view: View) -> None:
     store.put(b"a", b"v", 50)
-    assert stream.served_state(view, 0).purge_seqno == 50, "nobody told what the source had purged"
+    assert stream.served_state(view, 0).purge_seqno == 50, "it is unknown what the source had purged"
     store.writer.save_failover_log(0, store.writer.state(0).failover_log, 20)
     store.put(b"b", b"v", 60)
     assert stream.served_state(view, 0).purge_seqno == 20
@@ -162,7 +162,7 @@ def test_what_may_be_missing_is_what_was_purged_here_or_before_the_first_snapsho
     assert stream.served_state(view, 0).purge_seqno == 50, "what came after the first snapshot came whole"
 
 
-def test_a_missing_tombstone_is_told_to_those_who_need_it(
+def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
     store: Store, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(b"a", b"v", 1)
@@ -176,7 +176,7 @@ def test_a_missing_tombstone_is_told_to_those_who_need_it(
     stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=2)
 
 
-def test_news_are_told_once(store: Store, view: View) -> None:
+def test_changes_are_reported_once(store: Store, view: View) -> None:
     commits = Commits()
     assert commits.news(view, {0: 0}) == [0]
     assert commits.news(view, {0: 0}) == []

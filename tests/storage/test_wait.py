@@ -80,14 +80,14 @@ def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: Group
     assert write_status(view, token(NEW, 9)) is WriteStatus.PUBLISHED
 
 
-def test_a_log_that_tells_of_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
+def test_a_log_that_shows_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
     writer.save_failover_log(0, log_of((NEW, 10), (OLD, 0)))
     writer.commit()
     assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
     assert write_status(view, token(OLD, 11)) is WriteStatus.LOST
 
 
-def test_a_history_that_was_left_whole_is_lost_once_the_source_told_its_own(view: View, writer: GroupWriter) -> None:
+def test_a_history_that_was_left_whole_is_lost_once_the_source_sent_its_own(view: View, writer: GroupWriter) -> None:
     """The source failed over to a node that never knew the mirror's newest history."""
     writer.save_failover_log(0, log_of((NEW, 8), (OLD, 0)))
     publish(writer, 0, [(A, b"11", 11)])
@@ -101,7 +101,7 @@ def test_a_history_that_was_left_whole_is_lost_once_the_source_told_its_own(view
     assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
 
 
-def test_a_history_nobody_heard_of_is_waited_for(view: View, writer: GroupWriter) -> None:
+def test_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> None:
     assert write_status(view, token(NEWER, 3)) is WriteStatus.WAITING
     with pytest.raises(NotPublished):
         view.wait_for(token(NEWER, 3), 0)
@@ -110,7 +110,7 @@ def test_a_history_nobody_heard_of_is_waited_for(view: View, writer: GroupWriter
     view.wait_for(token(NEWER, 11), 0)
 
 
-def test_while_a_vbucket_is_filled_anew_nothing_counts(view: View, writer: GroupWriter) -> None:
+def test_while_a_vbucket_is_resynced_nothing_counts(view: View, writer: GroupWriter) -> None:
     writer.begin_resync(0)
     writer.save_failover_log(0, log_of((NEW, 0)))
     writer.commit()

@@ -292,11 +292,11 @@ class Store(RuleBasedStateMachine):
             self.writer.lease(str(token), {int(token.vbid): (int(token.branch), int(token.seqno))}, until_ms)
         except NoSuchBoundary:
             below_floor = token.seqno < self.writer.state(token.vbid).history_floor_seqno
-            assert below_floor or self.purged(token.vbid) or self.was_filled_anew(token)
+            assert below_floor or self.purged(token.vbid) or self.was_resynced(token)
         else:
             self.held[token] = until_ms
 
-    def was_filled_anew(self, token: Token) -> bool:
+    def was_resynced(self, token: Token) -> bool:
         try:
             list(self.view.changes(token.vbid, since=token))
         except ViewInvalidated as error:
@@ -312,7 +312,7 @@ class Store(RuleBasedStateMachine):
             except ViewInvalidated:
                 # Allowed only where history was purged: never merely because of a rollback, nor while it is leased.
                 assert self.purged(token.vbid)
-                assert self.held.get(token, 0) <= self.clock.now or self.was_filled_anew(token)
+                assert self.held.get(token, 0) <= self.clock.now or self.was_resynced(token)
                 continue
             for change in changes:
                 document = change.document

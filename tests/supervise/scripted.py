@@ -1,7 +1,7 @@
 """A worker and a service whose work is a script, for tests of supervision alone: real processes, no store, no source.
 
 python scripted.py worker FD            the child; SCRIPT in the environment says how it behaves
-python scripted.py service DATA         a supervisor of such children, until it is told to stop
+python scripted.py service DATA         a supervisor of such children, until a stop command
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScriptedWork:
     def __init__(self, groups: list[int], script: str) -> None:
         self.groups = groups
         self.script = script
-        self.asked = 0
+        self.report_count = 0
         self.stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -61,8 +61,8 @@ class ScriptedWork:
         self.stopped.set()
 
     def status(self) -> ProcessReport:
-        self.asked += 1
-        seqno = min(self.asked, 10)
+        self.report_count += 1
+        seqno = min(self.report_count, 10)
         rows = [
             {
                 "vbid": vbid,
@@ -79,7 +79,7 @@ class ScriptedWork:
         ]
         return {
             "vbuckets": rows,
-            "counters": {"received_documents": self.asked * 100, "received_bytes": self.asked * 1000},
+            "counters": {"received_documents": self.report_count * 100, "received_bytes": self.report_count * 1000},
         }
 
     async def request(self, command: ProcessCommand) -> dict[str, Any]:

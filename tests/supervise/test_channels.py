@@ -119,7 +119,7 @@ SITUATIONS: dict[str, Situation] = {
 }  # fmt: skip
 
 
-def asked(url: str) -> tuple[int, str]:
+def fetched(url: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return int(answer.status), answer.read().decode()
@@ -213,18 +213,18 @@ async def test_every_channel_says_the_same(
         assert f"`{situation.state}" in shown
 
         # HTTP
-        code, answer = await asyncio.to_thread(asked, f"{url}/readyz")
+        code, answer = await asyncio.to_thread(fetched, f"{url}/readyz")
         assert code == int(readyz) == (200 if situation.ready else 503)
         if not situation.ready:
             assert re.search(situation.words, "; ".join(json.loads(answer)["reasons"]))
-        lines = (await asyncio.to_thread(asked, f"{url}/metrics"))[1].splitlines()
+        lines = (await asyncio.to_thread(fetched, f"{url}/metrics"))[1].splitlines()
         assert f"dcp_mirror_ready {float(situation.ready)}" in lines
         judged = {state: f'dcp_mirror_state{{state="{state}"}} {float(state == situation.state)}' for state in STATES}
         assert [line for line in lines if line.startswith("dcp_mirror_state{")] == list(judged.values())
         assert metric == f"`{situation.state}`"
         if situation.state == "source unreachable":
             assert not [line for line in lines if line.startswith("dcp_mirror_lag_seqnos ")], "not known is not 0"
-        page = json.loads((await asyncio.to_thread(asked, f"{url}/v1/status"))[1])
+        page = json.loads((await asyncio.to_thread(fetched, f"{url}/v1/status"))[1])
         assert (page["state"], page["source_error"] is None) == (situation.state, situation.reached)
 
         # systemd

@@ -69,7 +69,7 @@ async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_
         renewal = {"op": "lease", "id": lease.id, "name": "job", "seconds": 30, "positions": held}
         victim = pids(service)[0]
         os.kill(victim, signal.SIGSTOP)
-        assert (await ask(tmp_path, renewal))["ok"], "asked while it stood still, and answered once it was dead"
+        assert (await ask(tmp_path, renewal))["ok"], "requested while it was stopped, and answered once it was dead"
         assert (await ask(tmp_path, renewal))["ok"], "it is not there, or still starting"
         await eventually(lambda: is_another(victim))
         assert (await ask(tmp_path, renewal))["ok"]

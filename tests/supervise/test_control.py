@@ -110,7 +110,7 @@ async def test_more_clients_than_allowed_are_turned_away(tmp_path: Path, monkeyp
     await server.stop()
 
 
-async def test_a_place_without_room_for_a_socket_is_named(tmp_path: Path) -> None:
+async def test_a_missing_directory_for_a_socket_is_named(tmp_path: Path) -> None:
     with pytest.raises(SupervisionError, match="missing"):
         await ControlServer(tmp_path / "missing", echo).start()
 
@@ -122,11 +122,11 @@ async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
     monkeypatch.setattr(control, "SEND_TIMEOUT_S", 0.05)
     monkeypatch.setattr(control, "CLIENTS_MAX", 1)
     answered: list[bool] = []
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def talk(_: dict[str, Any]) -> dict[str, Any]:
         answered.append(True)
-        asked.set()
+        requested.set()
         return {"long": "x" * 1024 * 1024}
 
     server = ControlServer(tmp_path, talk)
@@ -135,7 +135,7 @@ async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
         reader, writer = await asyncio.open_unix_connection(address, limit=1024)
     writer.write(b'{"op": "one"}\n' * 20)
     async with asyncio.timeout(20):
-        await asked.wait()
+        await requested.wait()
         await asyncio.wait(set(server._clients))
     assert answered == [True]
     assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
@@ -160,6 +160,6 @@ async def test_a_client_that_asks_nothing_does_not_keep_its_place(
     writer.write(said)
     async with asyncio.timeout(20):
         answered = await reader.read()
-    assert answered.count(b"\n") == said.count(b"\n"), "hung up, after what was asked was answered"
+    assert answered.count(b"\n") == said.count(b"\n"), "hung up, after the requests were answered"
     writer.close()
     await server.stop()

@@ -127,10 +127,10 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
 
 async def test_a_lease_that_nobody_renews_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
-    asked = {"op": "lease", "id": "a", "name": "nightly job", "seconds": 1, "positions": [[0, 1, 5]]}
+    command = {"op": "lease", "id": "a", "name": "nightly job", "seconds": 1, "positions": [[0, 1, 5]]}
     async with in_process.serving(tmp_path) as service:
         await eventually(lambda: service.status_document()["events"])
-        assert (await ask(tmp_path, asked))["ok"]
+        assert (await ask(tmp_path, command))["ok"]
         await eventually(lambda: len(service.status_document()["events"]) == 2)
         assert service.status_document()["events"][0] | {"time_ms": 0} == {
             "number": 2, "time_ms": 0, "event": "lease-expired", "level": "warning", "lease": "a",

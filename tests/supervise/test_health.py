@@ -78,7 +78,7 @@ def test_a_damaged_vbucket_is_named_once() -> None:
     assert found.reasons == ("1 of 2 vbuckets damaged: 1 (page not found)",)
 
 
-def test_a_source_that_cannot_be_asked_is_the_first_thing_said() -> None:
+def test_a_source_that_cannot_be_reached_is_the_first_thing_said() -> None:
     found = assess([], None, lag_limit_s=30, source_error="nobody there")
     assert (found.state, found.reasons) == ("source unreachable", ("the source cannot be reached: nobody there",))
     assert assess([], None, lag_limit_s=30).reasons == ("the source has not answered yet",)

@@ -1,4 +1,4 @@
-"""The book of leases: what may be asked, what a restart keeps, and a lease that a running service honours."""
+"""The book of leases: what may be requested, what a restart keeps, and a lease that a running service honours."""
 
 from __future__ import annotations
 

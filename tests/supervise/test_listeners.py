@@ -1,4 +1,4 @@
-"""Addresses and slots of the servers: what is taken, told, started and restarted."""
+"""Addresses and slots of the servers: what is taken, announced, started and restarted."""
 
 from __future__ import annotations
 

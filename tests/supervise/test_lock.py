@@ -12,7 +12,7 @@ from mirror.errors import ConfigError, SupervisionError
 from mirror.supervise.lock import LOCK_NAME, ServiceLock
 
 
-def test_a_second_service_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+def test_a_second_service_is_refused_and_learns_who_holds_it(tmp_path: Path) -> None:
     lock = ServiceLock(tmp_path / "new" / "data")
     with pytest.raises(SupervisionError, match=str(os.getpid())):
         ServiceLock(tmp_path / "new" / "data")
@@ -43,7 +43,7 @@ def test_traces_of_an_interrupted_start_are_ours(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_mirror_may_hold_what_it_likes(tmp_path: Path) -> None:
+def test_a_mirror_may_hold_any_files(tmp_path: Path) -> None:
     (tmp_path / "mirror.json").touch()
     (tmp_path / "notes of the operator").touch()
     lock = ServiceLock(tmp_path)

@@ -79,7 +79,7 @@ def test_a_reader_that_stays_is_named_with_its_age_and_what_it_costs(tmp_path: P
     store.close()
 
 
-def test_readers_of_several_groups_are_told_apart(tmp_path: Path) -> None:
+def test_readers_of_several_groups_are_distinguished(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     one, two = Store(tmp_path / "one", vbuckets=1), Store(tmp_path / "two", vbuckets=1)

@@ -63,7 +63,7 @@ def test_a_group_moves_only_when_its_holder_is_gone() -> None:
     assert decide(desired, gone) == [StartProcess(0, (0,)), StartProcess(1, (1,))]
 
 
-def test_a_slot_that_is_not_wanted_any_more_is_stopped() -> None:
+def test_a_slot_that_is_not_needed_any_more_is_stopped() -> None:
     actual = [WorkerFacts(0, (0,), ProcessPhase.RUNNING), WorkerFacts(1, (1,), ProcessPhase.RUNNING)]
     assert decide({0: (0,)}, actual) == [StopProcess(1, "its groups move")]
 
@@ -116,7 +116,7 @@ def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFac
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_doing_what_is_said_arrives_where_it_should(group_count: int, before: int, after: int) -> None:
-    """Perform every action at once, over and over: the desired state is reached, and then nothing is asked for."""
+    """Perform every action at once, over and over: the desired state is reached, and then nothing is requested."""
     actual = {
         slot: WorkerFacts(slot, groups, ProcessPhase.RUNNING) for slot, groups in assign(group_count, before).items()
     }

@@ -44,19 +44,19 @@ async def test_the_service_lets_the_group_in_at_start_and_after_a_reload(
     data = tmp_path / "data"
     fresh = [settings_for(data, workers=1, readers_group=GROUP), settings_for(data, readers_group="absent group")]
 
-    def told(number: int, event: str) -> Callable[[], bool]:
+    def reported(number: int, event: str) -> Callable[[], bool]:
         return lambda: [each["event"] for each in service.status_document()["events"]][:number][-1:] == [event]
 
     async with in_process.serving(data, reload=lambda: fresh.pop(0)) as service:
         await eventually(lambda: service.status_document()["events"])
         assert mode_of(data) == 0o700
         await ask(data, {"op": "reload"})
-        await eventually(told(1, "settings-read"))
+        await eventually(reported(1, "settings-read"))
         assert service.status_document()["events"][0]["in_force"] == ["readers_group"]
         assert (mode_of(data), mode_of(data / directory.FILE)) == (0o750, 0o640)
         assert data.stat().st_gid == int(GROUP)
         await ask(data, {"op": "reload"})
-        await eventually(told(1, "settings-refused"))
+        await eventually(reported(1, "settings-refused"))
     said = "".join(capsys.readouterr())
     assert said.count("its members may not enter one above it") == (1 if ROOT else said.count("members may not enter"))
 

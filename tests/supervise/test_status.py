@@ -121,7 +121,7 @@ def test_a_vbucket_that_is_not_streaming_yet_is_not_done_even_when_empty() -> No
     assert catch_up.done
 
 
-def test_a_rollback_takes_the_mark_away_and_the_next_report_sets_it_anew() -> None:
+def test_a_rollback_takes_the_mark_away_and_the_next_report_sets_it_again() -> None:
     catch_up = CatchUp(1)
     catch_up.observe([row(0, 50, 100)])
     catch_up.observe([row(0, 40, None, rollback_count=1)])

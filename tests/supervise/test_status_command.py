@@ -1,4 +1,4 @@
-"""What the status command answers, asked as `dcp-mirror status` asks."""
+"""What the status command answers, requested as `dcp-mirror status` does."""
 
 from __future__ import annotations
 

@@ -80,17 +80,17 @@ async def test_changed_settings_reach_the_workers_by_a_restart_of_each(tmp_path:
 
 
 async def test_bad_new_settings_change_nothing(tmp_path: Path) -> None:
-    asked = []
+    requested = []
 
     def reload() -> Settings:
-        asked.append(True)
+        requested.append(True)
         raise ConfigError("the file is no TOML")
 
     async with serving(service_of(tmp_path, reload=reload)) as service:
         await eventually(running(service))
         before = pids(service)
         os.kill(os.getpid(), signal.SIGHUP)
-        await eventually(lambda: asked)
+        await eventually(lambda: requested)
         assert (await ask(tmp_path, {"op": "status"}))["ok"]
         assert pids(service) == before
 
@@ -107,7 +107,7 @@ async def test_interrupting_the_way_to_caught_up_is_no_success(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("missing", ["data", "source"])
-def test_what_is_not_said_is_asked_for(tmp_path: Path, missing: str) -> None:
+def test_what_is_not_said_is_requested(tmp_path: Path, missing: str) -> None:
     without: dict[str, Any] = {missing: None}
     settings = replace(settings_for(tmp_path), **without)
     with pytest.raises(ConfigError, match=missing):

@@ -28,8 +28,8 @@ def test_the_words_are_those_systemd_knows(manager: socket.socket) -> None:
     notifier.watchdog()
     notifier.reloading(12.5)
     notifier.stopping()
-    heard = [manager.recv(4096).decode() for _ in range(5)]
-    assert heard == [
+    received = [manager.recv(4096).decode() for _ in range(5)]
+    assert received == [
         "READY=1",
         "STATUS=mirroring: 3 seqnos behind",
         "WATCHDOG=1",
@@ -66,5 +66,5 @@ def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
         ({}, None),
     ],
 )
-def test_the_watchdog_is_fed_twice_as_often_as_asked(environment: dict[str, str], interval_s: float | None) -> None:
+def test_the_watchdog_is_fed_twice_as_often_as_required(environment: dict[str, str], interval_s: float | None) -> None:
     assert Notifier(environment).watchdog_interval_s() == interval_s

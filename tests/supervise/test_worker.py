@@ -70,7 +70,7 @@ def start_of(data: Path) -> StartWorker:
     return StartWorker(slot=0, groups=[0, 1], settings=to_wire(settings_for(data)))
 
 
-async def test_it_beats_answers_and_stops_when_told(worker: Ends, tmp_path: Path) -> None:
+async def test_it_beats_answers_and_stops_on_command(worker: Ends, tmp_path: Path) -> None:
     channel, process = worker
     channel.send(start_of(tmp_path))
     await expect(channel, Ready)
@@ -119,7 +119,7 @@ async def test_a_terminals_signals_are_the_supervisors_to_handle(
     ("script", "words", "exit_code", "fatal"),
     [("refused", "wrong password for demo", 4, True), ("bug", "internal error: ZeroDivisionError", 1, False)],
 )
-async def test_its_last_words_say_what_happened(
+async def test_its_exit_report_says_what_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str, exit_code: int, fatal: bool
 ) -> None:
     monkeypatch.setenv("SCRIPT", script)

@@ -55,7 +55,7 @@ def test_a_clone_is_tested_as_its_commit_alone_is(checkout: Path) -> None:
     code, (place, *seen) = ci(checkout, "-k", "some words")
     assert code == 3
     assert not Path(place).is_relative_to(checkout)
-    assert seen[:3] == [".ci", "cli", Path(place).name], "the commit, and nothing beside it"
+    assert seen[:3] == [".ci", "cli", Path(place).name], "the commit, and nothing else"
     assert seen[3] == "test"
     assert "--no-skips" in seen
     assert seen[-2:] == ["-k", "some words"], "arguments are passed on, and there is no input"

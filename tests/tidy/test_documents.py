@@ -57,7 +57,7 @@ def test_every_error_has_its_row_with_its_exit_code(title: str, module: ModuleTy
 
 def test_it_says_which_errors_of_the_source_are_retried() -> None:
     rows = re.findall(r"(?m)^\| `(\w+)` \| \d+ \| (yes|no) \|", section("Errors of the service and its source"))
-    wrong = [name for name, told in rows if (told == "yes") != errors_of(mirror.errors)[name].retryable]  # type: ignore[attr-defined]
+    wrong = [name for name, reported in rows if (reported == "yes") != errors_of(mirror.errors)[name].retryable]  # type: ignore[attr-defined]
     assert len(rows) > 10
     assert not wrong
 

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mirror", "storage", "cli")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__init__.py"]
 INITS = [path for path in SOURCES if path.name == "__init__.py"]
 
@@ -24,6 +25,29 @@ AVOIDED_WORDS = {
     "rewind": "rollback",
     "vbno": "vbid",
 }
+VAGUE_WORDS = {
+    "wanted": "requested, expected, required or selected",
+    "asked": "requested, sent or queried",
+    "told": "sent, reported or notified",
+    "tells": "sends or reports",
+    "refill": "resync",
+    "refills": "resyncs",
+    "refilled": "resynced",
+    "refilling": "resyncing",
+    "anew": "again",
+    "beside": "next to",
+    "whoever": "what it is: a client, a reader, a process",
+    "wish": "request or setting",
+    "wishes": "requests or settings",
+    "mend": "fix",
+    "mends": "fixes",
+    "mended": "fixed",
+    "deed": "instruction",
+    "deeds": "instructions",
+    "happenings": "events",
+    "surroundings": "what it is",
+}
+"""Words that say less than those of docs/glossary.md: in no name, also not in the name of a test."""
 AVOIDED_NAMES = {
     "committed_seqno": "published_seqno (a DCP Commit is another thing)",
     "last_committed_seqno": "published_seqno",
@@ -133,6 +157,17 @@ def test_the_words_are_those_of_the_field() -> None:
             if identifier.lower() in AVOIDED_NAMES:
                 avoided[identifier] = AVOIDED_NAMES[identifier.lower()]
             wrong += [f"{name_of(path)}, line {line}: {identifier}, say {word}" for word in avoided.values()]
+    assert wrong == []
+
+
+def test_no_name_has_a_vague_word() -> None:
+    wrong = [
+        f"{name_of(path)}, line {line}: {identifier}, say {VAGUE_WORDS[word]}"
+        for path in (*SOURCES, *TESTS)
+        for line, identifier in identifiers(tree_of(path))
+        for word in words_of(identifier)
+        if word in VAGUE_WORDS
+    ]
     assert wrong == []
 
 

@@ -86,7 +86,7 @@ def missing_recordings() -> Iterator[str]:
 
 
 def unnamed_documents() -> Iterator[str]:
-    """Citations of which nobody can tell the document."""
+    """Citations whose document is unclear."""
     yield from (place for place, _, _ in places(r"(?i)protocol facts|\bcaptures[/,) ]|\bpains? \d|\bdesign \d"))
 
 

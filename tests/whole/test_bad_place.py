@@ -187,12 +187,12 @@ def test_a_group_folder_without_rights_is_named_and_the_others_are_served(source
 # -- a full disk ----------------------------------------------------------------------------------------------------
 
 
-def wait_told(service: Service, words: str) -> None:
-    def told() -> bool:
+def wait_reported(service: Service, words: str) -> None:
+    def reported() -> bool:
         status = service.status()
         return any(words in str(row["last_error"]) for row in (status["vbuckets"] if status else []))
 
-    until(f"the status to say {words!r}", told)
+    until(f"the status to say {words!r}", reported)
 
 
 def the_rest_stands(source: SandboxThread, service: Service) -> None:
@@ -220,7 +220,7 @@ def test_a_file_size_limit_is_said_and_lifted(source: SandboxThread, data: Path,
         for row in workers.values():
             psutil.Process(row["pid"]).rlimit(resource.RLIMIT_FSIZE, (smallest, resource.RLIM_INFINITY))
         source.call(writing.write, 3000)
-        wait_told(service, "no space left")
+        wait_reported(service, "no space left")
         the_rest_stands(source, service)
         for row in workers.values():
             psutil.Process(row["pid"]).rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -254,7 +254,7 @@ def test_a_full_disk_is_said_and_survived(
                 file.write(bytes(65536))
         assert shutil.disk_usage(small_disk).free < 65536
         source.call(writing.write, 3000)
-        wait_told(service, "no space left")
+        wait_reported(service, "no space left")
         the_rest_stands(source, service)
         ballast.unlink()
         level_again(source, service)

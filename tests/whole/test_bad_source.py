@@ -189,17 +189,17 @@ def test_a_password_that_is_changed_while_it_runs(source: SandboxThread, service
     source.call(source.cluster.add_user, "demo", "another")
     source.call(source.cluster.faults.cut, node=0)
 
-    def told() -> bool:
+    def reported() -> bool:
         status = service.status()
         rows = status["vbuckets"] if status else []
         return any("password" in str(row["last_error"]) for row in rows if row["vbid"] in vbids_at(source, 0))
 
-    until("the status to say that the password is wrong", told)
+    until("the status to say that the password is wrong", reported)
     wait_progress(service, vbids_at(source, 1), "the other node's vbuckets to go on")
     source.call(source.cluster.add_user, "demo", "demo")
 
 
-def test_a_bucket_that_is_made_anew_while_it_runs(tmp_path: Path) -> None:
+def test_a_bucket_that_is_recreated_while_it_runs(tmp_path: Path) -> None:
     """Another bucket of the same name is another bucket: the copy of the old one stays, whatever the new one says."""
     with loaded_source() as source, following(source, tmp_path) as service:
         the_copy_of_the_old_bucket_stays(source, service)
@@ -211,7 +211,7 @@ def the_copy_of_the_old_bucket_stays(source: SandboxThread, service: Service) ->
     source.call(setattr, load, "rate", 0)  # the new bucket stays empty, so that the old one's record can be put back
     old = list(cluster.vbuckets)
     source.call(lambda: asyncio.run_coroutine_threadsafe(cluster.recreate_bucket(), asyncio.get_running_loop()))
-    until("the change to be told", lambda: "uuid" in "".join(complaints(service)) or service.ended() is not None)
+    until("the change to be reported", lambda: "uuid" in "".join(complaints(service)) or service.ended() is not None)
     new, cluster.bucket.vbuckets = cluster.bucket.vbuckets, old
     try:
         seqnos = judge(cluster, service.data, live=True)

@@ -163,7 +163,7 @@ class Chain:
     def wait_level(self) -> dict[int, int]:
         """Stop writing; return vbid -> seqno once every link has all of the source's newest history."""
         self.load.rate = 0
-        wanted, logs = self.source.call(
+        expected, logs = self.source.call(
             lambda: (
                 {vbid: self.cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)},
                 {vbid: self.cluster.vbucket(vbid).vbuuid for vbid in range(VBUCKETS)},
@@ -171,14 +171,14 @@ class Chain:
         )
 
         def level(link: Service) -> bool:
-            if published(link) != wanted:
+            if published(link) != expected:
                 return False
             with open_view(str(link.data)) as view:
                 return {vbid: view.state(vbid).failover_log[0].vbuuid for vbid in range(VBUCKETS)} == logs
 
         for link, name in zip(self.links, LINKS, strict=True):
             until(f"the {name} to be level", partial(level, link))
-        return wanted
+        return expected
 
     def move_the_wanderer(self) -> None:
         """It reads at another place than before; only what the source lost is a rollback there."""
@@ -229,7 +229,7 @@ def chain(tmp_path: Path) -> Iterator[Chain]:
         pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],
 )
-def test_a_chain_of_three_agrees_with_its_source_whoever_is_killed(
+def test_a_chain_of_three_agrees_with_its_source_whichever_is_killed(
     chain: Chain, rounds: int, record_property: Any
 ) -> None:
     first_ends = chain.wait_level()
@@ -246,19 +246,19 @@ def test_a_chain_of_three_agrees_with_its_source_whoever_is_killed(
                 chain.move_the_wanderer()
     chain.wait_level()
     chain.fail_over(list(range(VBUCKETS)))
-    wanted = chain.wait_level()
+    expected = chain.wait_level()
     assert not writing.done(), writing
     chain.source.call(writing.cancel)
-    rollbacks = all_agree(chain, wanted, first_ends)
+    rollbacks = all_agree(chain, expected, first_ends)
     kills = ", ".join(f"{count} of {name}" for name, count in sorted(chain.kills.items()))
     record_property(
         "kills",
         f"{chain.kills.total()} kills ({kills}), {chain.failovers} failovers of a vbucket with loss, {rollbacks} "
-        f"rollbacks in the three links, none to before their first snapshots; {sum(wanted.values())} changes",
+        f"rollbacks in the three links, none to before their first snapshots; {sum(expected.values())} changes",
     )
 
 
-def all_agree(chain: Chain, wanted: dict[int, int], first_ends: dict[int, int]) -> int:
+def all_agree(chain: Chain, expected: dict[int, int], first_ends: dict[int, int]) -> int:
     """Source and links have the same; none went back further than to its first snapshot. Returns the rollbacks."""
     result = call("verify", "--data", chain.links[-1].data, "--source", chain.urls[-1])
     assert result.code == 0, result.err

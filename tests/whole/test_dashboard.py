@@ -21,7 +21,7 @@ import pytest
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.crash.service import Service, until
 from tests.processes import ProcessGroup
-from tests.whole.test_source_away import asked
+from tests.whole.test_source_away import fetched
 
 ASSETS = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
 PANELS = json.loads((ASSETS / "dashboard.json").read_text())["panels"]
@@ -40,7 +40,7 @@ class Prometheus:
     def __init__(self, process: ProcessGroup) -> None:
         """It may still be starting."""
         self._url = until("Prometheus to listen", lambda: _address(process))
-        until("Prometheus to be ready", lambda: asked(f"{self._url}/-/ready")[0] == 200)
+        until("Prometheus to be ready", lambda: fetched(f"{self._url}/-/ready")[0] == 200)
 
     def ask(self, path: str, **parameters: str) -> Any:
         """The data of an answer."""

@@ -58,13 +58,13 @@ class Story:
 
     def followed(self, what: str) -> None:
         """Wait until the mirror has all that the source has now."""
-        wanted = self.high_seqnos()
-        until(f"the mirror to follow after {what}", lambda: all(map(int.__le__, wanted, self.published())))
+        expected = self.high_seqnos()
+        until(f"the mirror to follow after {what}", lambda: all(map(int.__le__, expected, self.published())))
 
     def written(self, seqnos: int) -> None:
         """Wait until every vbucket has so many seqnos more, so that a loss takes nothing of what was before."""
-        wanted = [seqno + seqnos for seqno in self.high_seqnos()]
-        until(f"{seqnos} writes in every vbucket", lambda: all(map(int.__le__, wanted, self.high_seqnos())))
+        expected = [seqno + seqnos for seqno in self.high_seqnos()]
+        until(f"{seqnos} writes in every vbucket", lambda: all(map(int.__le__, expected, self.high_seqnos())))
 
     def high_seqnos(self) -> list[int]:
         return self.source.call(lambda: [vbucket.high_seqno for vbucket in self.cluster.vbuckets])
@@ -176,7 +176,7 @@ def test_whatever_happens_to_a_cluster_of_this_age_its_mirror_equals_it_and_noth
         record_property(
             "sent",
             f"profile {profile}: {first_fill_bytes:,} bytes for the first fill, {sent_bytes:,} in all, "
-            f"{again} of what was published asked for again, {status['totals']['rollback_count']} rollbacks",
+            f"{again} of what was published requested again, {status['totals']['rollback_count']} rollbacks",
         )
         assert status["totals"]["rollback_count"] >= len(FAILED_OVER)
         assert service.terminate() == 0

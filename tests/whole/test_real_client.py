@@ -1,7 +1,7 @@
 """A real client at one end, every reader at the other: what the official SDK wrote is what the mirror gives.
 
 The SDK writes into the embedded source as it would into a cluster; the mirror runs as a process; `open_view`, `get` and
-`scan` are asked. What the SDK itself said of each write (CAS, mutation token) is the measure; what it does not say
+`scan` are called. What the SDK itself said of each write (CAS, mutation token) is the measure; what it does not say
 (revision, flags, expiry) comes from the source's own record.
 """
 
@@ -54,7 +54,7 @@ class Written:
     """A Python value for JSON, bytes for the rest, or REMOVED."""
     flags: int = JSON_FLAGS
     expires: bool = False
-    tells_token: bool = True
+    returns_token: bool = True
     """`touch` is a change, too, but its answer in the SDK has no token."""
 
 
@@ -95,7 +95,7 @@ def write_everything(bucket: Any) -> dict[tuple[str, str], Written]:
     )
     default.insert("expiry::touched", {"e": 2})
     done[DEFAULT, "expiry::touched"] = Written(
-        default.touch("expiry::touched", hour), {"e": 2}, expires=True, tells_token=False
+        default.touch("expiry::touched", hour), {"e": 2}, expires=True, returns_token=False
     )
     default.upsert("expiry::lost", {"e": 3}, UpsertOptions(expiry=hour))
     done[DEFAULT, "expiry::lost"] = Written(default.replace("expiry::lost", {"e": 4}), {"e": 4})
@@ -220,7 +220,7 @@ def test_open_view_gives_every_document_as_the_client_wrote_it(
                 item.seqno,
             ), where
             assert bool(found.expiry) == done.expires, where
-            if done.tells_token:
+            if done.returns_token:
                 token = token_of(done)
                 assert (found.vbid, found.seqno) == (token["partition_id"], token["sequence_number"]), where
                 assert view.state(found.vbid).failover_log[0].vbuuid == token["partition_uuid"], where
@@ -247,7 +247,7 @@ def test_scan_prints_every_document_and_every_tombstone(
         item = item_of(source, where)
         assert (row["cas"], row["rev_seqno"], row["seqno"]) == (item.cas, item.rev_seqno, item.seqno), where
         assert row["cas"] == done.result.cas
-        if done.tells_token:
+        if done.returns_token:
             token = token_of(done)
             assert (row["vbid"], row["seqno"]) == (token["partition_id"], token["sequence_number"])
         assert row["deleted"] == (done.value is REMOVED)
@@ -279,9 +279,9 @@ def test_get_prints_the_value_byte_for_byte(
     result = call("get", "--data", data, "--collection", where[0], where[1])
     assert result.code == 0, result.err
     assert (result.raw if isinstance(done.value, bytes) else json.loads(result.raw)) == done.value
-    told = call("get", "--data", data, "--collection", where[0], where[1], "--json").json
+    reported = call("get", "--data", data, "--collection", where[0], where[1], "--json").json
     item = item_of(source, where)
-    assert (told["cas"], told["seqno"], told["rev_seqno"], told["flags"], told["expiry"]) == (
+    assert (reported["cas"], reported["seqno"], reported["rev_seqno"], reported["flags"], reported["expiry"]) == (
         done.result.cas,
         token_of(done)["sequence_number"],
         item.rev_seqno,

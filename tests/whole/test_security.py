@@ -173,7 +173,7 @@ def loaded(authority: Authority) -> Iterator[tuple[SandboxThread, Load]]:
 def test_certificates_and_password_change_under_load(
     loaded: tuple[SandboxThread, Load], authority: Authority, tmp_path: Path
 ) -> None:
-    """Another authority signs for the nodes, then another password is set: no restart, nothing asked for again."""
+    """Another authority signs for the nodes, then another password is set: no restart, nothing requested again."""
     source, _ = loaded
     cluster = source.cluster
     password = tmp_path / "password"

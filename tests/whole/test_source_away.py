@@ -22,7 +22,7 @@ from tests.crash.service import Service, until
 VBUCKETS = 8
 
 
-def asked(url: str) -> tuple[int, str]:
+def fetched(url: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return int(answer.status), answer.read().decode()
@@ -46,19 +46,19 @@ def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Pat
         assert status is not None
         assert status["reasons"] == []
         (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
-        until("readiness", lambda: asked(f"{url}/readyz")[0] == 200)
+        until("readiness", lambda: fetched(f"{url}/readyz")[0] == 200)
         alive.close()
         until("it to be noticed", lambda: (service.status() or {}).get("state") == "source unreachable")
-        until("HTTP readers to be told", lambda: asked(f"{url}/readyz")[0] == 503)
+        until("HTTP readers to be answered so", lambda: fetched(f"{url}/readyz")[0] == 503)
         status = service.status()
         assert status is not None
         assert status["since_ms"] <= status["time_ms"]
         assert (status["totals"]["lag_seqnos"], status["totals"]["source_high_seqnos"]) == (None, None)
         until("the lag to count from the last contact", lambda: (service.status() or status)["totals"]["lag_s"] > 0)
-        reasons = json.loads(asked(f"{url}/readyz")[1])["reasons"]
+        reasons = json.loads(fetched(f"{url}/readyz")[1])["reasons"]
         assert len(reasons) == 1
         assert reasons[0].startswith("no contact with the source")
-        metrics = asked(f"{url}/metrics")[1].splitlines()
+        metrics = fetched(f"{url}/metrics")[1].splitlines()
         assert "dcp_mirror_ready 0.0" in metrics
         assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
         assert 'dcp_mirror_state{state="caught up"} 0.0' in metrics
@@ -81,10 +81,10 @@ def test_a_source_that_stands_still_is_called_unreachable_long_before_its_connec
         service = stack.enter_context(Service(source.stdout.readline().strip(), data, "--workers", "1", "--http", "0"))
         service.start()
         (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
-        until("readiness", lambda: asked(f"{url}/readyz")[0] == 200)
+        until("readiness", lambda: fetched(f"{url}/readyz")[0] == 200)
         started = time.monotonic()
         os.kill(source.pid, signal.SIGSTOP)
-        until("unreadiness", lambda: asked(f"{url}/readyz")[0] == 503)
+        until("unreadiness", lambda: fetched(f"{url}/readyz")[0] == 503)
         status = service.status()
         assert status is not None
         lag_s = status["totals"]["lag_s"]
@@ -93,13 +93,13 @@ def test_a_source_that_stands_still_is_called_unreachable_long_before_its_connec
         assert status["reasons"][0].endswith("does not answer")
         assert {row["state"] for row in status["vbuckets"]} == {"streaming"}, "before the connections end"
         os.kill(source.pid, signal.SIGCONT)
-        until("readiness again", lambda: asked(f"{url}/readyz")[0] == 200)
+        until("readiness again", lambda: fetched(f"{url}/readyz")[0] == 200)
         assert service.terminate() == 0
         assert not service.tracebacks()
 
 
 def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_path: Path) -> None:
-    """Nothing listened there, and a load balancer or Prometheus could not tell it from a service that does not run."""
+    """Nothing listened there, and a load balancer or Prometheus took it for a service that does not run."""
     data = tmp_path / "data"
     with ExitStack() as stack:
         held = stack.enter_context(socket.socket())  # connections are refused until the source listens at its port
@@ -110,26 +110,26 @@ def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_pa
         service = stack.enter_context(Service(f"couchbase://demo@127.0.0.1:{port}/demo", data, *flags))
         service.start()
         (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
-        until("HTTP to answer", lambda: asked(f"{url}/livez")[0] == 200)
+        until("HTTP to answer", lambda: fetched(f"{url}/livez")[0] == 200)
         why = f"the source cannot be reached: 127.0.0.1:{port}"
-        until("the reason", lambda: why in asked(f"{url}/readyz")[1])
-        assert asked(f"{url}/readyz")[0] == 503
-        metrics = asked(f"{url}/metrics")[1].splitlines()
+        until("the reason", lambda: why in fetched(f"{url}/readyz")[1])
+        assert fetched(f"{url}/readyz")[0] == 503
+        metrics = fetched(f"{url}/metrics")[1].splitlines()
         assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
         assert "dcp_mirror_ready 0.0" in metrics
-        assert "<title>dcp-mirror</title>" in asked(url)[1]
-        status = json.loads(asked(f"{url}/v1/status")[1])
+        assert "<title>dcp-mirror</title>" in fetched(url)[1]
+        status = json.loads(fetched(f"{url}/v1/status")[1])
         assert (status["state"], status["vbuckets"], status["bucket"]) == ("source unreachable", [], None)
         assert "source unreachable since 20" in call("status", "--data", data).out
         document = f"{url}/v1/collections/_default._default/documents/key"
-        assert asked(document)[0] == 503
+        assert fetched(document)[0] == 503
         assert status["listeners"] == {"http": [url]}, "KV has to know how many vbuckets there are"
         before = [server["pid"] for server in status["servers"]]
         source = stack.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS, port=port)))
         source.call(source.cluster.set, "key", b"1")
-        until("readiness", lambda: asked(f"{url}/readyz")[0] == 200)
-        until("the document", lambda: asked(document) == (200, "1"))
-        status = json.loads(asked(f"{url}/v1/status")[1])
+        until("readiness", lambda: fetched(f"{url}/readyz")[0] == 200)
+        until("the document", lambda: fetched(document) == (200, "1"))
+        status = json.loads(fetched(f"{url}/v1/status")[1])
         assert [server["pid"] for server in status["servers"] if server["kind"] == "http"] == before
         (kv,) = until("KV to listen", lambda: (service.status() or {}).get("listeners", {}).get("kv"))
         socket.create_connection(("127.0.0.1", int(kv.rpartition(":")[2]))).close()

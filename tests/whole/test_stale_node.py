@@ -59,8 +59,8 @@ def assert_true_to_the_cluster(source: SandboxThread, data: Path) -> None:
     with open_view(str(data)) as view:
         for vbid in range(VBUCKETS):
             vbucket = source.cluster.vbucket(vbid)
-            wanted = set(source.call(vbucket.state_at, vbucket.high_seqno))
-            assert {b"\0" + each.key for each in view.scan(vbid, now=0)} == wanted, f"vb {vbid}"
+            expected = set(source.call(vbucket.state_at, vbucket.high_seqno))
+            assert {b"\0" + each.key for each in view.scan(vbid, now=0)} == expected, f"vb {vbid}"
 
 
 def rollbacks(data: Path) -> list[Any]:

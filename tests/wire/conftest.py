@@ -1,4 +1,4 @@
-"""Recordings, read once; and how fast hypothesis is asked to be."""
+"""Recordings, read once; and how many examples hypothesis makes."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ def test_answers_with_a_body_of_their_own(log: list[tuple[int, int]], seqno: int
         (ev.FailoverLogResponse, Opcode.DCP_GET_FAILOVER_LOG),
     ):
         said = kind(op, Status.SUCCESS, failover_log=tuple(log), opaque=4)
-        heard = codec_dcp.decode(codec_dcp.to_frame(said))
-        assert isinstance(heard, kind)
-        assert heard.failover_log == tuple(log)
-        assert heard.value == body
+        decoded = codec_dcp.decode(codec_dcp.to_frame(said))
+        assert isinstance(decoded, kind)
+        assert decoded.failover_log == tuple(log)
+        assert decoded.value == body
     back = ev.StreamResponse(Opcode.DCP_STREAM_REQ, Status.ROLLBACK, rollback_seqno=seqno)
-    heard = codec_dcp.decode(codec_dcp.to_frame(back))
-    assert isinstance(heard, ev.StreamResponse)
-    assert (heard.rollback_seqno, heard.failover_log) == (seqno, ())
+    decoded = codec_dcp.decode(codec_dcp.to_frame(back))
+    assert isinstance(decoded, ev.StreamResponse)
+    assert (decoded.rollback_seqno, decoded.failover_log) == (seqno, ())
 
 
 @given(st.lists(st.tuples(shapes.u16, u64), max_size=5))
@@ -126,12 +126,12 @@ def test_an_opcode_of_another_protocol_is_refused(opcode: int) -> None:
 def test_markers_have_the_documented_lengths(version: MarkerVersion, extras: int, value_length: int) -> None:
     frame = codec_dcp.to_frame(ev.SnapshotMarker(1, 2, 3, 2, 4, 5, 6, 7, int(version), 8))
     assert (len(frame.extras), len(frame.value)) == (extras, value_length)
-    heard = codec_dcp.decode(frame)
-    assert isinstance(heard, ev.SnapshotMarker)
-    assert heard.version == version
-    assert heard.purge_seqno == (6 if version in (MarkerVersion.V2_2, MarkerVersion.V2_2_SHORT) else 0)
-    assert heard.high_prepared_seqno == (7 if version is MarkerVersion.V2_2 else 0)
-    assert heard.timestamp == (8 if version is MarkerVersion.V2_1 else 0)
+    decoded = codec_dcp.decode(frame)
+    assert isinstance(decoded, ev.SnapshotMarker)
+    assert decoded.version == version
+    assert decoded.purge_seqno == (6 if version in (MarkerVersion.V2_2, MarkerVersion.V2_2_SHORT) else 0)
+    assert decoded.high_prepared_seqno == (7 if version is MarkerVersion.V2_2 else 0)
+    assert decoded.timestamp == (8 if version is MarkerVersion.V2_1 else 0)
 
 
 def test_a_marker_v22_stands_on_the_wire_as_documented() -> None:

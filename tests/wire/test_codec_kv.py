@@ -107,8 +107,8 @@ def test_a_body_cut_short_is_a_shorter_body_or_a_remote_error(pair: tuple[Any, .
 
 
 def test_requests_of_a_session_say_what_they_are_given() -> None:
-    asked = kv.hello(b"agent", (Feature.XATTR, Feature.COLLECTIONS), opaque=1)
-    assert kv.decode_hello(asked) == (b"agent", (6, 0x12))
+    sent = kv.hello(b"agent", (Feature.XATTR, Feature.COLLECTIONS), opaque=1)
+    assert kv.decode_hello(sent) == (b"agent", (6, 0x12))
     for make in (kv.sasl_auth, kv.sasl_step):
         assert kv.decode_sasl(make(b"PLAIN", b"\0a\0b")) == (b"PLAIN", b"\0a\0b")
     assert kv.decode_error_map_request(kv.get_error_map(2)) == 2
@@ -116,7 +116,7 @@ def test_requests_of_a_session_say_what_they_are_given() -> None:
     assert kv.decode_cluster_config_request(kv.get_cluster_config((-1, 7))) == (-1, 7)
     assert kv.decode_observe_seqno_request(kv.observe_seqno(3, 2**60)) == 2**60
     made = [
-        asked,
+        sent,
         kv.sasl_list_mechs(opaque=1),
         kv.sasl_auth(b"PLAIN", b"", opaque=1),
         kv.sasl_step(b"SCRAM-SHA1", b"x", opaque=1),
@@ -190,14 +190,14 @@ def test_too_many_paths_are_refused_with_the_servers_own_status() -> None:
 
 
 def test_a_request_with_one_path_is_taken_apart() -> None:
-    def asked(extras: str, value: bytes = b"pathrest") -> Frame:
+    def sent(extras: str, value: bytes = b"pathrest") -> Frame:
         return request(Opcode.SUBDOC_DICT_UPSERT, extras=bytes.fromhex(extras), key=b"k", value=value)
 
-    assert kv.decode_subdoc(asked("000405")) == (b"path", b"rest", 5, None, 0)
-    assert kv.decode_subdoc(asked("00040509")) == (b"path", b"rest", 5, None, 9)
-    assert kv.decode_subdoc(asked("0004050000000a")) == (b"path", b"rest", 5, 10, 0)
-    assert kv.decode_subdoc(asked("0004050000000a09")) == (b"path", b"rest", 5, 10, 9)
-    for bad in (asked("0009000000"), asked("000900"), asked("00")):
+    assert kv.decode_subdoc(sent("000405")) == (b"path", b"rest", 5, None, 0)
+    assert kv.decode_subdoc(sent("00040509")) == (b"path", b"rest", 5, None, 9)
+    assert kv.decode_subdoc(sent("0004050000000a")) == (b"path", b"rest", 5, 10, 0)
+    assert kv.decode_subdoc(sent("0004050000000a09")) == (b"path", b"rest", 5, 10, 9)
+    for bad in (sent("0009000000"), sent("000900"), sent("00")):
         with pytest.raises(RemoteProtocolError):
             kv.decode_subdoc(bad)
 
@@ -224,9 +224,9 @@ def test_an_error_context_is_what_the_server_said_or_nothing() -> None:
 def test_a_server_duration_is_read_about_as_it_was_written() -> None:
     """Two bytes for any time: the larger, the coarser (BinaryProtocol.md)."""
     for duration_us in (0, 1, 50, 1_000, 1_000_000, 100_000_000):
-        heard = kv.decode_server_duration_us(kv.encode_server_duration(duration_us))
-        assert heard is not None
-        assert abs(heard - duration_us) <= max(2, duration_us * 0.05)
+        decoded = kv.decode_server_duration_us(kv.encode_server_duration(duration_us))
+        assert decoded is not None
+        assert abs(decoded - duration_us) <= max(2, duration_us * 0.05)
     assert kv.decode_server_duration_us(b"") is None
     assert kv.encode_server_duration(-5) == kv.encode_server_duration(0)
     assert kv.encode_server_duration(1e12)[1:] == b"\xff\xff"

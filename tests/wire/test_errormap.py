@@ -1,4 +1,4 @@
-"""The error map; beside the recorded one in test_session_requests."""
+"""The error map; next to the recorded one in test_session_requests."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_held_bytes_are_acked_only_when_someone_took_them() -> None:
 
 
 def test_a_shut_window_makes_the_smallest_ack_due() -> None:
-    """Most of the window is held by one slow vbucket: what others freed must be said, or all of them stand still."""
+    """Most of the window is held by one slow vbucket: what others freed must be said, or all of them stall."""
     ledger = FlowControlLedger(100)
     ledger.received(95, hold=True)
     ledger.received(5)

@@ -161,13 +161,13 @@ def test_a_message_gets_its_stream_id_as_if_it_had_been_encoded_with_it(
 
 
 def test_an_answer_has_the_opcode_and_opaque_of_its_question() -> None:
-    asked = request(Opcode.GET, opaque=77, key=b"k")
-    assert response(asked, Status.KEY_ENOENT) == Frame(0x81, 0, vbucket=1, opaque=77)
-    assert response(asked, framing=b"\x02\0\1").magic == Magic.FLEX_RESPONSE
+    sent = request(Opcode.GET, opaque=77, key=b"k")
+    assert response(sent, Status.KEY_ENOENT) == Frame(0x81, 0, vbucket=1, opaque=77)
+    assert response(sent, framing=b"\x02\0\1").magic == Magic.FLEX_RESPONSE
     assert response(Frame(0x82, 1, opaque=5)).magic == Magic.SERVER_RESPONSE
-    assert response(asked).is_response
+    assert response(sent).is_response
     with pytest.raises(LocalProtocolError):
-        response(response(asked))
+        response(response(sent))
 
 
 def test_the_header_is_as_long_as_its_name_says() -> None:

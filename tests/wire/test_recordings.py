@@ -270,12 +270,12 @@ def test_both_ends_of_every_dialogue_agree_on_every_step(recordings: list[Record
                     continue
                 assert said == encode(frame)
                 listener.receive_data(said)
-                heard = listener.next_event()
-                assert isinstance(heard, Signal) is False, recording.name
+                received = listener.next_event()
+                assert isinstance(received, Signal) is False, recording.name
                 assert listener.next_event() is Signal.NEED_DATA
         consumer, producer = ends["c2s"], ends["s2c"]
-        assert consumer.asked_count == producer.owed_count, recording.name
-        assert producer.asked_count == consumer.owed_count, recording.name
+        assert consumer.requested_count == producer.owed_count, recording.name
+        assert producer.requested_count == consumer.owed_count, recording.name
         states = [{o: s.state for o, s in end.streams.items()} for end in (consumer, producer)]
         assert states[0] == states[1], recording.name
         assert consumer.stale_count == 0
@@ -350,4 +350,4 @@ def _drain(connection: Connection, limit: int) -> None:
 
 
 def test_server_opcodes_have_their_own_numbers() -> None:
-    assert int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION) == int(Opcode.SET), "told apart by the magic alone"
+    assert int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION) == int(Opcode.SET), "distinguished by the magic alone"

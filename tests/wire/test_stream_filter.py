@@ -20,7 +20,7 @@ anything = st.recursive(
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [
         (b"", FilterRequest()),
         (b'{"uid":"fF"}', FilterRequest()),
@@ -31,8 +31,8 @@ anything = st.recursive(
         (b'{"sid":null,"purge_seqno":null}', FilterRequest()),
     ],
 )
-def test_what_is_asked_for(value: bytes, wanted: FilterRequest) -> None:
-    assert parse_filter(value, has_stream_ids=False) == wanted
+def test_what_is_requested(value: bytes, expected: FilterRequest) -> None:
+    assert parse_filter(value, has_stream_ids=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_keys_that_the_server_does_not_know_are_not_looked_at() -> None:
         parse_filter(b'{"purge_seqno":"5"}', has_stream_ids=False, known=older)
 
 
-@given(st.dictionaries(st.sampled_from(sorted(KEYS)), anything).map(lambda asked: json.dumps(asked).encode()))
+@given(st.dictionaries(st.sampled_from(sorted(KEYS)), anything).map(lambda parsed: json.dumps(parsed).encode()))
 def test_any_object_is_a_filter_or_a_remote_error(value: bytes) -> None:
     for has_stream_ids in (False, True):
         try:
-            asked = parse_filter(value, has_stream_ids=has_stream_ids)
+            parsed = parse_filter(value, has_stream_ids=has_stream_ids)
         except RemoteProtocolError:
             continue
-        assert (asked.stream_id is not None) == has_stream_ids
-        assert asked.scope_id is None or asked.collections is None
+        assert (parsed.stream_id is not None) == has_stream_ids
+        assert parsed.scope_id is None or parsed.collections is None
 
 
 @given(st.binary(min_size=1, max_size=40))
