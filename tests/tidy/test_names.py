@@ -39,8 +39,6 @@ VAGUE_WORDS = {
     "whoever": "what it is: a client, a reader, a process",
     "wish": "request or setting",
     "wishes": "requests or settings",
-    "mend": "fix",
-    "mends": "fixes",
     "mended": "fixed",
     "deed": "instruction",
     "deeds": "instructions",
@@ -164,6 +162,8 @@ def test_no_name_has_a_vague_word() -> None:
     wrong = [
         f"{name_of(path)}, line {line}: {identifier}, say {VAGUE_WORDS[word]}"
         for path in (*SOURCES, *TESTS)
+        for text in [path.read_text().lower()]
+        if any(word in text for word in VAGUE_WORDS)  # few: to parse all takes 10 s
         for line, identifier in identifiers(tree_of(path))
         for word in words_of(identifier)
         if word in VAGUE_WORDS
