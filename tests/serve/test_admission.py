@@ -89,7 +89,7 @@ async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(
 
 
 async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(store: Store) -> None:
-    limits = Limits(login_timeout_s=0.2)
+    limits = Limits(login_timeout_s=1.0)
     async with serving(store.path, readers=NoStrangers(), limits=limits) as endpoint:
         inside, outside = await endpoint.sdk(), await endpoint.connect()
         async with asyncio.timeout(WAIT_S):
@@ -102,7 +102,7 @@ async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(s
 
 
 async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Store) -> None:
-    async with serving(store.path, limits=Limits(login_timeout_s=0.2)) as endpoint:
+    async with serving(store.path, limits=Limits(login_timeout_s=1.0)) as endpoint:
         asking, mute = await endpoint.connect(), await endpoint.connect()
         assert await asking.alive()
         assert await mute.receive() is None
