@@ -126,6 +126,6 @@ def test_each_rule_is_evaluated_and_none_fires_for_a_healthy_mirror(prometheus: 
     }
     assert len(states) > 10
     healthy = ("ok", "", "inactive")
-    if states["DcpMirrorSlowAnswers"] == ("ok", "", "pending"):  # this machine was busy for a moment: not for 10 minutes
+    if states["DcpMirrorSlowAnswers"] == ("ok", "", "pending"):  # the machine is busy: not for 10 minutes
         states["DcpMirrorSlowAnswers"] = healthy
     assert {name: state for name, state in states.items() if state != healthy} == {}
