@@ -35,6 +35,7 @@ from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
 from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
 from tests.sim.processes import OtherReader, digest
+from tests.sim.reader import SimReader
 from tests.sim.source import SimProducer, Source
 
 VBUCKETS = 4
@@ -108,6 +109,7 @@ class World:
         self.fate.may_fail_syncs = lambda: self.other_reader is None
         self.source = Source(rng, self.clock, counts, vbuckets=VBUCKETS)
         self.mirror = Mirror(path / "data", rng, self.clock, self.loop, self.source, self.fate, vbuckets=VBUCKETS)
+        self.reader = SimReader(self.source, rng, self.clock, counts, vbuckets=VBUCKETS)
         self.checker = Checker(self.mirror, self.source, rng, counts)
         self.source.keeps_persisted = self.mirror.persisted
         self.paths = ["_default._default"]
@@ -160,6 +162,7 @@ class World:
             self.lease: 1.2,
             self.release: 0.2,
             self.read_elsewhere: 0.4,
+            self.read_source: 12,
             self.interrupt_backfill: 0.6,
             self.look_at_collections: 2 if self.source.selection else 0.1,
             self.verify: 1,
@@ -260,7 +263,25 @@ class World:
                 break
         else:
             raise AssertionError("not caught up:\n" + "\n".join(map(self._situation, range(VBUCKETS))))
+        self.read_the_rest()
         self.checker.check_everything()
+
+    def read_the_rest(self) -> None:
+        """The bounded reader reads all that it has not read yet. The read before it may wait for what is lost."""
+        self.reader.end()
+        for _ in range(3000):
+            self.steps += 1
+            finished = False
+
+            def read() -> None:
+                nonlocal finished
+                finished = self.reader.finish(self.mirror.lives, VBUCKETS)
+
+            self.guarded(read)
+            if finished:
+                return
+            self.clock.advance(min(self.loop.next_due_in() or 0.05, 5.0))
+        raise AssertionError(f"the reader has not read all: {self.reader.positions}, {self.reader.until}")
 
     def _situation(self, vbid: int) -> str:
         vbucket = self.source.vbucket(vbid)
@@ -778,6 +799,10 @@ class World:
         follower = self.rng.choice(self.checker.followers)
         stop_after = self.rng.choice((None, None, None, self.rng.randint(0, 12)))
         self.checker.follow(follower, stop_after=stop_after)
+
+    def read_source(self) -> None:
+        """The bounded reader gets a turn."""
+        self.reader.step(self.mirror.lives)
 
     def lease(self) -> None:
         """Somebody who reads changes has its place in them held for a while."""

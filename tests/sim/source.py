@@ -139,6 +139,7 @@ class SimProducer(SandboxProducer):
     def __init__(self, source: Source, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.source = source
+        self.of_mirror = True
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         pass
@@ -161,6 +162,10 @@ class SimProducer(SandboxProducer):
         plain = super()._open_stream(request, stream_filter, history)
         stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.controls), plain._options, source.rng)
         stream.counts, stream.shapes = source.counts, source.shapes
+        if not self.of_mirror:
+            resumes = request.snap_start_seqno < request.start_seqno < request.snap_end_seqno
+            source.counts["mid-snapshot resumes of a reader"] += resumes
+            return stream
         source.lines[request.opaque] = plain.vbucket.log
         source.counts["streams accepted"] += 1
         if source.selection:
@@ -188,7 +193,7 @@ class SimConnection(NodeConnection):
 
     source: Source
 
-    def open_sim(self, source: Source, *, window_bytes: int, name: str) -> None:
+    def open_sim(self, source: Source, *, window_bytes: int, name: str, of_mirror: bool = True) -> None:
         self.source = source
         session = self.session
         session.user = User("demo", "demo")
@@ -204,13 +209,14 @@ class SimConnection(NodeConnection):
             snappy=True,
             open_flags=int(flags),
             expiry_opcode=True,
-            sync_writes=source.prepares,
+            sync_writes=source.prepares and of_mirror,
             noop_enabled=True,
             marker_version=MarkerVersion.V2_2 if source.marker_v2_2 else MarkerVersion.V1,
-            oso="oso" in source.shapes,
+            oso="oso" in source.shapes and of_mirror,
         )
         producer = SimProducer(source, self, name, controls, source.rng, live_snapshot_items=source.live_snapshot_items)
         producer.controls.oso_with_seqno_advanced = source.rng.random() < 0.5
+        producer.of_mirror = of_mirror
         producer.controls.buffer_bytes = window_bytes
         producer.window.resize(window_bytes)
         session.producer = producer
