@@ -24,9 +24,9 @@ from mirror.feed.transport import Link, Opaques
 from mirror.ingest import events as machine_events
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature
-from mirror.wire.events import Deletion, Expiration, Mutation, SystemEvent
+from mirror.wire.events import CollectionCreated, CollectionDropped, Deletion, Expiration, Mutation, SystemEvent
 from mirror.wire.frame import decode
-from mirror.wire.system_events import CollectionCreated, CollectionDropped, decode_system_event
+from mirror.wire.system_events import decode_system_event
 from storage.model import Branch, Document, Vbid
 from storage.records import decode_row
 from tests.sim.checkers import facts, reported, wire_key

@@ -1,4 +1,4 @@
-"""Source, network and mirror from one seed: after every commit what is published is what the source held there.
+"""Source, network, mirror and a bounded reader from one seed: what is published is what the source held there.
 
     pytest tests/sim                                         20,000 steps
     pytest tests/sim -m ci                                   100,000 steps
