@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -846,6 +847,10 @@ class World:
         self.checker.check_store()
 
 
+def _boot_id(world: World) -> str:
+    return f"start {world.mirror.boots} of the system"
+
+
 class Failed(AssertionError):
     """A world went wrong; says how to see it again."""
 
@@ -859,6 +864,7 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
         with small_limits(Random(rng.random())) as patch:
             world = World(seed, path, counts)
             patch.setattr("storage.environment.os", world.mirror.disks)
+            patch.setattr("storage.directory.boot_id", partial(_boot_id, world))
             try:
                 world.run(steps)
             except BaseException as error:
