@@ -16,6 +16,7 @@ from typing import Any
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from storage.model import DEFAULT_COLLECTION
 
 _NAME = re.compile(r"[A-Za-z0-9_%-]{1,251}")
 COLLECTIONS_MAX = 1000
@@ -111,16 +112,18 @@ class StreamFilter:
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
         """Say whether a stream so filtered can go on where one filtered to `before` came to.
 
-        It may show less than before only where what it leaves out is known to be gone (not among `held_ids`), and
-        nothing more: what was left out until here would never come.
+        It may show less than what is held only where that is known to be gone (not among `held_ids`): its end would
+        never come. Nor may it show more than before: what was left out until here would never come. Also the same
+        filter may show less than what is held, after staged rows with the end of a collection were abandoned.
         """
-        if before is None or before == self.text:
-            return before is not None
-        old = StreamFilter.parse(before)
+        old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:
-            return False
-        gone = set(old.collection_ids) - set(self.collection_ids)
-        return set(self.collection_ids) <= set(old.collection_ids) and not gone & set(held_ids)
+            return before == self.text
+        old_ids, ids = set(old.collection_ids), set(self.collection_ids)
+        left_out = set(held_ids) - ids
+        if DEFAULT_COLLECTION not in old_ids:
+            left_out.discard(DEFAULT_COLLECTION)  # every manifest begins with it, whatever is streamed
+        return ids <= old_ids and not left_out
 
 
 @dataclass(frozen=True, slots=True)

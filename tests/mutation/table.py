@@ -479,6 +479,12 @@ MUTATIONS = (
     ),
     Mutation(_STATUS, '= now_ms - (row["silent_ms"] or 0)', "= now_ms", _OF_STATUS),
     Mutation(_VBUCKET, "self._high_seqno[0].answers", "self._high_seqno[0].ready", _OF_WATCH),
+    Mutation(
+        "mirror/ingest/selection.py",
+        "return ids <= old_ids and not left_out",
+        "return ids <= old_ids",
+        "tests/ingest/test_selection.py",
+    ),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
         "mirror/feed/map_poll.py",
