@@ -79,12 +79,16 @@ SCHEMAS: dict[str, Schema] = {
         {
             "keys": {
                 "type": "array",
-                "items": {"type": "string", "minLength": 1, "maxLength": 60},
+                "items": {"type": "string", "minLength": 1, "maxLength": http_requests.KEY_LENGTH_MAX},
                 "maxItems": http_requests.KEYS_MAX // 2,
             },
             "keys_b64": {
                 "type": "array",
-                "items": {"type": "string", "pattern": "^([A-Za-z0-9_-]{4}){1,62}$"},
+                "items": {
+                    "type": "string",
+                    "pattern": "^([A-Za-z0-9_-]{4}){0,83}[A-Za-z0-9_-]{2,4}$",
+                    "maxLength": 334,
+                },
                 "maxItems": http_requests.KEYS_MAX // 2,
             },
         },
@@ -173,7 +177,7 @@ def _query(name: str, schema: Schema, text: str) -> Schema:
     return _parameter(name, "query", schema, text)
 
 
-KEY_SCHEMA = {"type": "string", "maxLength": 60}
+KEY_SCHEMA = {"type": "string", "maxLength": http_requests.KEY_LENGTH_MAX}
 COLLECTION = _parameter(
     "collection", "path", {"type": "string", "minLength": 1, "maxLength": 200, "pattern": r"^[A-Za-z0-9_.%-]+$"},
     "`scope.collection`, a name in the scope `_default`, or a collection's number.",
@@ -265,14 +269,14 @@ def _paths() -> dict[str, Schema]:
     }
     document_parameters = [
         COLLECTION,
-        _parameter("key", "path", {"type": "string", "minLength": 1, "maxLength": 60}, "At most 250 bytes."),
+        _parameter("key", "path", {"minLength": 1} | KEY_SCHEMA, "At most 250 bytes."),
         ENCODING,
         _query(
             "form", {"type": "string", "enum": ["body", "stored"], "default": "body"},
             "`stored`: as the source sent it, maybe compressed and with xattrs; Mirror-Datatype says which.",
         ),
         AS_OF, TOKEN, TIMEOUT,
-        _parameter("If-None-Match", "header", {"type": "string", "pattern": '^"[0-9a-f]{16}"$'}, "An ETag."),
+        _parameter("If-None-Match", "header", {"type": "string"}, "ETags, or `*` (RFC 9110, 13.1.2)."),
     ]  # fmt: skip
     ranges = [
         _query("prefix", KEY_SCHEMA, "Keys that begin so."),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,3 +108,18 @@ def test_a_page_of_what_the_description_promises(busy: Site) -> None:
         page = client.get("/v1/collections/_default/documents", params={"limit": 2}).json()
         seldom = {"key_b64", "value_b64", "problem"}
         assert page["documents"][0].keys() == SCHEMAS["Document"]["properties"].keys() - seldom
+
+
+def test_keys_of_every_length_that_is_answered_are_described(busy: Site) -> None:
+    members = SCHEMAS["Keys"]["properties"]
+    text, encoded = members["keys"]["items"], members["keys_b64"]["items"]
+    collection = "/v1/collections/_default"
+    for size in (1, 2, 3, 249, 250, 251):
+        key = "k" * size
+        key_b64 = base64.urlsafe_b64encode(key.encode()).rstrip(b"=").decode()
+        is_described = len(key_b64) <= encoded["maxLength"] and re.fullmatch(encoded["pattern"], key_b64) is not None
+        assert is_described is (size <= 250)
+        assert (len(key) <= text["maxLength"]) is is_described
+        assert busy.client.get(f"{collection}/documents/{key}").status_code == (404 if is_described else 400)
+        answer = busy.client.post(f"{collection}/multi-get", json={"keys": [key], "keys_b64": [key_b64]})
+        assert answer.status_code == (200 if is_described else 400), answer.text
