@@ -51,6 +51,7 @@ class SimReader:
         self.copies: list[dict[bytes, Document]] = [{} for _ in range(vbuckets)]
         self.positions = [Position() for _ in range(vbuckets)]
         self.until: dict[int, int] | None = None
+        self.past_counts: dict[int, int] = {}
         self.read: BoundedRead | None = None
         self.sessions: list[NodeSession | None] = [None] * NODES
         self.wires: list[Wire | None] = [None] * NODES
@@ -160,6 +161,7 @@ class SimReader:
         everything = range(len(self.positions))
         chosen = vbids or sorted(self.rng.sample(everything, self.rng.randint(1, len(everything))))
         self.until = {vbid: self.source.vbucket(vbid).high_seqno for vbid in chosen} if bounded else None
+        self.past_counts = {vbid: self.source.past_count(vbid) for vbid in chosen}
         self.counts["bounded reads begun" if bounded else "endless reads begun"] += 1
         self.read = BoundedRead(
             self,
@@ -289,8 +291,12 @@ class SimReader:
         self.positions[vbid] = ended.position  # the same seqno may be of a newer history, which has it as well
         self._compare(vbid)
         assert self.until is not None, "an endless read does not end by itself"
-        line = self.source.line(vbid, seqno, ended.position.vbuuid) if seqno else self.source.vbucket(vbid).log
         until = max(seqno, self.until[vbid])
-        held, owed = (self.source.seen(self.source.state(line, each), line, None) for each in (seqno, until))
-        assert held == owed, f"{ended} of {until}: more was to come"
+        lines = self.source.lines_with(vbid, seqno, ended.position.vbuuid, after_past=self.past_counts[vbid])
+        states = (
+            [self.source.seen(self.source.state(line, each), line, None) for each in (seqno, until)]
+            for line in lines
+            if len(line) >= until
+        )
+        assert any(held == owed for held, owed in states), f"{ended} of {until}: more was to come"
         self.counts["bounded reads of a vbucket"] += 1

@@ -349,16 +349,29 @@ class Source:
 
     # --- what it was
 
-    def line(self, vbid: int, seqno: int, vbuuid: int) -> list[Item]:
-        """The history that has `seqno` under that name, newest first; those that the source forgot the name of too."""
+    def lines_with(self, vbid: int, seqno: int, vbuuid: int, *, after_past: int = 0) -> Iterator[list[Item]]:
+        """The histories that have `seqno` under that name, newest first; those that the source forgot the name of too,
+        but for the first `after_past` that it lost. Every history has seqno 0.
+        """
         vbucket = self.vbucket(vbid)
-        for line, high, log in [(vbucket.log, vbucket.high_seqno, vbucket.failover_log), *reversed(self._past[vbid])]:
+        past = self._past[vbid][after_past:]
+        for line, high, log in [(vbucket.log, vbucket.high_seqno, vbucket.failover_log), *reversed(past)]:
             upper = high
             for entry in log:
-                if entry.vbuuid == vbuuid and seqno <= upper:
-                    return line
+                if not seqno or (entry.vbuuid == vbuuid and seqno <= upper):
+                    yield line
+                    break
                 upper = entry.seqno
-        raise AssertionError(f"vb {vbid}: the source never had seqno {seqno} under {vbuuid:#x}")
+
+    def line(self, vbid: int, seqno: int, vbuuid: int) -> list[Item]:
+        """The newest of `lines_with`."""
+        found = next(self.lines_with(vbid, seqno, vbuuid), None)
+        assert found is not None, f"vb {vbid}: the source never had seqno {seqno} under {vbuuid:#x}"
+        return found
+
+    def past_count(self, vbid: int) -> int:
+        """How many histories the source has lost until now."""
+        return len(self._past[vbid])
 
     def state(self, line: list[Item], seqno: int) -> State:
         """The state of a history at a seqno: as `Vbucket.state_at` says, made from the nearest one made before."""
