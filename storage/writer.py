@@ -432,6 +432,11 @@ class GroupWriter:
 
     # -- background -----------------------------------------------------------------------------------------------
 
+    @property
+    def is_indexing(self) -> bool:
+        """True while a complete snapshot waits for `step` to make its key rows."""
+        return bool(self.background.jobs)
+
     @_contained
     def step(self) -> bool:
         """One bounded slice of background work. True while more waits; a finished index is published by `commit`."""

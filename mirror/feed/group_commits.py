@@ -29,7 +29,9 @@ from storage.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between looks for background work when there was none; the store's idle sync is as late as this."""
+"""Pause between looks for background work when there was none, unless a commit begins to make key rows; the store's idle
+sync is as late as this.
+"""
 STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""
 REOPEN_FACTOR_MAX = 16
@@ -109,7 +111,8 @@ class GroupCommits:
         result = group.writer.commit(flush_open=flush_open)
         group.commits += 1
         group.full_count = 0
-        self._has_work.set()
+        if group.writer.is_indexing:
+            self._has_work.set()
         if self.on_committed is not None:
             self.on_committed(group)
         for vbid, seqno in result.published:

@@ -11,10 +11,12 @@ from typing import Any
 import lmdb
 import pytest
 
+from mirror.feed import group_commits
 from mirror.feed.group_commits import Group
 from mirror.messages import RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage import commit, directory
+from storage.background import Background
 from storage.errors import CorruptedError, DeviceFailed, Full
 from storage.purge import Window
 from storage.transaction import Transaction
@@ -156,3 +158,31 @@ async def test_groups_that_always_have_something_to_commit_take_turns(
     assert order[4:12] == order[:8]
     monkeypatch.undo()
     await mirror.stop()
+
+
+async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_made(
+    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each commit would look at every vbucket of the worker."""
+    steps: list[int] = []
+    step = Background.step
+
+    def counted(background: Background) -> bool:
+        steps.append(len(background.jobs))
+        return step(background)
+
+    monkeypatch.setattr(Background, "step", counted)
+    monkeypatch.setattr(commit, "INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr(group_commits, "STEP_IDLE_S", 3600.0)
+    cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(1000)), vbid=1)
+    mirror = mirror_of(cluster, tmp_path, settings={"batch_bytes_max": 64 * 1024, "connection_buffer_size": 32768})
+    consumer = mirror.start(cluster.connection_string)
+    await follow(mirror, cluster)
+    assert max(steps) > 0
+    step_count, commit_count = len(steps), sum(group.commits for group in consumer.commits.groups)
+    for number in range(20):
+        write(cluster, 5, f"small-{number}")
+        await follow(mirror, cluster)
+    assert len(steps) - step_count < 20 <= sum(group.commits for group in consumer.commits.groups) - commit_count
+    await mirror.stop()
+    assert_equal(mirror, cluster)
