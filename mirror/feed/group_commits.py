@@ -29,8 +29,8 @@ from storage.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between looks for background work when there was none, unless a commit begins to make key rows; the store's idle
-sync is as late as this.
+"""Pause between looks for background work when there was none, unless a commit begins to make key rows; the store's
+idle sync is as late as this.
 """
 STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""

@@ -1,15 +1,14 @@
-"""The key-value messages that a mirror, its embedded source and its readers speak: shapes and bodies, both roles.
+"""The key-value messages that a mirror, its embedded source and its readers speak: shapes and bodies.
 
 Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) nor what a bucket holds. Invariants:
 a request that passes `check_request` has extras, key and value of the lengths its opcode allows; every body is checked
-before it is cut; for each pair of functions `decode_x(encode_x(...))` gives the arguments back.
+before it is cut.
 Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
 engines/ep/docs/protocol/*_with_meta.md, and the recordings of the official SDK.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from typing import TypeVar
 
 from mirror.wire import leb128
 from mirror.wire.constants import Datatype, Magic, Opcode, ServerOpcode, Status
-from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
-from mirror.wire.events import Response
-from mirror.wire.frame import Frame, frame_infos, request
+from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.frame import Frame, request
 
 __all__ = [
     "Counter",
-    "LookupResult",
     "LookupSpec",
     "Meta",
     "MutationResult",
@@ -32,67 +29,38 @@ __all__ = [
     "ScanItem",
     "ScanLimits",
     "Store",
-    "WithMeta",
     "check_request",
     "clustermap_notification",
     "decode_cluster_config_request",
     "decode_clustermap_notification",
     "decode_collection_id",
     "decode_counter",
-    "decode_error_context",
     "decode_error_map_request",
     "decode_expiry",
     "decode_features",
-    "decode_flags",
     "decode_hello",
-    "decode_lookup_results",
     "decode_lookup_specs",
-    "decode_meta",
-    "decode_mutation_results",
     "decode_mutation_specs",
-    "decode_mutation_token",
     "decode_observe_seqno",
     "decode_observe_seqno_request",
-    "decode_response",
     "decode_sasl",
     "decode_scan_continue",
-    "decode_scan_items",
-    "decode_server_duration_us",
     "decode_store",
     "decode_subdoc",
-    "decode_with_meta",
     "encode_collection_id",
-    "encode_counter",
-    "encode_error_context",
-    "encode_expiry",
     "encode_features",
-    "encode_flags",
     "encode_lookup_head",
-    "encode_lookup_results",
-    "encode_lookup_specs",
     "encode_meta",
     "encode_mutation_results",
-    "encode_mutation_specs",
     "encode_mutation_token",
     "encode_observe_seqno",
-    "encode_scan_continue",
     "encode_scan_head",
     "encode_scan_items",
     "encode_server_duration",
-    "encode_store",
-    "encode_with_meta",
     "get_cluster_config",
-    "get_collection_id",
-    "get_collections_manifest",
-    "get_error_map",
-    "get_meta",
-    "get_scope_id",
     "hello",
-    "noop",
     "observe_seqno",
     "sasl_auth",
-    "sasl_list_mechs",
-    "sasl_step",
     "select_bucket",
 ]
 
@@ -106,7 +74,6 @@ _TOKEN = struct.Struct(">QQ")
 _REVISION = struct.Struct(">qq")
 _COLLECTION = struct.Struct(">QI")
 _META = struct.Struct(">IIIQ")
-_WITH_META = struct.Struct(">IIQQ")
 _OBSERVED = struct.Struct(">BHQQQ")
 _OBSERVED_FAILOVER = struct.Struct(">BHQQQQQ")
 _LOOKUP = struct.Struct(">BBH")
@@ -222,20 +189,6 @@ def check_request(frame: Frame) -> Frame:
     return frame
 
 
-def decode_response(frame: Frame) -> Response:
-    """The plain answer that a response frame is."""
-    return Response(
-        frame.opcode,
-        frame.status,
-        frame.value,
-        frame.extras,
-        frame.key,
-        frame.datatype,
-        frame.cas,
-        opaque=frame.opaque,
-    )
-
-
 def _error(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
     vbid = None if frame.is_response else frame.vbucket
     return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
@@ -272,19 +225,9 @@ def decode_features(value: bytes) -> tuple[int, ...]:
     return tuple(feature for (feature,) in _U16.iter_unpack(value))
 
 
-def sasl_list_mechs(*, opaque: int = 0) -> Frame:
-    """SASL_LIST_MECHS."""
-    return request(Opcode.SASL_LIST_MECHS, opaque=opaque)
-
-
 def sasl_auth(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
     """SASL_AUTH: the first message of a mechanism."""
     return request(Opcode.SASL_AUTH, opaque=opaque, key=mechanism, value=data)
-
-
-def sasl_step(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
-    """SASL_STEP: the next message of a mechanism."""
-    return request(Opcode.SASL_STEP, opaque=opaque, key=mechanism, value=data)
 
 
 def decode_sasl(frame: Frame) -> tuple[bytes, bytes]:
@@ -297,39 +240,9 @@ def select_bucket(name: bytes, *, opaque: int = 0) -> Frame:
     return request(Opcode.SELECT_BUCKET, opaque=opaque, key=name)
 
 
-def noop(*, opaque: int = 0) -> Frame:
-    """The plain NOOP, for when no DCP stream is open."""
-    return request(Opcode.NOOP, opaque=opaque)
-
-
-def get_error_map(version: int = 2, *, opaque: int = 0) -> Frame:
-    """GET_ERROR_MAP in at most this version."""
-    return request(Opcode.GET_ERROR_MAP, opaque=opaque, value=_U16.pack(version))
-
-
 def decode_error_map_request(frame: Frame) -> int:
     """The version that a GET_ERROR_MAP asks for."""
     return _exactly(_U16, frame.value, frame.opcode, "an error map version")[0]
-
-
-def decode_error_context(value: bytes, datatype: int) -> str:
-    """What a server says about an error in the value of its answer; empty when it says nothing readable."""
-    if not value or not datatype & Datatype.JSON:
-        return ""
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return ""
-    error = found.get("error") if isinstance(found, dict) else None
-    if not isinstance(error, dict):
-        return ""
-    parts = [str(error[name]) for name in ("context", "ref") if name in error]
-    return " ".join(parts)
-
-
-def encode_error_context(context: str, **more: object) -> bytes:
-    """The value (datatype JSON) of an answer that explains an error."""
-    return json.dumps({"error": {"context": context}, **more}, separators=(",", ":")).encode()
 
 
 # Cluster configuration.
@@ -395,32 +308,10 @@ class Meta:
     datatype: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WithMeta:
-    """Extras of SET_WITH_META and its like: the source's own metadata."""
-
-    flags: int
-    expiry: int
-    rev_seqno: int
-    cas: int
-    options: int | None = None
-    metadata_length: int | None = None
-
-
-def encode_store(store: Store) -> bytes:
-    """Extras of SET, ADD, REPLACE."""
-    return _STORE.pack(store.flags, store.expiry)
-
-
 def decode_store(extras: bytes) -> Store:
     """What extras of SET, ADD, REPLACE say."""
     flags, expiry = _exactly(_STORE, extras, Opcode.SET, "extras")
     return Store(flags, expiry)
-
-
-def encode_counter(counter: Counter) -> bytes:
-    """Extras of INCREMENT, DECREMENT."""
-    return _COUNTER.pack(counter.delta, counter.initial, counter.expiry)
 
 
 def decode_counter(extras: bytes) -> Counter:
@@ -429,42 +320,14 @@ def decode_counter(extras: bytes) -> Counter:
     return Counter(delta, initial, expiry)
 
 
-def encode_expiry(expiry: int) -> bytes:
-    """Extras of TOUCH, GAT, GET_LOCKED."""
-    return _U32.pack(expiry)
-
-
 def decode_expiry(extras: bytes) -> int:
     """What extras of TOUCH, GAT, GET_LOCKED say; 0 without any."""
     return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
 
 
-def encode_flags(flags: int) -> bytes:
-    """Extras of the answer to GET and its like."""
-    return _U32.pack(flags)
-
-
-def decode_flags(extras: bytes) -> int:
-    """Flags in the answer to GET and its like."""
-    return _exactly(_U32, extras, Opcode.GET, "extras")[0]
-
-
 def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
     """Extras of the answer to a write, where HELLO granted MUTATION_SEQNO."""
     return _TOKEN.pack(vbuuid, seqno)
-
-
-def decode_mutation_token(extras: bytes) -> tuple[int, int] | None:
-    """(vbuuid, seqno) of a write; None where the answer carries none."""
-    if not extras:
-        return None
-    vbuuid, seqno = _exactly(_TOKEN, extras, Opcode.SET, "a mutation token")
-    return vbuuid, seqno
-
-
-def get_meta(vbid: int, key: bytes, version: int = 2, *, opaque: int = 0) -> Frame:
-    """GET_META; version 2 asks for the datatype too."""
-    return request(Opcode.GET_META, vbucket=vbid, opaque=opaque, extras=_U8.pack(version), key=key)
 
 
 def encode_meta(meta: Meta) -> bytes:
@@ -473,51 +336,7 @@ def encode_meta(meta: Meta) -> bytes:
     return extras if meta.datatype is None else extras + _U8.pack(meta.datatype)
 
 
-def decode_meta(extras: bytes) -> Meta:
-    """What the answer to GET_META says."""
-    datatype = extras[-1] if len(extras) == _META.size + 1 else None
-    body = extras if datatype is None else extras[:-1]
-    deleted, flags, expiry, rev_seqno = _exactly(_META, body, Opcode.GET_META, "metadata")
-    return Meta(bool(deleted), flags, expiry, rev_seqno, datatype)
-
-
-def encode_with_meta(meta: WithMeta) -> bytes:
-    """Extras of SET_WITH_META and its like."""
-    extras = _WITH_META.pack(meta.flags, meta.expiry, meta.rev_seqno, meta.cas)
-    if meta.options is not None:
-        extras += _U32.pack(meta.options)
-    if meta.metadata_length is not None:
-        extras += _U16.pack(meta.metadata_length)
-    return extras
-
-
-def decode_with_meta(extras: bytes) -> WithMeta:
-    """What extras of SET_WITH_META and its like say."""
-    if len(extras) not in _WITH_META_EXTRAS:
-        raise RemoteProtocolError(f"extras of {len(extras)} bytes", op=Opcode.SET_WITH_META)
-    flags, expiry, rev_seqno, cas = _WITH_META.unpack_from(extras)
-    rest = extras[_WITH_META.size :]
-    options = _U32.unpack_from(rest)[0] if len(rest) >= _U32.size else None
-    metadata_length = _U16.unpack(rest[-2:])[0] if len(rest) % _U32.size else None
-    return WithMeta(flags, expiry, rev_seqno, cas, options, metadata_length)
-
-
 # Collections.
-
-
-def get_collections_manifest(*, opaque: int = 0) -> Frame:
-    """GET_COLLECTIONS_MANIFEST."""
-    return request(Opcode.GET_COLLECTIONS_MANIFEST, opaque=opaque)
-
-
-def get_collection_id(path: bytes, *, opaque: int = 0) -> Frame:
-    """GET_COLLECTION_ID of `scope.collection`."""
-    return request(Opcode.GET_COLLECTION_ID, opaque=opaque, value=path)
-
-
-def get_scope_id(path: bytes, *, opaque: int = 0) -> Frame:
-    """GET_SCOPE_ID of `scope`."""
-    return request(Opcode.GET_SCOPE_ID, opaque=opaque, value=path)
 
 
 def encode_collection_id(manifest_uid: int, collection_id: int) -> bytes:
@@ -586,14 +405,6 @@ class LookupSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LookupResult:
-    """Answer for one path of SUBDOC_MULTI_LOOKUP."""
-
-    status: int
-    value: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class MutationSpec:
     """One path of SUBDOC_MULTI_MUTATION."""
 
@@ -612,11 +423,6 @@ class MutationResult:
     value: bytes = b""
 
 
-def encode_lookup_specs(specs: Iterable[LookupSpec]) -> bytes:
-    """Value of SUBDOC_MULTI_LOOKUP."""
-    return b"".join(_LOOKUP.pack(spec.opcode, spec.flags, len(spec.path)) + spec.path for spec in specs)
-
-
 def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
     """The paths that a SUBDOC_MULTI_LOOKUP asks for."""
     cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
@@ -627,32 +433,9 @@ def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
     return _bounded(specs, Opcode.SUBDOC_MULTI_LOOKUP)
 
 
-def encode_lookup_results(results: Iterable[LookupResult]) -> bytes:
-    """Value of the answer to SUBDOC_MULTI_LOOKUP."""
-    return b"".join(encode_lookup_head(result.status, len(result.value)) + result.value for result in results)
-
-
 def encode_lookup_head(status: int, value_bytes: int) -> bytes:
     """What stands before the value of one path in that answer."""
     return _LOOKUP_RESULT.pack(status, value_bytes)
-
-
-def decode_lookup_results(value: bytes) -> list[LookupResult]:
-    """What the answer to SUBDOC_MULTI_LOOKUP says, in the order of the paths."""
-    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
-    results = []
-    while cutter:
-        status, length = cutter.fields(_LOOKUP_RESULT)
-        results.append(LookupResult(status, cutter.bytes(length)))
-    return results
-
-
-def encode_mutation_specs(specs: Iterable[MutationSpec]) -> bytes:
-    """Value of SUBDOC_MULTI_MUTATION."""
-    parts = []
-    for spec in specs:
-        parts += [_MUTATE.pack(spec.opcode, spec.flags, len(spec.path), len(spec.value)), spec.path, spec.value]
-    return b"".join(parts)
 
 
 def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
@@ -674,17 +457,6 @@ def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
         if result.status == Status.SUCCESS:
             parts += [_U32.pack(len(result.value)), result.value]
     return b"".join(parts)
-
-
-def decode_mutation_results(value: bytes) -> list[MutationResult]:
-    """What the answer to SUBDOC_MULTI_MUTATION says."""
-    cutter = _Cutter(value, Opcode.SUBDOC_MULTI_MUTATION)
-    results = []
-    while cutter:
-        index, status = cutter.fields(_MUTATION_RESULT)
-        content = cutter.bytes(cutter.fields(_U32)[0]) if status == Status.SUCCESS else b""
-        results.append(MutationResult(index, status, content))
-    return results
 
 
 def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
@@ -725,13 +497,6 @@ class ScanItem:
     datatype: int = 0
 
 
-def encode_scan_continue(limits: ScanLimits) -> bytes:
-    """Extras of RANGE_SCAN_CONTINUE."""
-    if len(limits.uuid) != 16:
-        raise LocalProtocolError(f"a scan id of {len(limits.uuid)} bytes", op=Opcode.RANGE_SCAN_CONTINUE)
-    return _SCAN_CONTINUE.pack(limits.uuid, limits.item_limit, limits.time_limit_ms, limits.byte_limit)
-
-
 def decode_scan_continue(extras: bytes) -> ScanLimits:
     """What extras of RANGE_SCAN_CONTINUE say."""
     if len(extras) != _SCAN_CONTINUE.size:
@@ -756,20 +521,6 @@ def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
     return b"".join((fields, leb128.encode(len(item.key)), item.key, leb128.encode(value_bytes)))
 
 
-def decode_scan_items(value: bytes, *, keys_only: bool) -> list[ScanItem]:
-    """Items of an answer to RANGE_SCAN_CONTINUE; its extras say whether they are keys only."""
-    cutter = _Cutter(value, Opcode.RANGE_SCAN_CONTINUE)
-    items = []
-    while cutter:
-        if keys_only:
-            items.append(ScanItem(cutter.bytes(cutter.leb128())))
-            continue
-        flags, expiry, seqno, cas, datatype = cutter.fields(_SCAN_ITEM)
-        key = cutter.bytes(cutter.leb128())
-        items.append(ScanItem(key, cutter.bytes(cutter.leb128()), flags, expiry, seqno, cas, datatype))
-    return items
-
-
 # Server duration: framing extras of answers where HELLO granted TRACING.
 
 
@@ -777,14 +528,6 @@ def encode_server_duration(duration_us: float) -> bytes:
     """Framing extras that say how long the server took."""
     encoded = min(_DURATION_MAX, round((max(duration_us, 0) * 2) ** (1 / _DURATION_POWER)))
     return b"\x02" + _U16.pack(encoded)
-
-
-def decode_server_duration_us(framing: bytes) -> float | None:
-    """How long the server took, in microseconds."""
-    for info_id, content in frame_infos(framing):
-        if info_id == 0 and len(content) == _U16.size:
-            return float(_U16.unpack(content)[0] ** _DURATION_POWER / 2)
-    return None
 
 
 class _Cutter:
@@ -810,10 +553,6 @@ class _Cutter:
 
     def fields(self, layout: struct.Struct) -> tuple[int, ...]:
         return layout.unpack(self.bytes(layout.size))
-
-    def leb128(self) -> int:
-        number, self._pos = leb128.decode(self._data, self._pos)
-        return number
 
 
 def _bounded(specs: list[_Spec], op: int) -> list[_Spec]:

@@ -90,7 +90,6 @@ def dcp_codec(data: bytes) -> None:
 
 
 _KV_FRAMES: tuple[Callable[[frame.Frame], Any], ...] = (
-    codec_kv.decode_response,
     codec_kv.decode_hello,
     codec_kv.decode_sasl,
     codec_kv.decode_error_map_request,
@@ -105,21 +104,11 @@ _KV_BYTES: tuple[Callable[[bytes], Any], ...] = (
     codec_kv.decode_store,
     codec_kv.decode_counter,
     codec_kv.decode_expiry,
-    codec_kv.decode_flags,
-    codec_kv.decode_mutation_token,
-    codec_kv.decode_meta,
-    codec_kv.decode_with_meta,
     codec_kv.decode_collection_id,
     codec_kv.decode_observe_seqno,
     codec_kv.decode_lookup_specs,
-    codec_kv.decode_lookup_results,
     codec_kv.decode_mutation_specs,
-    codec_kv.decode_mutation_results,
     codec_kv.decode_scan_continue,
-    codec_kv.decode_server_duration_us,
-    lambda data: codec_kv.decode_scan_items(data, keys_only=True),
-    lambda data: codec_kv.decode_scan_items(data, keys_only=False),
-    lambda data: codec_kv.decode_error_context(data, 1),
     lambda data: kv_scan_request.parse(data, takes_xattrs=True),
 )
 

@@ -19,6 +19,7 @@ from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode
 from storage.keys import vbid_of
 from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
+from tests.oracle import kv_client
 
 XATTR_PATH = 4
 CONNECTIONS = 2_000
@@ -38,7 +39,7 @@ class Attack:
 
 def lookup(key: bytes, path: bytes, flags: int) -> fr.Frame:
     specs = [LookupSpec(int(Opcode.SUBDOC_GET), path, flags)] * 16
-    return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=codec_kv.encode_lookup_specs(specs))
+    return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=kv_client.encode_lookup_specs(specs))
 
 
 def pipelined(site: Site, frame: fr.Frame, count: int) -> None:
@@ -122,7 +123,7 @@ def silence_before_https(site: Site) -> None:
 
 def silence_before_login(site: Site) -> None:
     """1,024 once kept everybody out for 600 s."""
-    silence(site.kv, fr.encode(codec_kv.noop()))
+    silence(site.kv, fr.encode(kv_client.noop()))
 
 
 def heads_without_an_end(site: Site) -> None:
@@ -235,7 +236,7 @@ def scans_of_large_documents(site: Site) -> None:
         while True:
             made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
             assert made.status == 0, made
-            extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))
+            extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value))
             answer = client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
             assert len(answer.value) > LARGE_BYTES
 

@@ -11,12 +11,12 @@ import pytest
 
 from mirror.spark.bodies import Bodies, DocumentDoesNotFit, Reading
 from mirror.spark.rows import Documents, change_row
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode
 from storage import records
 from storage.view import open_view
+from tests.oracle import kv_client
 from tests.serve.http_site import Site, events, made, running
 from tests.serve.kv_rig import serving
 
@@ -36,7 +36,7 @@ PAIRS = {
     "half a length": b"\0\0\0\2\0\0" + BODY,
 }
 """What is said inside of it: the attributes cannot be read, the body can."""
-LOOKUP = codec_kv.encode_lookup_specs(
+LOOKUP = kv_client.encode_lookup_specs(
     [LookupSpec(int(Opcode.SUBDOC_GET), b"_x", 4), LookupSpec(int(Opcode.SUBDOC_GET), b"good", 0)]
 )
 

@@ -36,6 +36,7 @@ from mirror.wire.events import (
 from mirror.wire.flow_control import ACK_SHARE, FlowControlLedger, ProducerWindow, counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.frame import encode as encode_frame
+from tests.oracle import kv_client
 from tests.oracle.states import (
     ANSWERED,
     CLOSE_TRIGGERS,
@@ -244,8 +245,8 @@ class Connection:
     def _answer(self, frame: Frame, speaker: Role, blame: type[ProtocolError]) -> Response:
         pending = self._owed if speaker is self.role else self._requested
         if frame.magic == Magic.SERVER_RESPONSE:
-            return codec_kv.decode_response(frame)
-        response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.decode_response(frame)
+            return kv_client.response(frame)
+        response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else kv_client.response(frame)
         assert isinstance(response, Response), "the codecs make responses of response frames"
         request = pending.first(frame.opcode, frame.opaque)
         if request is None:

@@ -13,6 +13,7 @@ from mirror.wire import events as ev
 from mirror.wire.constants import ControlKey, Opcode, Status, StreamEndReason
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame, encode, request, response
+from tests.oracle import kv_client
 from tests.oracle.connection import Connection, Signal
 from tests.oracle.states import ConnectionState, Role, StreamState
 
@@ -224,7 +225,7 @@ def test_a_duplex_server_may_push_a_cluster_map() -> None:
     with pytest.raises(LocalProtocolError, match="not for the consumer"):
         pair.consumer.send(pushed)
     with pytest.raises(LocalProtocolError, match="not for the producer"):
-        pair.producer.send(codec_kv.noop())
+        pair.producer.send(kv_client.noop())
     [received] = pair.say(pair.consumer, response(pushed))
     assert isinstance(received, ev.Response)
 
@@ -337,7 +338,7 @@ def test_the_end_of_bytes_closes_and_a_cut_frame_is_named() -> None:
     assert clean.next_event() is Signal.CLOSED
     assert clean.next_event() is Signal.CLOSED
     with pytest.raises(LocalProtocolError, match="closed"):
-        clean.send(codec_kv.noop())
+        clean.send(kv_client.noop())
     with pytest.raises(LocalProtocolError, match="end of bytes"):
         clean.receive_data(b"x")
     cut = Connection(Role.CONSUMER)

@@ -13,12 +13,13 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
+from tests.oracle import kv_client
 
 from .client import FEATURES, Client
 
 
 def store(key: bytes, value: bytes, opcode: Opcode = Opcode.SET, **more: Any) -> Frame:
-    extras = codec_kv.encode_store(codec_kv.Store(more.pop("flags", 0), more.pop("expiry", 0)))
+    extras = kv_client.encode_store(codec_kv.Store(more.pop("flags", 0), more.pop("expiry", 0)))
     return fr.request(opcode, key=key, value=value, extras=extras, **more)
 
 
@@ -46,7 +47,7 @@ async def test_quiet_forms_answer_only_what_matters() -> None:
         client.send(get(b"\0nope", Opcode.GETQ))
         hit = client.send(get(b"\0k", Opcode.GETKQ))
         lost = client.send(store(b"\0k", b"1", Opcode.ADDQ))
-        await client.ask(codec_kv.noop())
+        await client.ask(kv_client.noop())
         assert sorted(client.answers) == [hit, lost]
         assert client.answers[hit].key == b"\0k"
         assert client.answers[lost].status == Status.KEY_EEXISTS
@@ -87,13 +88,13 @@ async def test_metadata_of_a_document_and_of_a_tombstone() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
         await client.ask(store(b"\0k", b"{}", flags=5))
-        meta = codec_kv.decode_meta((await client.ask(codec_kv.get_meta(0, b"\0k"))).extras)
+        meta = kv_client.decode_meta((await client.ask(kv_client.get_meta(0, b"\0k"))).extras)
         assert (meta.deleted, meta.flags, meta.rev_seqno, meta.datatype) == (False, 5, 1, 1)
         cluster.delete("k")
-        answer = await client.ask(codec_kv.get_meta(0, b"\0k"))
-        meta = codec_kv.decode_meta(answer.extras)
+        answer = await client.ask(kv_client.get_meta(0, b"\0k"))
+        meta = kv_client.decode_meta(answer.extras)
         assert (answer.status, meta.deleted, meta.rev_seqno) == (0, True, 2)
-        assert (await client.ask(codec_kv.get_meta(0, b"\0nope"))).status == Status.KEY_ENOENT
+        assert (await client.ask(kv_client.get_meta(0, b"\0nope"))).status == Status.KEY_ENOENT
 
 
 async def test_another_node_refuses_with_the_map() -> None:
@@ -123,7 +124,7 @@ async def test_requests_that_make_no_sense(frame: Frame, status: Status) -> None
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
         assert (await client.ask(frame)).status == status
-        assert (await client.ask(codec_kv.noop())).status == 0
+        assert (await client.ask(kv_client.noop())).status == 0
 
 
 async def test_durability_and_kept_expiry_stand_in_the_frame() -> None:

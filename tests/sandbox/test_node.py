@@ -15,6 +15,7 @@ from mirror.wire import codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
+from tests.oracle import kv_client
 
 from .client import Client
 
@@ -22,7 +23,7 @@ from .client import Client
 async def test_answers_come_in_the_order_of_the_requests() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
-        sent = [client.send(codec_kv.noop()) for _ in range(100)]
+        sent = [client.send(kv_client.noop()) for _ in range(100)]
         await client.until(lambda: len(client.answers) == 100)
         assert list(client.answers) == sent
 
@@ -84,7 +85,7 @@ async def test_a_node_that_stops_breaks_connections_that_it_has_just_accepted(tu
 async def test_before_login_only_login_is_answered() -> None:
     async with SandboxCluster(vbuckets=1, profile="7.2") as cluster:
         client = await Client.connect(cluster)
-        assert (await client.ask(codec_kv.noop())).status == 0
+        assert (await client.ask(kv_client.noop())).status == 0
         assert (await client.ask(fr.request(Opcode.VERSION))).value == b"7.2.0"
         assert (await client.ask(fr.request(Opcode.GET, key=b"k"))).status == Status.EACCESS
         assert (await client.ask(fr.request(0x7E))).status == Status.EACCESS
@@ -127,7 +128,7 @@ async def test_maps_are_announced_to_clients_that_requested_it_also_on_dcp_conne
             epoch, rev, bucket, config = codec_kv.decode_clustermap_notification(client.pushed[0])
             assert (epoch, rev, bucket) == (cluster.bucket.map.epoch, cluster.bucket.map.rev, b"demo")
             assert bool(config) == (notice == Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
-        await plain.ask(codec_kv.noop())
+        await plain.ask(kv_client.noop())
         assert plain.pushed == []
 
 

@@ -13,6 +13,7 @@ from mirror.sandbox.profile import CONTROLS, PROFILES, profile_named
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Status
+from tests.oracle import kv_client
 
 from .client import Client
 
@@ -47,11 +48,11 @@ async def test_features(profile: str, collections: bool, sync_replication: bool,
         assert (Feature.SYNC_REPLICATION in client.features) is sync_replication
         assert (Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in client.features) is known_version
         assert (b'"collections"' in cluster.bucket.map.to_json(0, with_bucket=True)) is collections
-        manifest = await client.ask(codec_kv.get_collections_manifest())
+        manifest = await client.ask(kv_client.get_collections_manifest())
         old = Status.NOT_SUPPORTED if profile == "6.6" else Status.UNKNOWN_COMMAND
         assert manifest.status == (Status.SUCCESS if collections else old)
-        assert (await client.ask(codec_kv.get_collection_id(b"_default._default"))).status == manifest.status
-        assert (await client.ask(codec_kv.get_scope_id(b"_default"))).status == manifest.status
+        assert (await client.ask(kv_client.get_collection_id(b"_default._default"))).status == manifest.status
+        assert (await client.ask(kv_client.get_scope_id(b"_default"))).status == manifest.status
         if not collections:
             with pytest.raises(ManifestError, match="has no collections"):
                 cluster.bucket.create_scope("s")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mirror.sandbox import SandboxCluster
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec, MutationSpec
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
+from tests.oracle import kv_client
 
 from .client import Client
 
@@ -22,11 +22,13 @@ def single(opcode: Opcode, path: bytes, value: bytes = b"", flags: int = 0, docu
 
 
 def mutation(*specs: MutationSpec, extras: bytes = b"") -> Frame:
-    return fr.request(Opcode.SUBDOC_MULTI_MUTATION, key=KEY, extras=extras, value=codec_kv.encode_mutation_specs(specs))
+    return fr.request(
+        Opcode.SUBDOC_MULTI_MUTATION, key=KEY, extras=extras, value=kv_client.encode_mutation_specs(specs)
+    )
 
 
 def lookup(*specs: LookupSpec, extras: bytes = b"") -> Frame:
-    return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=KEY, extras=extras, value=codec_kv.encode_lookup_specs(specs))
+    return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=KEY, extras=extras, value=kv_client.encode_lookup_specs(specs))
 
 
 async def test_single_paths() -> None:
@@ -52,7 +54,7 @@ async def test_all_paths_or_none() -> None:
             )
         )
         assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
-        failed = codec_kv.decode_mutation_results(answer.value)
+        failed = kv_client.decode_mutation_results(answer.value)
         assert [(r.index, r.status) for r in failed] == [(1, Status.SUBDOC_PATH_ENOENT)]
         assert cluster.bucket.get("k") is before
         answer = await client.ask(
@@ -62,10 +64,10 @@ async def test_all_paths_or_none() -> None:
                 MutationSpec(Opcode.SUBDOC_COUNTER, b"c", b"3"),
             )
         )
-        assert [(r.index, r.value) for r in codec_kv.decode_mutation_results(answer.value)] == [(2, b"3")]
+        assert [(r.index, r.value) for r in kv_client.decode_mutation_results(answer.value)] == [(2, b"3")]
         assert cluster.vbucket(0).high_seqno == 2
         found = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"x", 4), LookupSpec(Opcode.GET, b"")))
-        assert [r.value for r in codec_kv.decode_lookup_results(found.value)] == [b'{"y":1}', b'{"a":1,"b":2,"c":3}']
+        assert [r.value for r in kv_client.decode_lookup_results(found.value)] == [b'{"y":1}', b'{"a":1,"b":2,"c":3}']
 
 
 async def test_document_flags() -> None:
@@ -97,7 +99,7 @@ async def test_deleted_documents_are_seen_on_request() -> None:
         assert (await client.ask(lookup(*specs))).status == Status.KEY_ENOENT
         answer = await client.ask(lookup(*specs, extras=b"\x04"))
         assert answer.status == Status.SUBDOC_SUCCESS_DELETED
-        assert codec_kv.decode_lookup_results(answer.value)[0].value == b"1"
+        assert kv_client.decode_lookup_results(answer.value)[0].value == b"1"
         answer = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"user", 4), extras=b"\x04"))
         assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
 
@@ -113,4 +115,4 @@ async def test_the_order_of_paths_and_their_kinds() -> None:
         bad = lookup(LookupSpec(Opcode.SUBDOC_GET, b"\xff"))
         answer = await client.ask(bad)
         assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
-        assert [each.status for each in codec_kv.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]
+        assert [each.status for each in kv_client.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]

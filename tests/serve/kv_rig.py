@@ -28,6 +28,7 @@ from storage import directory, keys
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.writer import GroupWriter
 from tests.feed.harness import Mirror
+from tests.oracle import kv_client
 
 T = TypeVar("T")
 WAIT_S = 20.0
@@ -183,7 +184,7 @@ class Client:
         return (await self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode()))).status
 
     async def alive(self) -> bool:
-        await self.send(codec_kv.noop())
+        await self.send(kv_client.noop())
         return await self.receive() is not None
 
     async def close(self) -> None:

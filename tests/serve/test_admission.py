@@ -24,7 +24,7 @@ from mirror.serve.admission import LOCAL, REFUSALS_MAX, Acceptor, Admission, Slo
 from mirror.serve.auth import Reader, SourceUser
 from mirror.serve.listener import Address, Limits
 from mirror.serve.tls import server_tls
-from mirror.wire import codec_kv
+from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
@@ -294,6 +294,6 @@ async def test_a_client_that_is_gone_before_it_is_accepted_harms_nobody(store: S
             with socket.create_connection(("127.0.0.1", endpoint.port)) as line:
                 line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client = await endpoint.connect()
-        assert (await client.ask(codec_kv.noop())).status == 0
+        assert (await client.ask(kv_client.noop())).status == 0
         await accepted(endpoint, 1)
         await until(lambda: endpoint.server.admission.open_count == 1)

@@ -16,6 +16,7 @@ from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
+from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
 from tests.serve.kv_rig import Store
 
@@ -83,7 +84,7 @@ async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store:
     await until(lambda: connection.paused_s is not None)
     assert connection.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
     sent = endpoint.server.dcp_counters.sent_bytes
-    await client.send(codec_kv.noop())
+    await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
     assert endpoint.server.dcp_counters.sent_bytes == sent
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mirror.serve.auth import FileUsers, entry_of
 from mirror.serve.listener import Address, Limits
-from mirror.wire import codec_kv
 from mirror.wire import events as ev
 from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
+from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event
 from tests.serve.kv_rig import DEFAULT, Store
@@ -105,7 +105,7 @@ async def test_more_connections_than_allowed_are_closed(tmp_path: Path) -> None:
     async with serving_dcp(store.path, limits=Limits(connections_max=2)) as endpoint:
         first, second = await endpoint.client(name="a"), await endpoint.client(name="b")
         third = await endpoint.connect()
-        await third.send(codec_kv.noop())
+        await third.send(kv_client.noop())
         assert await third.receive() is None
         assert await first.alive()
         assert await second.alive()

@@ -32,6 +32,7 @@ from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from storage.errors import Unavailable
 from tests.crash.service import Service, until
+from tests.oracle import kv_client
 
 VBUCKETS = 4
 DOCUMENTS = 6
@@ -141,11 +142,11 @@ def reader_of_range_scans(address: tuple[str, int], stop: threading.Event) -> in
                 found = []
                 status = int(Status.RANGE_SCAN_MORE)
                 while status == Status.RANGE_SCAN_MORE:
-                    extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value, 2))
+                    extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value, 2))
                     answer = ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
                     status = answer.status
                     if answer.extras:
-                        items = codec_kv.decode_scan_items(answer.value, keys_only=False)
+                        items = kv_client.decode_scan_items(answer.value, keys_only=False)
                         found += [json.loads(item.value or b"")["n"] for item in items]
                 assert status in (Status.RANGE_SCAN_COMPLETE, Status.RANGE_SCAN_CANCELLED), answer
                 assert len(set(found)) <= 1, f"a range scan saw {found}"

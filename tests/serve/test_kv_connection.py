@@ -17,6 +17,7 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Magic, Opcode, Status
 from mirror.wire.frame import Frame
+from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import Client, Endpoint, Store, serving
 
@@ -67,7 +68,7 @@ async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
     monkeypatch.setattr(KvConnection, "_answer", answer)
     monkeypatch.setattr(KvConnection, "_next_turn", next_turn)
     client = await endpoint.connect()
-    await client.send(*(codec_kv.noop(opaque=number) for number in range(8)))
+    await client.send(*(kv_client.noop(opaque=number) for number in range(8)))
     assert [frame.opaque for _ in range(8) if (frame := await client.receive())] == list(range(8))
     assert turns == [slow + 1, 8 - slow - 1]
 
@@ -92,10 +93,10 @@ async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_
     monkeypatch.setattr(KvConnection, "_answer", answer)
     clients = [await endpoint.connect() for _ in range(5)]
     for client in clients:
-        assert (await client.ask(codec_kv.noop())).status == 0, "it has used up a turn now"
+        assert (await client.ask(kv_client.noop())).status == 0, "it has used up a turn now"
     worked.clear()
     for client in clients:  # some that wait for each answer, some that do not
-        await client.send(*(codec_kv.noop(opaque=number) for number in range(6)))
+        await client.send(*(kv_client.noop(opaque=number) for number in range(6)))
     while len(worked) < 30:
         iteration += 1
         await asyncio.sleep(0)
@@ -105,7 +106,7 @@ async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_
 
 
 async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoint: Endpoint) -> None:
-    requests = [get(opaque=number) if number % 3 else codec_kv.noop(opaque=number) for number in range(60)]
+    requests = [get(opaque=number) if number % 3 else kv_client.noop(opaque=number) for number in range(60)]
     data = b"".join(fr.encode(each) for each in requests)
     for size in (1, 7, 25, len(data)):
         client = await endpoint.connect()
@@ -175,19 +176,19 @@ async def test_an_answer_to_the_server_is_no_error(endpoint: Endpoint) -> None:
 
 def samples() -> list[bytes]:
     """Good requests of every kind, to be damaged."""
-    specs = codec_kv.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"n.m[1]", 4), LookupSpec(0, b"")])
+    specs = kv_client.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"n.m[1]", 4), LookupSpec(0, b"")])
     frames = [
         codec_kv.hello(b"agent", range(1, 40)),
-        codec_kv.sasl_list_mechs(),
+        kv_client.sasl_list_mechs(),
         codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=demo,r=abcdef"),
-        codec_kv.sasl_step(b"SCRAM-SHA512", b"c=biws,r=abcdef,p=AAAA"),
+        kv_client.sasl_step(b"SCRAM-SHA512", b"c=biws,r=abcdef,p=AAAA"),
         codec_kv.select_bucket(b"orders"),
-        codec_kv.get_error_map(),
+        kv_client.get_error_map(),
         codec_kv.get_cluster_config((1, 1)),
-        codec_kv.get_collection_id(b"_default._default"),
-        codec_kv.get_scope_id(b"_default"),
+        kv_client.get_collection_id(b"_default._default"),
+        kv_client.get_scope_id(b"_default"),
         codec_kv.observe_seqno(0, 77),
-        codec_kv.get_meta(0, b"\0a"),
+        kv_client.get_meta(0, b"\0a"),
         fr.request(Opcode.STAT, key=b"vbucket-seqno 3"),
         fr.request(Opcode.RANGE_SCAN_CREATE, value=b'{"range":{"start":"","end":"/w=="}}', datatype=1),
         fr.request(Opcode.RANGE_SCAN_CREATE, value=b'{"sampling":{"samples":1},"key_only":true}', datatype=1),
@@ -315,7 +316,7 @@ async def test_nobody_reads_without_a_name_where_names_are_needed(store: Store) 
         client = await endpoint.connect()
         for opcode in (Opcode.GET, Opcode.SET, Opcode.STAT, Opcode.SELECT_BUCKET, 0xEE):
             assert (await client.ask(fr.request(opcode, key=b"a"))).status == Status.EACCESS
-        assert (await client.ask(codec_kv.noop())).status == Status.SUCCESS
+        assert (await client.ask(kv_client.noop())).status == Status.SUCCESS
         assert await client.login() == Status.SUCCESS
         assert (await client.ask(get())).value == b"value"
     store.close()

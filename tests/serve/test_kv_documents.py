@@ -18,6 +18,7 @@ from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Magic, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
+from tests.oracle import kv_client
 from tests.recordings import frames
 from tests.serve.kv_rig import DEFAULT, Client, Endpoint, Store, serving, users
 
@@ -60,8 +61,7 @@ class Replay:
     def change(self, request: Frame, answer: Frame) -> None:
         key = request.key
         value, datatype, flags, expiry, rev = self.held.get(key, (b"", 0, 0, 0, 0))
-        token = codec_kv.decode_mutation_token(answer.extras if len(answer.extras) == 16 else b"")
-        seqno = token[1] if token else 7
+        seqno = kv_client.decode_mutation_token(answer.extras)[1] if len(answer.extras) == 16 else 7
         if request.opcode in (Opcode.SET, Opcode.REPLACE):
             value, datatype, flags = request.value, request.datatype, int.from_bytes(request.extras[:4])
             relative = int.from_bytes(request.extras[4:])
@@ -102,7 +102,7 @@ async def test_each_recorded_request_is_answered_as_the_engine_did(
     store.collections(1, SCOPES, DEFAULT, ITEMS)
     for request, (answer, *_) in session:
         if len(answer.extras) == 16:
-            vbuuid, _ = codec_kv.decode_mutation_token(answer.extras) or (0, 0)
+            vbuuid, _ = kv_client.decode_mutation_token(answer.extras)
             store.log(request.vbucket, (vbuuid, 0))
     replay = Replay(store)
     compared = 0
@@ -117,7 +117,7 @@ async def test_each_recorded_request_is_answered_as_the_engine_did(
             assert (ours.magic, len(ours.framing)) == (answer.magic, len(answer.framing))
             if request.opcode in CHANGES:
                 assert ours.status == Status.NOT_SUPPORTED
-                assert "read-only" in codec_kv.decode_error_context(ours.value, ours.datatype)
+                assert "read-only" in kv_client.error_context(ours.value, ours.datatype)
                 if answer.status == Status.SUCCESS and request.opcode not in (Opcode.GAT, Opcode.GET_LOCKED):
                     replay.change(request, answer)
                 continue
@@ -175,7 +175,7 @@ def at(endpoint: Endpoint, key: bytes, opcode: int = Opcode.GET, *, cid: int = 0
 
 def lookup(endpoint: Endpoint, key: bytes, *specs: LookupSpec, flags: int = 0) -> Frame:
     extras = bytes([flags]) if flags else b""
-    return at(endpoint, key, Opcode.SUBDOC_MULTI_LOOKUP, extras=extras, value=codec_kv.encode_lookup_specs(specs))
+    return at(endpoint, key, Opcode.SUBDOC_MULTI_LOOKUP, extras=extras, value=kv_client.encode_lookup_specs(specs))
 
 
 async def test_a_document_goes_out_as_the_client_can_take_it(store: Store, endpoint: Endpoint) -> None:
@@ -207,7 +207,7 @@ async def test_getters_with_keys_and_quiet_ones(store: Store, endpoint: Endpoint
     assert (await client.get(b"none")).status == Status.KEY_ENOENT
     assert (await client.get(b"none", opcode=Opcode.GETK)).status == Status.KEY_ENOENT
     quiet = [fr.request(opcode, key=b"none") for opcode in (Opcode.GETQ, Opcode.GETKQ, Opcode.GETQ_META)]
-    await client.send(*quiet, codec_kv.noop(opaque=5))
+    await client.send(*quiet, kv_client.noop(opaque=5))
     answer = await client.receive()
     assert answer is not None
     assert (answer.opcode, answer.opaque) == (Opcode.NOOP, 5)
@@ -229,7 +229,7 @@ async def test_whatever_would_change_something_is_refused_at_once(endpoint: Endp
     for value in (b"", b"x" * 100, b"x" * 3_000_000):
         refused = await client.ask(at(endpoint, b"a", opcode, value=value, extras=bytes(8)))
         assert refused.status == Status.NOT_SUPPORTED
-        assert "read-only mirror" in codec_kv.decode_error_context(refused.value, refused.datatype)
+        assert "read-only mirror" in kv_client.error_context(refused.value, refused.datatype)
     assert await client.alive()
 
 
@@ -339,11 +339,11 @@ async def test_metadata_of_documents_and_of_tombstones(store: Store, endpoint: E
     client = await endpoint.sdk()
     for version, datatype in ((1, None), (2, 1)):
         answer = await client.ask(at(endpoint, b"a", Opcode.GET_META, extras=bytes([version])))
-        assert codec_kv.decode_meta(answer.extras) == codec_kv.Meta(False, 3, 0, 4, datatype)
+        assert kv_client.decode_meta(answer.extras) == codec_kv.Meta(False, 3, 0, 4, datatype)
         assert answer.cas == 99
     store.delete(b"a", 3)
     answer = await client.ask(at(endpoint, b"a", Opcode.GET_META))
-    assert codec_kv.decode_meta(answer.extras).deleted
+    assert kv_client.decode_meta(answer.extras).deleted
     assert (await client.ask(at(endpoint, b"a"))).status == Status.KEY_ENOENT
     assert (await client.ask(at(endpoint, b"b", Opcode.GET_META))).status == Status.KEY_ENOENT
 
@@ -363,7 +363,7 @@ async def test_paths_of_one_and_of_several(store: Store, endpoint: Endpoint) -> 
         lookup(endpoint, b"a", LookupSpec(get, b"_s.x", 4), LookupSpec(exists, b"m"), LookupSpec(int(Opcode.GET), b""))
     )
     assert many.status == Status.SUBDOC_MULTI_PATH_FAILURE
-    results = codec_kv.decode_lookup_results(many.value)
+    results = kv_client.decode_lookup_results(many.value)
     assert [(each.status, each.value) for each in results] == [
         (Status.SUCCESS, b"1"),
         (Status.SUBDOC_PATH_ENOENT, b""),
@@ -393,7 +393,7 @@ async def test_deleted_documents_are_looked_into_only_on_request(store: Store, e
     assert (await client.ask(lookup(endpoint, b"a", spec))).status == Status.KEY_ENOENT
     found = await client.ask(lookup(endpoint, b"a", spec, flags=0x04))
     assert found.status == Status.SUBDOC_SUCCESS_DELETED
-    assert codec_kv.decode_lookup_results(found.value)[0].value == b"true"
+    assert kv_client.decode_lookup_results(found.value)[0].value == b"true"
     path = LookupSpec(int(Opcode.SUBDOC_GET), b"n")
     found = await client.ask(lookup(endpoint, b"a", path, flags=0x04))
     assert found.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
@@ -416,5 +416,5 @@ async def test_answers_are_flexible_where_tracing_was_granted(store: Store, endp
     await client.hello(Feature.TRACING)
     answer = await client.get(b"a")
     assert answer.magic == Magic.FLEX_RESPONSE
-    assert codec_kv.decode_server_duration_us(answer.framing) is not None
+    assert kv_client.server_duration_us(answer.framing) is not None
     assert answer.value == b"1"

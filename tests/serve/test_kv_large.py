@@ -21,6 +21,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage import keys as keys_module
 from storage.large import LargeDocument
+from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
 
@@ -55,7 +56,7 @@ def get(key: bytes, opaque: int = 0) -> Frame:
 
 def lookup(key: bytes, *paths: tuple[int, bytes, int], opaque: int = 0) -> Frame:
     specs = [LookupSpec(int(opcode), path, flags) for opcode, path, flags in paths]
-    value = codec_kv.encode_lookup_specs(specs)
+    value = kv_client.encode_lookup_specs(specs)
     return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value, opaque=opaque)
 
 
@@ -105,7 +106,7 @@ async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
         (Opcode.GET, b"", 0),
     ]
     answer = await client.ask(lookup(b"large", *paths))
-    found = codec_kv.decode_lookup_results(answer.value)
+    found = kv_client.decode_lookup_results(answer.value)
     has_x = bool(datatype & 4)
     assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
     assert [each.value for each in found] == [b"1" * has_x, b"%d" % len(body), body, b"2", b"", b"2", body]
@@ -114,7 +115,7 @@ async def test_paths_and_metadata_of_a_large_document_are_those_of_a_small_one(
     for path, expected in ((b"z", b"[1,2]"), (b"a", body[5 : body.index(b',"z"')])):
         one = fr.request(Opcode.SUBDOC_GET, key=b"large", extras=len(path).to_bytes(2, "big") + b"\0", value=path)
         assert (await client.ask(one)).value == expected
-    meta = codec_kv.decode_meta((await client.ask(codec_kv.get_meta(0, b"large"))).extras)
+    meta = kv_client.decode_meta((await client.ask(kv_client.get_meta(0, b"large"))).extras)
     assert (meta.deleted, meta.flags, meta.rev_seqno) == (False, 7, 5)
     assert endpoint.server.large.budget.out_bytes == 0
 
@@ -125,7 +126,7 @@ async def test_metadata_is_answered_without_reading_the_value(
     store.put(b"large", BODY, 2)
     monkeypatch.setattr(LargeDocument, "pieces", lambda _: pytest.fail("it was read"))
     client = await endpoint.connect()
-    assert (await client.ask(codec_kv.get_meta(0, b"large"))).status == 0
+    assert (await client.ask(kv_client.get_meta(0, b"large"))).status == 0
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, s
             if connection._is_sending:
                 break
             await asyncio.sleep(0)
-    connection.push(codec_kv.noop(opaque=77))
+    connection.push(kv_client.noop(opaque=77))
     opaques = []
     for _ in range(4):
         answer = await client.receive()
@@ -317,10 +318,10 @@ async def test_a_scan_has_large_documents_as_pages_by_themselves(
         made = await client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=expected, datatype=1))
         found, status = [], Status.RANGE_SCAN_MORE
         while status == Status.RANGE_SCAN_MORE:
-            extras = codec_kv.encode_scan_continue(codec_kv.ScanLimits(made.value))
+            extras = kv_client.encode_scan_continue(codec_kv.ScanLimits(made.value))
             answer = await client.ask(fr.request(Opcode.RANGE_SCAN_CONTINUE, vbucket=vbid, extras=extras))
             status = Status(answer.status)
-            found += codec_kv.decode_scan_items(answer.value, keys_only=keys_only)
+            found += kv_client.decode_scan_items(answer.value, keys_only=keys_only)
         assert status == Status.RANGE_SCAN_COMPLETE
         assert [each.key for each in found] == sorted(keys)
         if not keys_only:

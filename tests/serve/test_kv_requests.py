@@ -20,6 +20,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.sasl import HASHES, ScramClient
 from storage.keys import vbid_of
 from storage.model import Collection, Seqno
+from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
 
@@ -50,7 +51,7 @@ async def scram(client: Client, mechanism: str, user: str, password: str) -> tup
     side = ScramClient(mechanism, user, password)
     first = await client.ask(codec_kv.sasl_auth(mechanism.encode(), side.first()))
     assert first.status == Status.AUTH_CONTINUE
-    final = await client.ask(codec_kv.sasl_step(mechanism.encode(), side.final(first.value)))
+    final = await client.ask(kv_client.sasl_step(mechanism.encode(), side.final(first.value)))
     if final.status == Status.SUCCESS:
         side.verify(final.value)
     return final.status, final.value
@@ -91,14 +92,14 @@ async def test_wrong_passwords_end_the_connection_in_the_end(endpoint: Endpoint)
 async def test_logins_that_make_no_sense(endpoint: Endpoint, mechanism: bytes, data: bytes) -> None:
     client = await endpoint.connect()
     assert (await client.ask(codec_kv.sasl_auth(mechanism, data))).status == Status.AUTH_ERROR
-    assert (await client.ask(codec_kv.sasl_step(b"SCRAM-SHA1", b"c=biws,r=x,p=AAAA"))).status == Status.AUTH_ERROR
+    assert (await client.ask(kv_client.sasl_step(b"SCRAM-SHA1", b"c=biws,r=x,p=AAAA"))).status == Status.AUTH_ERROR
 
 
 async def test_the_steps_of_one_mechanism_are_not_those_of_another(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     side = ScramClient("SCRAM-SHA1", "demo", "demo")
     first = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA1", side.first()))
-    final = await client.ask(codec_kv.sasl_step(b"SCRAM-SHA256", side.final(first.value)))
+    final = await client.ask(kv_client.sasl_step(b"SCRAM-SHA256", side.final(first.value)))
     assert final.status == Status.AUTH_ERROR
 
 
@@ -115,14 +116,14 @@ async def test_users_of_a_file_over_tls_and_nobody_else(
     async with serving(store.path, readers=FileUsers(file), addresses=[Address(tls=True)], tls=tls) as endpoint:
         client = await endpoint.connect(ssl=trust)
         assert (await client.get(b"a")).status == Status.EACCESS
-        assert (await client.ask(codec_kv.sasl_list_mechs())).value.split() == [*map(str.encode, HASHES), b"PLAIN"]
+        assert (await client.ask(kv_client.sasl_list_mechs())).value.split() == [*map(str.encode, HASHES), b"PLAIN"]
         assert await client.login("ann", "two") == Status.AUTH_ERROR
         assert await client.login("ann", "one") == Status.SUCCESS
         assert (await client.get(b"a")).status == Status.KEY_ENOENT
         config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
         assert config["nodesExt"][0]["services"]["kvSSL"] == endpoint.port
         plain = await endpoint.connect()
-        await plain.send(codec_kv.noop())
+        await plain.send(kv_client.noop())
         assert await plain.receive() is None
     store.close()
 
@@ -142,7 +143,7 @@ async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store:
         await client.alive()
         session = next(iter(endpoint.server.connections)).session
         session.plain_allowed, session.reader = False, None
-        assert b"PLAIN" not in (await client.ask(codec_kv.sasl_list_mechs())).value
+        assert b"PLAIN" not in (await client.ask(kv_client.sasl_list_mechs())).value
         assert await client.login() == Status.AUTH_ERROR
         assert (await scram(client, "SCRAM-SHA512", "demo", "demo"))[0] == Status.SUCCESS
     store.close()
@@ -172,8 +173,8 @@ async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(en
 async def test_error_maps_of_both_versions(endpoint: Endpoint) -> None:
     client = await endpoint.connect()
     for sent, got in ((1, 1), (2, 2), (7, 2)):
-        assert json.loads((await client.ask(codec_kv.get_error_map(sent))).value)["version"] == got
-    assert (await client.ask(codec_kv.get_error_map(0))).status == Status.EINVAL
+        assert json.loads((await client.ask(kv_client.get_error_map(sent))).value)["version"] == got
+    assert (await client.ask(kv_client.get_error_map(0))).status == Status.EINVAL
 
 
 async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint) -> None:
@@ -181,7 +182,7 @@ async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint)
     client = await endpoint.connect()
     await client.hello(Feature.XERROR)
     store.collections(3, {8: "inventory"}, DEFAULT, ITEMS, uid=3, vbids=[2])
-    manifest = json.loads((await client.ask(codec_kv.get_collections_manifest())).value)
+    manifest = json.loads((await client.ask(kv_client.get_collections_manifest())).value)
     assert manifest == {
         "uid": "3",
         "scopes": [
@@ -190,14 +191,14 @@ async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint)
         ],
     }
     for path, found in ((b"inventory.items", 8), (b"_default._default", 0), (b".", 0)):
-        answer = await client.ask(codec_kv.get_collection_id(path))
+        answer = await client.ask(kv_client.get_collection_id(path))
         assert codec_kv.decode_collection_id(answer.extras) == (3, found)
     for path, found in ((b"inventory", 8), (b"inventory.items", 8), (b"", 0)):
-        answer = await client.ask(codec_kv.get_scope_id(path))
+        answer = await client.ask(kv_client.get_scope_id(path))
         assert codec_kv.decode_collection_id(answer.extras) == (3, found)
     for path, status in ((b"inventory.x", 0x88), (b"x.items", 0x88), (b"inventory", 0x04), (b"a.b.c", 0x04)):
-        assert (await client.ask(codec_kv.get_collection_id(path))).status == status
-    unknown = await client.ask(codec_kv.get_scope_id(b"nowhere"))
+        assert (await client.ask(kv_client.get_collection_id(path))).status == status
+    unknown = await client.ask(kv_client.get_scope_id(b"nowhere"))
     assert (unknown.status, json.loads(unknown.value)["manifest_uid"]) == (Status.UNKNOWN_SCOPE, "3")
 
 
@@ -213,8 +214,8 @@ async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Stor
         (connection,) = endpoint.server.connections
         connection.session.reader = Reader("limited", patterns)
         paths = (b"inventory.items", b"inventory.secret", b"hidden.only")
-        found = [(await client.ask(codec_kv.get_collection_id(path))).status for path in paths]
-        found += [(await client.ask(codec_kv.get_scope_id(path))).status for path in (b"inventory", b"hidden")]
+        found = [(await client.ask(kv_client.get_collection_id(path))).status for path in paths]
+        found += [(await client.ask(kv_client.get_scope_id(path))).status for path in (b"inventory", b"hidden")]
         assert found == expected
 
 

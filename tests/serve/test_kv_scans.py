@@ -14,12 +14,12 @@ import pytest
 from mirror.document import values
 from mirror.serve import kv_scans
 from mirror.serve.auth import Reader
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import ScanItem, ScanLimits
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
+from tests.oracle import kv_client
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving, users
 
 VBUUID = 77
@@ -62,7 +62,7 @@ def between(start: bytes = b"", end: bytes = b"\xff", **more: Any) -> dict[str, 
 
 
 def go_on(name: bytes, items: int = 0, size: int = 0, *, vbid: int = 0, opaque: int = 6) -> Frame:
-    extras = codec_kv.encode_scan_continue(ScanLimits(name, items, 0, size))
+    extras = kv_client.encode_scan_continue(ScanLimits(name, items, 0, size))
     return fr.request(Opcode.RANGE_SCAN_CONTINUE, extras=extras, vbucket=vbid, opaque=opaque)
 
 
@@ -83,7 +83,7 @@ async def read(client: Client, name: bytes, *, items: int = 0, size: int = 0) ->
     for count in range(1, 1000):
         answer = await client.ask(go_on(name, items, size))
         assert answer.status in (Status.RANGE_SCAN_MORE, Status.RANGE_SCAN_COMPLETE), answer.value
-        page = codec_kv.decode_scan_items(answer.value, keys_only=answer.extras == bytes(4))
+        page = kv_client.decode_scan_items(answer.value, keys_only=answer.extras == bytes(4))
         assert len(page) <= (items or kv_scans.PAGE_ITEMS)
         found += page
         if answer.status == Status.RANGE_SCAN_COMPLETE:
@@ -133,7 +133,7 @@ async def test_a_scan_is_of_one_moment_while_the_vbucket_is_written(store: Store
     store.put(b"k99", b"later", 200)
     store.delete(b"k30", 201)
     rest, _ = await read(client, name, items=4)
-    found = codec_kv.decode_scan_items(first.value, keys_only=False) + rest
+    found = kv_client.decode_scan_items(first.value, keys_only=False) + rest
     assert [(item.key, item.value) for item in found] == [(key, b"value of " + key) for key in KEYS]
     assert await keys(client, between(b"k29", b"k99")) == [*KEYS[29:30], *KEYS[31:], b"k99"]
 
@@ -256,10 +256,12 @@ async def test_a_client_that_requests_order_has_its_answers_in_order(store: Stor
     await client.hello(*(each for each in ALL_FEATURES if each not in (Feature.TRACING, Feature.UNORDERED_EXECUTION)))
     await client.login()
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
-    await client.send(create(between(snapshot_requirements=required)), codec_kv.noop(opaque=1), codec_kv.noop(opaque=2))
+    await client.send(
+        create(between(snapshot_requirements=required)), kv_client.noop(opaque=1), kv_client.noop(opaque=2)
+    )
     while not any(each._held for each in endpoint.server.connections):  # noqa: ASYNC110 - no event shows it
         await asyncio.sleep(0.001)
-    await client.send(codec_kv.noop(opaque=3))
+    await client.send(kv_client.noop(opaque=3))
     await asyncio.sleep(0.02)
     store.put(b"new", b"", 41)
     answers = [await client.receive() for _ in range(4)]

@@ -23,9 +23,9 @@ from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 from mirror.server import dispatch
 from mirror.server.session import Reply
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
+from tests.oracle import kv_client
 from tests.serve.kv_rig import Store, users
 
 
@@ -95,7 +95,7 @@ def test_login_comes_first_then_the_bucket_then_the_privilege() -> None:
     session.grant(frozenset({int(Feature.XERROR)}))
     refused = dispatch.answer(session, node.OPERATIONS, get)
     assert isinstance(refused, Reply)
-    assert "GET operation without the Read privilege" in codec_kv.decode_error_context(refused.value, refused.datatype)
+    assert "GET operation without the Read privilege" in kv_client.error_context(refused.value, refused.datatype)
 
 
 def test_clients_without_a_bucket_read_from_a_mirror(mirror_session: KvSession) -> None:

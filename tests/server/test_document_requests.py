@@ -11,10 +11,10 @@ from mirror.server import dispatch
 from mirror.server.document_requests import KEY_BYTES_MAX, LARGE_BYTES, OPERATIONS, check_path_order, path_text
 from mirror.server.errors import Refused
 from mirror.server.session import Later, Reply
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode, Status
+from tests.oracle import kv_client
 from tests.sandbox.client import Client
 
 
@@ -54,7 +54,7 @@ async def test_a_lookup_has_no_value_and_no_flags_of_a_change() -> None:
         assert (await client.ask(good)).value == b"1"
         with_value = fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a1")
         assert (await client.ask(with_value)).status == Status.EINVAL
-        specs = codec_kv.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"a")])
+        specs = kv_client.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"a")])
         make = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0k", extras=b"\x01", value=specs)
         assert (await client.ask(make)).status == Status.EINVAL
 
@@ -66,7 +66,7 @@ async def test_other_clients_have_their_turn_between_the_paths_of_a_large_docume
         client = await Client.login(cluster)
         (connection,) = cluster.nodes[0].connections
         paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
-        value = codec_kv.encode_lookup_specs(paths)
+        value = kv_client.encode_lookup_specs(paths)
 
         def answered(key: bytes) -> Reply | Later | None:
             frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)

@@ -13,6 +13,7 @@ from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
+from tests.oracle import kv_client
 from tests.recordings import frames
 from tests.sandbox.client import FEATURES, Client
 from tests.sandbox.recorded import answers
@@ -35,7 +36,7 @@ def shape(frame: Frame) -> dict[str, object]:
     if frame.opcode in (Opcode.GET_CLUSTER_CONFIG, Opcode.GET_ERROR_MAP):
         seen["value"] = sorted(set(json.loads(frame.value)) & {"rev", "nodesExt", "vBucketServerMap", "name", "errors"})
     elif frame.opcode == Opcode.SUBDOC_MULTI_LOOKUP and frame.value:
-        seen["value"] = [looked_up(result) for result in codec_kv.decode_lookup_results(frame.value)]
+        seen["value"] = [looked_up(result) for result in kv_client.decode_lookup_results(frame.value)]
     else:
         seen["value"] = frame.value
     if frame.opcode in (Opcode.GET, Opcode.GAT, Opcode.GET_LOCKED, Opcode.GET_COLLECTION_ID):
@@ -43,7 +44,7 @@ def shape(frame: Frame) -> dict[str, object]:
     return seen
 
 
-def looked_up(result: codec_kv.LookupResult) -> object:
+def looked_up(result: kv_client.LookupResult) -> object:
     text = result.value.decode()
     if text.startswith('{"CAS"'):
         return {key: value for key, value in json.loads(text).items() if key not in VOLATILE}, list(json.loads(text))
@@ -86,7 +87,7 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> Non
     )
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.login(cluster)
-        ours = json.loads((await client.ask(codec_kv.get_error_map())).value)
+        ours = json.loads((await client.ask(kv_client.get_error_map())).value)
     common = set(ours["errors"]) & set(recorded["errors"])
     assert len(common) > 45
     for code in common:
@@ -104,7 +105,7 @@ async def test_a_wrong_password_and_a_wrong_bucket_are_refused() -> None:
         answer = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=nobody,r=abc"))
         assert answer.status == Status.AUTH_CONTINUE
         step = b"c=biws,r=" + answer.value.split(b",")[0][2:] + b",p=" + b"AA=="
-        assert (await client.ask(codec_kv.sasl_step(b"SCRAM-SHA512", step))).status == Status.AUTH_ERROR
+        assert (await client.ask(kv_client.sasl_step(b"SCRAM-SHA512", step))).status == Status.AUTH_ERROR
         assert (await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))).status == Status.SUCCESS
         assert (await client.ask(codec_kv.select_bucket(b"other"))).status == Status.EACCESS
         assert (await client.ask(codec_dcp.to_frame(ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
@@ -197,12 +198,12 @@ async def test_collections_are_found_by_name() -> None:
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c", max_ttl=60)
         client = await Client.login(cluster)
-        answer = await client.ask(codec_kv.get_collection_id(b"s.c"))
+        answer = await client.ask(kv_client.get_collection_id(b"s.c"))
         assert codec_kv.decode_collection_id(answer.extras) == (2, 8)
-        assert (await client.ask(codec_kv.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
-        assert (await client.ask(codec_kv.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
-        assert (await client.ask(codec_kv.get_collection_id(b"nodot"))).status == Status.EINVAL
-        manifest = json.loads((await client.ask(codec_kv.get_collections_manifest())).value)
+        assert (await client.ask(kv_client.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
+        assert (await client.ask(kv_client.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
+        assert (await client.ask(kv_client.get_collection_id(b"nodot"))).status == Status.EINVAL
+        manifest = json.loads((await client.ask(kv_client.get_collections_manifest())).value)
         assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
 
 
@@ -239,7 +240,7 @@ async def test_each_operation_needs_its_privilege(privilege: str, request_: Fram
         refused = await client.ask(request_)
         assert refused.status == Status.EACCESS
         assert f"without the {privilege} privilege" in json.loads(refused.value)["error"]["context"]
-        assert (await client.ask(codec_kv.get_collections_manifest())).status == 0
+        assert (await client.ask(kv_client.get_collections_manifest())).status == 0
 
 
 async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_one() -> None:

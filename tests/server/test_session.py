@@ -9,10 +9,10 @@ from mirror.sandbox import SandboxCluster
 from mirror.sandbox.session import SandboxSession, SessionPort
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.session import Reply, failover_statistics
-from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
 from storage.model import FailoverLog
+from tests.oracle import kv_client
 
 
 class Port:
@@ -33,7 +33,7 @@ def test_with_tracing_answers_are_flexible_and_carry_their_duration() -> None:
     request = fr.request(Opcode.GET, opaque=7, key=b"k")
     answer, _ = fr.decode(made(Feature.TRACING).encode(request, Reply(value=b"v"), 100.0))
     assert (answer.magic, answer.opaque) == (Magic.FLEX_RESPONSE, 7)
-    duration = codec_kv.decode_server_duration_us(answer.framing)
+    duration = kv_client.server_duration_us(answer.framing)
     assert duration is not None
     assert 90 < duration < 110
     plain, _ = fr.decode(made().encode(request, Reply(Status.KEY_ENOENT), 100.0))

@@ -29,6 +29,7 @@ from mirror.wire.frame import Frame
 from storage import directory, keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.writer import GroupWriter
+from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient
 from tests.supervise.scripted import look_up, settings_for, worker_command
 
@@ -239,7 +240,7 @@ async def test_a_changed_list_of_mirrors_reaches_connected_clients_and_drops_nob
         assert (epoch, bucket) == (before["revEpoch"], b"demo")
         assert revision > before["rev"]
         assert json.loads(config)["vBucketServerMap"]["vBucketMap"] == [[0]] * 4 + [[1]] * 4
-        assert (await ask(client, codec_kv.noop())).status == 0
+        assert (await ask(client, kv_client.noop())).status == 0
         assert supervisor.status_document()["servers"][0]["restarts"] == 0
         client[1].close()
 

@@ -17,6 +17,7 @@ from mirror.wire.events import Deletion, Expiration, Mutation, Response, SystemE
 from mirror.wire.frame import Frame, decode, encode
 from mirror.wire.scan import Run, is_data, key_problem, normalise, scan
 from mirror.wire.system_events import decode_system_event, encode_system_event
+from tests.oracle import kv_client
 from tests.oracle.connection import Connection, Signal
 from tests.oracle.states import Role, is_dcp
 from tests.recordings import Recording
@@ -214,31 +215,32 @@ def _is(read: bytes, written: bytes) -> None:
     assert written == read
 
 
+def _looked_up(results: list[kv_client.LookupResult]) -> bytes:
+    return b"".join(codec_kv.encode_lookup_head(status, len(value)) + value for status, value in results)
+
+
 _BODIES: dict[tuple[int, bool], Callable[[Frame], None]] = {
     (Opcode.HELLO, False): lambda f: _is(f.value, codec_kv.encode_features(codec_kv.decode_hello(f)[1])),
     (Opcode.HELLO, True): lambda f: _is(f.value, codec_kv.encode_features(codec_kv.decode_features(f.value))),
-    (Opcode.SET, False): lambda f: _is(f.extras, codec_kv.encode_store(codec_kv.decode_store(f.extras))),
+    (Opcode.SET, False): lambda f: _is(f.extras, kv_client.encode_store(codec_kv.decode_store(f.extras))),
     (Opcode.SET, True): lambda f: _is(
-        f.extras, codec_kv.encode_mutation_token(*(codec_kv.decode_mutation_token(f.extras) or ()))
+        f.extras, codec_kv.encode_mutation_token(*kv_client.decode_mutation_token(f.extras))
     ),
-    (Opcode.GET, True): lambda f: _is(f.extras, codec_kv.encode_flags(codec_kv.decode_flags(f.extras))),
-    (Opcode.INCREMENT, False): lambda f: _is(f.extras, codec_kv.encode_counter(codec_kv.decode_counter(f.extras))),
-    (Opcode.TOUCH, False): lambda f: _is(f.extras, codec_kv.encode_expiry(codec_kv.decode_expiry(f.extras))),
-    (Opcode.GET_META, True): lambda f: _is(f.extras, codec_kv.encode_meta(codec_kv.decode_meta(f.extras))),
+    (Opcode.INCREMENT, False): lambda f: _is(f.extras, kv_client.encode_counter(codec_kv.decode_counter(f.extras))),
+    (Opcode.TOUCH, False): lambda f: _is(f.extras, kv_client.encode_expiry(codec_kv.decode_expiry(f.extras))),
+    (Opcode.GET_META, True): lambda f: _is(f.extras, codec_kv.encode_meta(kv_client.decode_meta(f.extras))),
     (Opcode.GET_COLLECTION_ID, True): lambda f: _is(
         f.extras, codec_kv.encode_collection_id(*codec_kv.decode_collection_id(f.extras))
     ),
     (Opcode.SUBDOC_MULTI_LOOKUP, False): lambda f: _is(
-        f.value, codec_kv.encode_lookup_specs(codec_kv.decode_lookup_specs(f.value))
+        f.value, kv_client.encode_lookup_specs(codec_kv.decode_lookup_specs(f.value))
     ),
-    (Opcode.SUBDOC_MULTI_LOOKUP, True): lambda f: _is(
-        f.value, codec_kv.encode_lookup_results(codec_kv.decode_lookup_results(f.value))
-    ),
+    (Opcode.SUBDOC_MULTI_LOOKUP, True): lambda f: _is(f.value, _looked_up(kv_client.decode_lookup_results(f.value))),
     (Opcode.SUBDOC_MULTI_MUTATION, False): lambda f: _is(
-        f.value, codec_kv.encode_mutation_specs(codec_kv.decode_mutation_specs(f.value))
+        f.value, kv_client.encode_mutation_specs(codec_kv.decode_mutation_specs(f.value))
     ),
     (Opcode.GET_ERROR_MAP, False): lambda f: _is(
-        f.value, codec_kv.get_error_map(codec_kv.decode_error_map_request(f)).value
+        f.value, kv_client.get_error_map(codec_kv.decode_error_map_request(f)).value
     ),
 }
 
@@ -311,9 +313,9 @@ def test_error_contexts_of_real_servers_are_read(sides: Sides) -> None:
     for _, _, frames in sides:
         for frame in frames:
             if frame.is_response and frame.status != Status.SUCCESS and frame.datatype & Datatype.JSON:
-                response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.decode_response(frame)
+                response = codec_dcp.decode(frame) if is_dcp(frame.opcode) else kv_client.response(frame)
                 assert isinstance(response, Response)
-                contexts.add(codec_kv.decode_error_context(response.value, response.datatype))
+                contexts.add(kv_client.error_context(response.value, response.datatype))
     assert "" not in contexts
     assert any("Unknown scope or collection" in context for context in contexts)
 

@@ -1,0 +1,219 @@
+"""What a client of the KV protocol sends and reads: the half of `mirror.wire.codec_kv` that only tests need.
+
+Layouts are written out here once more, so that a server is held against a second reading of them. Sources: those of
+`mirror.wire.codec_kv`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mirror.wire import leb128
+from mirror.wire.codec_kv import (
+    Counter,
+    LookupSpec,
+    Meta,
+    MutationResult,
+    MutationSpec,
+    ScanItem,
+    ScanLimits,
+    Store,
+)
+from mirror.wire.constants import Datatype, Opcode, Status
+from mirror.wire.events import Response
+from mirror.wire.frame import Frame, frame_infos, request
+
+DURATION_POWER = 1.74
+
+
+class LookupResult(NamedTuple):
+    """Answer for one path of SUBDOC_MULTI_LOOKUP."""
+
+    status: int
+    value: bytes = b""
+
+
+# Session.
+
+
+def response(frame: Frame) -> Response:
+    """The plain answer that a response frame is."""
+    return Response(
+        frame.opcode,
+        frame.status,
+        frame.value,
+        frame.extras,
+        frame.key,
+        frame.datatype,
+        frame.cas,
+        opaque=frame.opaque,
+    )
+
+
+def error_context(value: bytes, datatype: int) -> str:
+    """What a server says about an error in the value of its answer; empty where it says nothing."""
+    if not datatype & Datatype.JSON:
+        return ""
+    error = json.loads(value).get("error", {})
+    return " ".join(str(error[name]) for name in ("context", "ref") if name in error)
+
+
+def server_duration_us(framing: bytes) -> float | None:
+    """How long the server took, in microseconds, where HELLO granted TRACING."""
+    for info_id, content in frame_infos(framing):
+        if info_id == 0 and len(content) == 2:
+            return float(int.from_bytes(content) ** DURATION_POWER / 2)
+    return None
+
+
+def noop(*, opaque: int = 0) -> Frame:
+    """The plain NOOP."""
+    return request(Opcode.NOOP, opaque=opaque)
+
+
+def sasl_list_mechs(*, opaque: int = 0) -> Frame:
+    """SASL_LIST_MECHS."""
+    return request(Opcode.SASL_LIST_MECHS, opaque=opaque)
+
+
+def sasl_step(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
+    """SASL_STEP: the next message of a mechanism."""
+    return request(Opcode.SASL_STEP, opaque=opaque, key=mechanism, value=data)
+
+
+def get_error_map(version: int = 2, *, opaque: int = 0) -> Frame:
+    """GET_ERROR_MAP in at most this version."""
+    return request(Opcode.GET_ERROR_MAP, opaque=opaque, value=struct.pack(">H", version))
+
+
+def get_collections_manifest(*, opaque: int = 0) -> Frame:
+    """GET_COLLECTIONS_MANIFEST."""
+    return request(Opcode.GET_COLLECTIONS_MANIFEST, opaque=opaque)
+
+
+def get_collection_id(path: bytes, *, opaque: int = 0) -> Frame:
+    """GET_COLLECTION_ID of `scope.collection`."""
+    return request(Opcode.GET_COLLECTION_ID, opaque=opaque, value=path)
+
+
+def get_scope_id(path: bytes, *, opaque: int = 0) -> Frame:
+    """GET_SCOPE_ID of `scope`."""
+    return request(Opcode.GET_SCOPE_ID, opaque=opaque, value=path)
+
+
+# Documents.
+
+
+def encode_store(store: Store) -> bytes:
+    """Extras of SET, ADD, REPLACE."""
+    return struct.pack(">II", store.flags, store.expiry)
+
+
+def encode_counter(counter: Counter) -> bytes:
+    """Extras of INCREMENT, DECREMENT."""
+    return struct.pack(">QQI", counter.delta, counter.initial, counter.expiry)
+
+
+def encode_expiry(expiry: int) -> bytes:
+    """Extras of TOUCH, GAT, GET_LOCKED."""
+    return struct.pack(">I", expiry)
+
+
+def decode_mutation_token(extras: bytes) -> tuple[int, int]:
+    """(vbuuid, seqno) of a write, where HELLO granted MUTATION_SEQNO."""
+    vbuuid, seqno = struct.unpack(">QQ", extras)
+    return vbuuid, seqno
+
+
+def get_meta(vbid: int, key: bytes, version: int = 2, *, opaque: int = 0) -> Frame:
+    """GET_META; version 2 asks for the datatype too."""
+    return request(Opcode.GET_META, vbucket=vbid, opaque=opaque, extras=bytes((version,)), key=key)
+
+
+def decode_meta(extras: bytes) -> Meta:
+    """What the answer to GET_META says."""
+    deleted, flags, expiry, rev_seqno, *datatype = struct.unpack(">IIIQB" if len(extras) == 21 else ">IIIQ", extras)
+    return Meta(bool(deleted), flags, expiry, rev_seqno, *datatype)
+
+
+# Sub-documents.
+
+
+def encode_lookup_specs(specs: Iterable[LookupSpec]) -> bytes:
+    """Value of SUBDOC_MULTI_LOOKUP."""
+    return b"".join(struct.pack(">BBH", spec.opcode, spec.flags, len(spec.path)) + spec.path for spec in specs)
+
+
+def decode_lookup_results(value: bytes) -> list[LookupResult]:
+    """What the answer to SUBDOC_MULTI_LOOKUP says, in the order of the paths."""
+    results = []
+    while value:
+        status, length = struct.unpack_from(">HI", value)
+        assert len(value) >= 6 + length
+        results.append(LookupResult(status, value[6 : 6 + length]))
+        value = value[6 + length :]
+    return results
+
+
+def encode_mutation_specs(specs: Iterable[MutationSpec]) -> bytes:
+    """Value of SUBDOC_MULTI_MUTATION."""
+    parts = []
+    for spec in specs:
+        head = struct.pack(">BBHI", spec.opcode, spec.flags, len(spec.path), len(spec.value))
+        parts += [head, spec.path, spec.value]
+    return b"".join(parts)
+
+
+def decode_mutation_results(value: bytes) -> list[MutationResult]:
+    """What the answer to SUBDOC_MULTI_MUTATION says."""
+    results = []
+    while value:
+        index, status = struct.unpack_from(">BH", value)
+        value = value[3:]
+        content = b""
+        if status == Status.SUCCESS:
+            length = int.from_bytes(value[:4])
+            assert len(value) >= 4 + length
+            content, value = value[4 : 4 + length], value[4 + length :]
+        results.append(MutationResult(index, status, content))
+    return results
+
+
+# Range scans.
+
+
+def encode_scan_continue(limits: ScanLimits) -> bytes:
+    """Extras of RANGE_SCAN_CONTINUE."""
+    assert len(limits.uuid) == 16
+    return limits.uuid + struct.pack(">III", limits.item_limit, limits.time_limit_ms, limits.byte_limit)
+
+
+def decode_scan_items(value: bytes, *, keys_only: bool) -> list[ScanItem]:
+    """Items of an answer to RANGE_SCAN_CONTINUE; its extras say whether they are keys only."""
+    return list(_keys(value) if keys_only else _documents(value))
+
+
+def _keys(value: bytes) -> Iterator[ScanItem]:
+    pos = 0
+    while pos < len(value):
+        key, pos = _measured(value, pos)
+        yield ScanItem(key)
+
+
+def _documents(value: bytes) -> Iterator[ScanItem]:
+    pos = 0
+    while pos < len(value):
+        flags, expiry, seqno, cas, datatype = struct.unpack_from(">IIQQB", value, pos)
+        key, pos = _measured(value, pos + 25)
+        content, pos = _measured(value, pos)
+        yield ScanItem(key, content, flags, expiry, seqno, cas, datatype)
+
+
+def _measured(value: bytes, pos: int) -> tuple[bytes, int]:
+    """A field that begins with its length, and where the next one begins."""
+    length, start = leb128.decode(value, pos)
+    assert start + length <= len(value)
+    return value[start : start + length], start + length
