@@ -21,7 +21,6 @@ __all__ = [
     "ControlKey",
     "Datatype",
     "DcpOpenFlag",
-    "DurabilityLevel",
     "Feature",
     "FrameInfoId",
     "Magic",
@@ -450,15 +449,6 @@ class VbucketRole(IntEnum):
     REPLICA = 2
     PENDING = 3
     DEAD = 4
-
-
-class DurabilityLevel(IntEnum):
-    """How many nodes a durable write waits for."""
-
-    NONE = 0
-    MAJORITY = 1
-    MAJORITY_AND_PERSIST_ON_MASTER = 2
-    PERSIST_TO_MAJORITY = 3
 
 
 class ControlKey:

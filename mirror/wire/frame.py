@@ -19,7 +19,6 @@ __all__ = [
     "Frame",
     "decode",
     "encode",
-    "encode_frame_infos",
     "frame_infos",
     "frame_size",
     "request",
@@ -217,22 +216,6 @@ def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
         infos.append((info_id, framing[pos : pos + length]))
         pos += length
     return infos
-
-
-def encode_frame_infos(infos: list[tuple[int, bytes]]) -> bytes:
-    """Framing extras of (id, content) pairs."""
-    parts = []
-    for info_id, content in infos:
-        length = len(content)
-        if not (0 <= info_id <= _ESCAPE + 0xFF and length <= _ESCAPE + 0xFF):
-            raise LocalProtocolError(f"frame info {info_id} of {length} bytes cannot be said")
-        head = [min(info_id, _ESCAPE) << 4 | min(length, _ESCAPE)]
-        if info_id >= _ESCAPE:
-            head.append(info_id - _ESCAPE)
-        if length >= _ESCAPE:
-            head.append(length - _ESCAPE)
-        parts.append(bytes(head) + content)
-    return b"".join(parts)
 
 
 def stream_id_framing(stream_id: int | None) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mirror.clock import ManualClock
 from mirror.feed.persistence import PersistenceGate
 from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest import events
@@ -18,6 +17,7 @@ from storage.model import FailoverLog, Identity
 from storage.purge import Window
 from storage.view import Change, Token, View, open_view
 from storage.writer import GroupWriter
+from tests.manual_clock import ManualClock
 from tests.storage.model import row
 
 VBID = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from mirror.clock import Clock, ManualClock, SystemClock
+from mirror.clock import Clock, SystemClock
+from tests.manual_clock import ManualClock
 
 
 async def test_system_clock_does_not_go_back_and_names_are_unique() -> None:

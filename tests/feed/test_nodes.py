@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mirror.clock import ManualClock
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, MirrorError
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.wire.errors import RemoteProtocolError
+from tests.manual_clock import ManualClock
 
 SETTINGS = Settings(retry_delay_min_ms=100, retry_delay_max_ms=1000)
 

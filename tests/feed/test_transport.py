@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from mirror.clock import ManualClock, SystemClock
+from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link
@@ -19,6 +19,7 @@ from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame, encode, request, response
 from mirror.wire.scan import Run
 from tests.feed.scripted_node import ScriptedNode, refuse, silent
+from tests.manual_clock import ManualClock
 
 
 class Listener:

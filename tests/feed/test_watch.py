@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mirror.clock import ManualClock
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
 from mirror.feed.watch import SourceWatch
@@ -20,6 +19,7 @@ from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.supervise.status import reported_row
 from tests.feed.harness import Mirror
+from tests.manual_clock import ManualClock
 
 VBUCKETS = 4
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from mirror.clock import ManualClock
 from mirror.errors import ConfigError
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.transport import Link
 from mirror.inspection.recording import Recorder, Recording
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame, encode, request, response
+from tests.manual_clock import ManualClock
 from tests.recordings import unpack
 
 HELLO = request(Opcode.HELLO, opaque=1, key=b"me", value=b"\0\x08")

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from mirror.clock import ManualClock
 from mirror.document import values
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.documents import LOCKED_CAS, DocumentError, Mode
 from mirror.sandbox.item import ABORT, EXPIRATION, PREPARE, CommitItem
 from mirror.wire.constants import Status
+from tests.manual_clock import ManualClock
 
 
 class World:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror.clock import ManualClock
 from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.item import Item
 from mirror.sandbox.vbucket import FAILOVER_LOG_MAX, Vbucket
+from tests.manual_clock import ManualClock
 
 
 def bucket(**options: int) -> Bucket:

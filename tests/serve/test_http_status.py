@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from mirror.clock import ManualClock
 from mirror.serve import http_status
 from mirror.serve.http_status import StatusReporter, _together, ask_service
 from mirror.serve.http_view import Mirror
 from mirror.supervise.control import ControlServer
 from mirror.supervise.stored import stored_status
 from storage.errors import NotAMirror
+from tests.manual_clock import ManualClock
 from tests.serve.http_site import Source, service_report
 
 

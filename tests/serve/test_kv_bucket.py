@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mirror.clock import ManualClock
 from mirror.serve.auth import Reader
 from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
 from mirror.serve.large import LARGE_BYTES
@@ -21,6 +20,7 @@ from storage import directory, keys, records
 from storage.errors import CorruptedError
 from storage.large import LargeDocument
 from storage.model import Collection, Document, Manifest, ManifestUid, Seqno
+from tests.manual_clock import ManualClock
 from tests.serve.kv_rig import DEFAULT, Store
 
 READER = Reader("r")

@@ -13,7 +13,6 @@ from typing import TypeVar
 import pytest
 from structlog.testing import capture_logs
 
-from mirror.clock import ManualClock
 from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of
 from mirror.serve.logins import (
     DELAY_MAX_S,
@@ -29,6 +28,7 @@ from mirror.serve.logins import (
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
 from mirror.wire.sasl import SaslError
+from tests.manual_clock import ManualClock
 from tests.serve.dcp_rig import until
 from tests.serve.http_site import Source, running
 from tests.serve.kv_rig import ALL_FEATURES, Store, serving

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mirror.clock import ManualClock
+from tests.manual_clock import ManualClock
 
 
 class Timer:

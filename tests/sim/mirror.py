@@ -17,7 +17,6 @@ from typing import Any
 
 import lmdb
 
-from mirror.clock import ManualClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed, MirrorError
 from mirror.feed.bootstrap import Handshake
@@ -43,6 +42,7 @@ from storage.removal import Dead
 from storage.transaction import Transaction
 from storage.view import View, open_view
 from storage.writer import GroupWriter, RollbackResult
+from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
 from tests.sim.loop import SimLoop, drive
 from tests.sim.network import Wire

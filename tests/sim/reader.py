@@ -12,7 +12,7 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from mirror.clock import Clock, ManualClock
+from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.feed.bootstrap import Access, Handshake
 from mirror.feed.connection_string import NodeAddress, parse
@@ -29,6 +29,7 @@ from mirror.wire.frame import decode
 from mirror.wire.system_events import decode_system_event
 from storage.model import Branch, Document, Vbid
 from storage.records import decode_row
+from tests.manual_clock import ManualClock
 from tests.sim.checkers import facts, reported, wire_key
 from tests.sim.loop import drive
 from tests.sim.network import Wire

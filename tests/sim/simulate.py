@@ -21,7 +21,6 @@ import lmdb
 import pytest
 import structlog
 
-from mirror.clock import ManualClock
 from mirror.sandbox import stream as sandbox_stream
 from mirror.sandbox.documents import DocumentError
 from mirror.sandbox.manifest import ManifestError, ManifestStep
@@ -32,6 +31,7 @@ from mirror.wire.frame import decode
 from storage import background, commit, index, merge, purge, scan
 from storage import keys as storage_keys
 from storage.errors import StorageError
+from tests.manual_clock import ManualClock
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
 from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
