@@ -17,7 +17,7 @@ from mirror.server.privileges import WRITE
 from mirror.server.session import Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import MutationResult, MutationSpec
-from mirror.wire.constants import Opcode, Status
+from mirror.wire.constants import SUBDOC_CHANGES, Opcode, Status
 from mirror.wire.frame import Frame
 
 MKDOC = 0x01
@@ -88,20 +88,7 @@ def _mutate(
     return changed(session, vbucket, stored), results
 
 
-_MUTATIONS = (
-    Opcode.SUBDOC_DICT_ADD,
-    Opcode.SUBDOC_DICT_UPSERT,
-    Opcode.SUBDOC_DELETE,
-    Opcode.SUBDOC_REPLACE,
-    Opcode.SUBDOC_ARRAY_PUSH_LAST,
-    Opcode.SUBDOC_ARRAY_PUSH_FIRST,
-    Opcode.SUBDOC_ARRAY_INSERT,
-    Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
-    Opcode.SUBDOC_COUNTER,
-    Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
-)
-
 OPERATIONS: dict[int, Operation[SandboxSession]] = {
-    **{int(opcode): Operation(_mutate_one, privilege=WRITE) for opcode in _MUTATIONS},
+    **{int(opcode): Operation(_mutate_one, privilege=WRITE) for opcode in SUBDOC_CHANGES},
     int(Opcode.SUBDOC_MULTI_MUTATION): Operation(_mutate_many, privilege=WRITE),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from mirror.serve.kv_session import READ_ONLY, KvSession
 from mirror.server.errors import Refused
 from mirror.server.session import Operation, Reply
-from mirror.wire.constants import Opcode, Status
+from mirror.wire.constants import SUBDOC_CHANGES, Opcode, Status
 from mirror.wire.frame import Frame
 
 CHANGES = frozenset(
@@ -44,17 +44,8 @@ CHANGES = frozenset(
         Opcode.DEL_WITH_META,
         Opcode.DELQ_WITH_META,
         Opcode.MUTATE_WITH_META,
-        Opcode.SUBDOC_DICT_ADD,
-        Opcode.SUBDOC_DICT_UPSERT,
-        Opcode.SUBDOC_DELETE,
-        Opcode.SUBDOC_REPLACE,
-        Opcode.SUBDOC_ARRAY_PUSH_LAST,
-        Opcode.SUBDOC_ARRAY_PUSH_FIRST,
-        Opcode.SUBDOC_ARRAY_INSERT,
-        Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
-        Opcode.SUBDOC_COUNTER,
+        *SUBDOC_CHANGES,
         Opcode.SUBDOC_MULTI_MUTATION,
-        Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
     )
 )
 """Requests that would change a document, its expiry or its lock."""

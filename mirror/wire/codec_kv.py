@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mirror.wire import leb128
-from mirror.wire.constants import Datatype, Magic, Opcode, ServerOpcode, Status
+from mirror.wire.constants import SUBDOC_CHANGES, Datatype, Magic, Opcode, ServerOpcode, Status
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame, request
 
@@ -144,21 +144,7 @@ _SHAPES: dict[int, _Shape] = {
     Opcode.GET_COLLECTIONS_MANIFEST: ((0,), _NONE, _NONE),
     **dict.fromkeys((Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID), ((0,), _MAY, _MAY)),
     **dict.fromkeys((Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT), ((3, 4), _MUST, _MAY)),
-    **dict.fromkeys(
-        (
-            Opcode.SUBDOC_DICT_ADD,
-            Opcode.SUBDOC_DICT_UPSERT,
-            Opcode.SUBDOC_DELETE,
-            Opcode.SUBDOC_REPLACE,
-            Opcode.SUBDOC_ARRAY_PUSH_LAST,
-            Opcode.SUBDOC_ARRAY_PUSH_FIRST,
-            Opcode.SUBDOC_ARRAY_INSERT,
-            Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
-            Opcode.SUBDOC_COUNTER,
-            Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
-        ),
-        ((3, 4, 7, 8), _MUST, _MAY),
-    ),
+    **dict.fromkeys(SUBDOC_CHANGES, ((3, 4, 7, 8), _MUST, _MAY)),
     Opcode.SUBDOC_MULTI_LOOKUP: ((0, 1), _MUST, _MUST),
     Opcode.SUBDOC_MULTI_MUTATION: ((0, 1, 4, 5), _MUST, _MUST),
     Opcode.RANGE_SCAN_CREATE: ((0,), _NONE, _MUST),

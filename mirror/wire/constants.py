@@ -18,6 +18,7 @@ __all__ = [
     "HEADER_SIZE",
     "KEY_LENGTH_MAX",
     "NO_END_SEQNO",
+    "SUBDOC_CHANGES",
     "ControlKey",
     "Datatype",
     "DcpOpenFlag",
@@ -207,6 +208,21 @@ class Opcode(IntEnum):
 DCP_OPCODE_FIRST = int(Opcode.DCP_OPEN)
 DCP_OPCODE_LAST = int(Opcode.DCP_CACHE_TRANSFER_END)
 """All opcodes between these two (both included) are DCP's."""
+
+
+SUBDOC_CHANGES = (
+    Opcode.SUBDOC_DICT_ADD,
+    Opcode.SUBDOC_DICT_UPSERT,
+    Opcode.SUBDOC_DELETE,
+    Opcode.SUBDOC_REPLACE,
+    Opcode.SUBDOC_ARRAY_PUSH_LAST,
+    Opcode.SUBDOC_ARRAY_PUSH_FIRST,
+    Opcode.SUBDOC_ARRAY_INSERT,
+    Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
+    Opcode.SUBDOC_COUNTER,
+    Opcode.SUBDOC_REPLACE_BODY_WITH_XATTR,
+)
+"""Requests that change one path of a document (kv_engine docs/SubDocument.md)."""
 
 
 class ServerOpcode(IntEnum):
