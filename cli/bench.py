@@ -21,12 +21,14 @@ from cli import options, output
 from cli.exits import CommandEnded, complain
 from cli.pipeline import need, spark_session
 from mirror.bench import dcp as dcp_bench
+from mirror.bench import get as get_bench
 from mirror.bench import growth as growth_bench
 from mirror.bench import http as http_bench
 from mirror.bench import kv as kv_bench
 from mirror.bench import lag as lag_bench
-from mirror.bench import limits
+from mirror.bench import limits, stores
 from mirror.bench import restart as restart_bench
+from mirror.bench import rollback as rollback_bench
 from mirror.bench import start as start_bench
 from mirror.bench.ingest import ORDERS, ingest_rounds
 from mirror.errors import ExitCode
@@ -209,12 +211,12 @@ def get(
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
-        limits.store_rows(mirror, limits.own_keys(vbuckets, documents), snapshot_rows=documents)
-        sample = limits.sample_keys(reads, documents)
+        stores.store_rows(mirror, stores.own_keys(vbuckets, documents), snapshot_rows=documents)
+        sample = stores.sample_keys(reads, documents)
         for _ in range(rounds):
             limit = limits.get_limit(mirror, sample, vbuckets)
-            view = limits.get_view(mirror, sample)
-            many = limits.get_many_view(mirror, sample)
+            view = get_bench.get_view(mirror, sample)
+            many = get_bench.get_many_view(mirror, sample)
             found.append(
                 {
                     "reads_per_s": round(view.per_second),
@@ -286,7 +288,9 @@ def rollback(
     found = []
     for number in range(rounds):
         with _folder(folder) as path:
-            figures = limits.rollback_round(str(Path(path) / "mirror"), rows, value_bytes=value_bytes, seed=number)
+            figures = rollback_bench.rollback_round(
+                str(Path(path) / "mirror"), rows, value_bytes=value_bytes, seed=number
+            )
         found.append({name: round(value, 2) for name, value in figures._asdict().items()})
         _say_round(found[-1], as_json)
     if as_json:
@@ -309,8 +313,8 @@ def http(
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
-        limits.store_rows(mirror, limits.own_keys(64, documents), snapshot_rows=documents)
-        sample = limits.sample_keys(requests, documents)
+        stores.store_rows(mirror, stores.own_keys(64, documents), snapshot_rows=documents)
+        sample = stores.sample_keys(requests, documents)
         with http_bench.serving(None) as bare, http_bench.serving(mirror) as served:
             for _ in range(rounds):
                 limit = http_bench.measure(bare, sample, connections)
@@ -341,9 +345,9 @@ def kv(
     found = []
     with _folder(folder) as path, contextlib.ExitStack() as stack:
         mirror = str(Path(path) / "mirror")
-        rows = limits.own_keys(vbuckets, documents)
-        limits.store_rows(mirror, rows, snapshot_rows=documents)
-        sample = limits.sample_keys(reads, documents)
+        rows = stores.own_keys(vbuckets, documents)
+        stores.store_rows(mirror, rows, snapshot_rows=documents)
+        sample = stores.sample_keys(reads, documents)
         servers: list[tuple[str, int, kv_bench.Protocol]] = [
             ("mirror", stack.enter_context(kv_bench.mirror_server(mirror)), kv_bench.Memcached)
         ]
@@ -387,7 +391,7 @@ def dcp(
     found = []
     with _folder(folder) as path:
         mirror = str(Path(path) / "mirror")
-        limits.store_rows(mirror, limits.own_keys(vbuckets, documents), snapshot_rows=documents)
+        stores.store_rows(mirror, stores.own_keys(vbuckets, documents), snapshot_rows=documents)
         for figures in dcp_bench.dcp_rounds(mirror, "bench", numbers, rounds):
             found.append(
                 {

@@ -107,6 +107,16 @@ def _identity_of(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _check_is_there(path: str) -> None:
+    """Raise unless there is a data file: LMDB would say less."""
+    try:
+        os.stat(os.path.join(path, DATA_FILE))
+    except FileNotFoundError:
+        raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`") from None
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
 def _refuse_unregistered(path: str) -> None:
     """Raise ReadOnly unless no process writes the environment at `path`, which is mounted read-only.
 
@@ -176,42 +186,11 @@ class Environment:
         self.history_id = secrets.randbits(64) or 1
         """Of the branches and positions that this writer makes, and of no other's."""
         if not create:
-            try:
-                os.stat(os.path.join(path, DATA_FILE))
-            except FileNotFoundError:
-                raise CorruptedError(
-                    "the group's data file is missing", path=path, hint="run `dcp-mirror check`"
-                ) from None
-            except OSError as error:
-                raise storage_error(error, path) from error
+            _check_is_there(path)
         self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
         if self._unregistered:
             _refuse_unregistered(path)
-        try:
-            self.env = lmdb.open(
-                path,
-                map_size=map_size,
-                max_dbs=2 * len(self.vbids) + len(keys.SHARED_DBS) + 8,
-                max_readers=READERS_MAX,
-                max_spare_txns=8,
-                readonly=not writable,
-                create=create,
-                metasync=sync == "full",
-                sync=sync != "unsafe",
-                readahead=False,
-                meminit=False,
-                mode=0o600,
-            )
-        except lmdb.Error as error:
-            found = storage_error(error, path)
-            if isinstance(found, ReadOnly) and not writable and os.access(os.path.join(path, DATA_FILE), os.R_OK):
-                raise ReadOnly(
-                    "permission denied",
-                    path=os.path.join(path, LOCK_FILE),
-                    hint="a reader needs write access to this file alone, in which LMDB registers readers: the setting "
-                    "readers_group of the service gives it to a group; or read by HTTP or with an SDK",
-                ) from error
-            raise found from error
+        self.env = self._open(path, map_size, create=create, sync=sync)
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
@@ -227,6 +206,34 @@ class Environment:
             raise
         if writable:
             self.env.reader_check()
+
+    def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
+        """Open the file. Raises StorageError."""
+        try:
+            return lmdb.open(
+                path,
+                map_size=map_size,
+                max_dbs=2 * len(self.vbids) + len(keys.SHARED_DBS) + 8,
+                max_readers=READERS_MAX,
+                max_spare_txns=8,
+                readonly=not self.writable,
+                create=create,
+                metasync=sync == "full",
+                sync=sync != "unsafe",
+                readahead=False,
+                meminit=False,
+                mode=0o600,
+            )
+        except lmdb.Error as error:
+            found = storage_error(error, path)
+            if isinstance(found, ReadOnly) and not self.writable and os.access(os.path.join(path, DATA_FILE), os.R_OK):
+                raise ReadOnly(
+                    "permission denied",
+                    path=os.path.join(path, LOCK_FILE),
+                    hint="a reader needs write access to this file alone, in which LMDB registers readers: the setting "
+                    "readers_group of the service gives it to a group; or read by HTTP or with an SDK",
+                ) from error
+            raise found from error
 
     def _settle_meta_pages(self) -> None:
         """Have both meta pages on the disk as they are in memory, before anything is written on top of them.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mirror.bench import limits
+from mirror.bench import get, limits, stores
 from storage import keys, records
 
 FILL_WAVES = 4
@@ -40,7 +40,7 @@ def key_of(number: int) -> bytes:
 def growth(sizes: Sequence[int], vbuckets: int, value_bytes: int, reads: int, folder: str) -> Iterator[GrowthFigures]:
     """Measure at each of `sizes`, which rise and are multiples of the first, with two stores below `folder`."""
     path = os.path.join(folder, "mirror")
-    limits.store_each(path, vbuckets, 1, lambda _: [])
+    stores.store_each(path, vbuckets, 1, lambda _: [])
     bare = limits.BareTrees(os.path.join(folder, "bare"), vbuckets)
     seqnos = [0] * vbuckets
     try:
@@ -49,13 +49,13 @@ def growth(sizes: Sequence[int], vbuckets: int, value_bytes: int, reads: int, fo
             while end < size:
                 step = min(FILL_WAVES * sizes[0], size - sizes[0] - end) or sizes[0]
                 rows = _wave(range(end, end + step), value_bytes, seqnos)
-                limit, stored = bare.add(rows), limits.add_rows(path, rows)
+                limit, stored = bare.add(rows), stores.add_rows(path, rows)
                 end += step
             rng = Random(size)
             sample = [key_of(rng.randrange(size)) for _ in range(reads)]
             limits.get_limit(path, sample, vbuckets)  # both sides find the files in the system's memory
             limit_got = limits.get_limit(path, sample, vbuckets)
-            yield GrowthFigures(size, stored, limit, limits.get_view(path, sample), limit_got)
+            yield GrowthFigures(size, stored, limit, get.get_view(path, sample), limit_got)
     finally:
         bare.close()
 

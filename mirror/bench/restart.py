@@ -26,7 +26,8 @@ from typing import Any
 from mirror import client
 from mirror.bench.ingest import SANDBOX_PASSWORD, receive
 from mirror.bench.kv import Memcached, mirror_server
-from mirror.bench.limits import Row, append_rows, bare_get, document_rows, store_each
+from mirror.bench.limits import Row, bare_get
+from mirror.bench.stores import append_rows, document_rows, store_each
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.messages import GetStatus

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pyspark.sql.functions import col, from_json
 
-from mirror.bench import limits
+from mirror.bench import limits, stores
 from mirror.spark.export import export
 from mirror.spark.runner import LocalRunner
 from storage import keys, records
@@ -80,7 +80,7 @@ def store(path: str, documents: Iterable[tuple[bytes, bytes]], vbuckets: int) ->
         frame = records.encode_mutation(key, body, seqno, cas=CAS + (seqno << 16), datatype=1)
         each.append((keys.ROW.pack(1, seqno), frame))
         size += len(key) + len(body)
-    limits.store_rows(path, rows, snapshot_rows=max(map(len, rows.values())) or 1, groups=GROUPS)
+    stores.store_rows(path, rows, snapshot_rows=max(map(len, rows.values())) or 1, groups=GROUPS)
     return size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mirror.bench import limits
+from mirror.bench import stores
 from mirror.bench.dcp import dcp_rounds
 
 DOCUMENTS = 300
@@ -12,7 +12,7 @@ DOCUMENTS = 300
 
 def test_a_round_measures_each_number_of_clients(tmp_path: Path) -> None:
     path = str(tmp_path / "mirror")
-    limits.store_rows(path, limits.own_keys(4, DOCUMENTS), snapshot_rows=DOCUMENTS)
+    stores.store_rows(path, stores.own_keys(4, DOCUMENTS), snapshot_rows=DOCUMENTS)
     found = list(dcp_rounds(path, "bench", [1, 3], 1))
     assert [figures.clients for figures in found] == [1, 3]
     for figures in found:

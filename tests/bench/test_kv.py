@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.bench import limits
+from mirror.bench import stores
 from mirror.bench.kv import Memcached, Redis, measure, mirror_server, peer_server, peers
 
 DOCUMENTS = 300
@@ -15,9 +15,9 @@ DOCUMENTS = 300
 
 def test_the_mirror_is_measured(tmp_path: Path) -> None:
     path = str(tmp_path / "mirror")
-    limits.store_rows(path, limits.own_keys(4, DOCUMENTS), snapshot_rows=DOCUMENTS)
+    stores.store_rows(path, stores.own_keys(4, DOCUMENTS), snapshot_rows=DOCUMENTS)
     with mirror_server(path) as port:
-        figures = measure(port, Memcached, limits.sample_keys(200, DOCUMENTS))
+        figures = measure(port, Memcached, stores.sample_keys(200, DOCUMENTS))
     assert figures.requests_per_s > 0
     assert figures.pipelined_per_s > 0
     assert 0 < figures.p50_us <= figures.p99_us

@@ -11,7 +11,7 @@ import pytest
 from deltalake import DeltaTable
 
 import cli.pipeline
-from mirror.bench import limits
+from mirror.bench import stores
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.view import open_view
@@ -71,7 +71,7 @@ class Driver:
 
 def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "out"
-    limits.store_rows(str(data), limits.own_keys(VBUCKETS, DOCUMENTS), snapshot_rows=DOCUMENTS)
+    stores.store_rows(str(data), stores.own_keys(VBUCKETS, DOCUMENTS), snapshot_rows=DOCUMENTS)
     submit = [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.pipeline.__file__]
     driver = Driver(tmp_path, *submit, "export", "--data", data, "--to", target, "--format", "delta", "--json")
     until(
