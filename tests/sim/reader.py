@@ -132,6 +132,8 @@ class SimReader:
             self.take()
         if self.until is None and self.rng.random() < 0.05:
             self.end()
+        waiting = self.read is not None and self.read.outbox.full
+        assert waiting or not self.acks_held, "the source waits, and nothing that is taken lets it go on"
 
     def finish(self, life: int, vbuckets: int) -> bool:
         """Without faults, one read of everything to the end; True once it is done."""
