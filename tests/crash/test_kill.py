@@ -27,6 +27,8 @@ from tests.crash.service import Service, until
 
 NODES, VBUCKETS, GROUPS, WORKERS = 3, 24, 4, 2
 RATE, KEYS = 300, 3000
+HISTORY_S = 60
+"""Of the mirror: long for a reader of a past state, short enough that history is purged among the kills."""
 
 log = logging.getLogger("tests.crash")
 log.setLevel(logging.INFO)
@@ -193,6 +195,7 @@ def campaign(tmp_path: Path, seed: int) -> Iterator[Campaign]:
         source.call(load.write, 3000)
         source.call(cluster.bucket.to_disk)
         flags = ["--groups", str(GROUPS), "--workers", str(WORKERS), "--set", "batch_bytes_max=65536"]
+        flags += ["--set", f"history_s={HISTORY_S}"]
         with Service(source.connection_string, tmp_path / "data", *flags) as service:
             writing = source.call(lambda: asyncio.get_running_loop().create_task(load.run()))
             service.start()
