@@ -25,8 +25,8 @@ from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
 from mirror.serve.tls import server_tls
 from mirror.supervise import logs
+from mirror.supervise.child import Send, Work, main
 from mirror.supervise.listeners import SLOTS_PER_KIND
-from mirror.supervise.worker import Send, Work, main
 
 log = get_logger("kv")
 

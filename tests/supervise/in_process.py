@@ -19,10 +19,10 @@ from mirror.config import Settings
 from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
 from mirror.supervise import processes
 from mirror.supervise.channel import Channel
+from mirror.supervise.child import ChildProcess, Make
 from mirror.supervise.children import Child
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.supervisor import Supervisor
-from mirror.supervise.worker import Make, Worker
 from tests.supervise.scripted import look_up, settings_for
 
 Report = dict[str, Any]
@@ -63,7 +63,7 @@ class TaskProcess:
     async def _live(end: socket.socket, make: Make) -> int:
         channel = await Channel.open(end)
         try:
-            return await Worker(channel, make).live()
+            return await ChildProcess(channel, make).live()
         finally:
             await channel.close()
 

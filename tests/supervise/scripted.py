@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mirror.config import Settings
 from mirror.errors import AuthRejected
 from mirror.messages import HoldPositions, ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
-from mirror.supervise.worker import Send, Work, main
+from mirror.supervise.child import Send, Work, main
 from storage.errors import NoSuchBoundary
 
 if TYPE_CHECKING:

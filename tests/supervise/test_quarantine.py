@@ -24,14 +24,15 @@ VBUCKETS = 4
 DIES_IN_GROUP_1 = """
 import os, signal, sys
 from storage.owner import GroupOwner
-from mirror.supervise.worker import main
+from mirror.supervise.child import main
+from mirror.supervise.worker import open_stores
 write = GroupOwner.write
 def dying(self, work):
     if self.group == 1:
         os.kill(os.getpid(), getattr(signal, os.environ["DIES_OF"]))
     return write(self, work)
 GroupOwner.write = dying
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:], open_stores))
 """
 
 

@@ -1,151 +1,33 @@
-"""A child's life at its end of the pipe, with the test as the supervisor."""
+"""How worker and server processes are started, and what they load."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import TypeVar
 
 import pytest
-import pytest_asyncio
 
-from mirror.config import to_wire
-from mirror.messages import (
-    Answer,
-    Beat,
-    ExitReport,
-    GetStatus,
-    PipeMessage,
-    Ready,
-    Request,
-    Resync,
-    StartWorker,
-    StopWork,
-)
-from mirror.supervise.channel import Channel
 from mirror.supervise.children import worker_command
-from tests.supervise.scripted import settings_for
-from tests.supervise.scripted import worker_command as scripted_command
-
-M = TypeVar("M", bound=PipeMessage)
-Ends = tuple[Channel, asyncio.subprocess.Process]
 
 
-@pytest_asyncio.fixture
-async def worker() -> AsyncIterator[Ends]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *scripted_command(theirs.fileno()), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL
-        )
-    channel = await Channel.open(ours)
-    yield channel, process
-    await channel.close()
-    await process.wait()
+def loaded_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {*done.stdout.split()}
 
 
-def test_it_starts_without_libraries_that_check_settings_or_draw() -> None:
+@pytest.mark.parametrize("module", ["mirror.supervise.worker", "mirror.supervise.server"])
+def test_it_starts_without_libraries_that_check_settings_or_draw(module: str) -> None:
     """They would double the time that each worker and server takes to start."""
-    modules = "mirror.supervise.worker", "mirror.supervise.server"
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {*modules, "structlog"} <= {*loaded}
-    assert not {*loaded} & {"pydantic", "rich", "typer", "attr"}
+    loaded = loaded_by(module)
+    assert {module, "structlog"} <= loaded
+    assert not loaded & {"pydantic", "rich", "typer", "attr"}
 
 
-async def expect(channel: Channel, kind: type[M]) -> M:
-    while (message := await channel.receive()) is not None:
-        if isinstance(message, kind):
-            return message
-        assert isinstance(message, Beat)
-    raise AssertionError(f"the worker exited without {kind}")
-
-
-def start_of(data: Path) -> StartWorker:
-    return StartWorker(slot=0, groups=[0, 1], settings=to_wire(settings_for(data)))
-
-
-async def test_it_beats_answers_and_stops_on_command(worker: Ends, tmp_path: Path) -> None:
-    channel, process = worker
-    channel.send(start_of(tmp_path))
-    await expect(channel, Ready)
-    await expect(channel, Beat)
-    channel.send(Request(7, GetStatus()))
-    answer = await expect(channel, Answer)
-    assert answer.id == 7
-    assert answer.value is not None
-    assert [row["vbid"] for row in answer.value["vbuckets"]] == [0, 1, 4, 5]
-    channel.send(Request(8, Resync(1)))
-    assert (await expect(channel, Answer)).value == {"heard": {"op": "resync", "vbid": 1}}
-    channel.send(StopWork())
-    assert await process.wait() == 0
-
-
-async def test_the_end_of_the_pipe_is_the_end(worker: Ends, tmp_path: Path) -> None:
-    channel, process = worker
-    channel.send(start_of(tmp_path))
-    await expect(channel, Ready)
-    await channel.close()
-    assert await process.wait() == 0
-
-
-async def test_without_a_first_word_it_goes_quietly(worker: Ends) -> None:
-    channel, process = worker
-    await channel.close()
-    assert await process.wait() == 0
-
-
-@pytest.mark.parametrize(("name", "ends"), [("INT", False), ("HUP", False), ("TERM", True)])
-async def test_a_terminals_signals_are_the_supervisors_to_handle(
-    worker: Ends, tmp_path: Path, name: str, ends: bool
-) -> None:
-    channel, process = worker
-    channel.send(start_of(tmp_path))
-    await expect(channel, Ready)
-    process.send_signal(signal.Signals[f"SIG{name}"])
-    if not ends:
-        channel.send(Request(1, GetStatus()))
-        await expect(channel, Answer)
-        channel.send(StopWork())
-    assert await process.wait() == 0
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "exit_code", "fatal"),
-    [("refused", "wrong password for demo", 4, True), ("bug", "internal error: ZeroDivisionError", 1, False)],
-)
-async def test_its_exit_report_says_what_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str, exit_code: int, fatal: bool
-) -> None:
-    monkeypatch.setenv("SCRIPT", script)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *scripted_command(theirs.fileno()), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL
-        )
-    channel = await Channel.open(ours)
-    channel.send(start_of(tmp_path))
-    await expect(channel, Ready)
-    failed = await expect(channel, ExitReport)
-    assert words in failed.message
-    assert (failed.exit_code, failed.fatal) == (exit_code, fatal)
-    assert await process.wait() == exit_code
-    await channel.close()
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["garbage"], ["0"], ["999"]], ids=["none", "no number", "no socket", "closed"]
-)
-def test_nobody_starts_it_by_hand(arguments: Sequence[str]) -> None:
-    command = [*worker_command(0)[:-1], *arguments]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == ["a worker is started by its supervisor alone: use `dcp-mirror run`"]
+def test_a_server_starts_without_what_workers_mirror_with() -> None:
+    """A fourth of the time it takes until the first read is answered."""
+    assert {"mirror.feed.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.worker")
+    assert not loaded_by("mirror.supervise.server") & {"mirror.feed.consumer", "mirror.ingest.machine"}
 
 
 def test_the_command_line_holds_no_secret() -> None:

@@ -1,0 +1,191 @@
+"""The child's side of the pipe: how a worker or a server lives from its first message to its last.
+
+Knows messages, heartbeats and signals; never what the work is. Invariants: when the supervisor is gone, for whatever
+reason, this process exits too; a terminal's Ctrl-C is handled by the supervisor alone; nothing of the work is imported
+here, so that a server starts without what workers need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, runtime_checkable
+
+from mirror.errors import MirrorError
+from mirror.log import get_logger
+from mirror.messages import (
+    Answer,
+    Beat,
+    ExitReport,
+    GetStatus,
+    NewClusterMap,
+    PipeMessage,
+    ProcessCommand,
+    ProcessReport,
+    Ready,
+    Request,
+    StartMessage,
+    StartServer,
+    StartWorker,
+    StopWork,
+)
+from mirror.supervise import logs
+from mirror.supervise.channel import Channel
+from mirror.supervise.heartbeat import INTERVAL_MS
+from storage.errors import StorageError
+
+PR_SET_PDEATHSIG = 1
+
+log = get_logger("worker")
+
+
+class Work(Protocol):
+    """What a worker does between its start and its end."""
+
+    async def run(self) -> None:
+        """Do it until stopped. Raises what makes going on impossible."""
+        ...
+
+    async def stop(self) -> None:
+        """Commit, close, and let `run` return."""
+        ...
+
+    def status(self) -> ProcessReport:
+        """Report `vbuckets` (a list of rows) and `counters` (numbers that only rise)."""
+        ...
+
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """Execute a command of the supervisor. Raises MirrorError, StorageError."""
+        ...
+
+
+@runtime_checkable
+class FollowsMaps(Protocol):
+    """Work that streams from the source."""
+
+    def follow_map(self, found: dict[str, Any]) -> None:
+        """Follow a cluster map that is recorded, as `ClusterMap.to_wire` writes it."""
+        ...
+
+
+Send = Callable[[PipeMessage], None]
+"""Sends a message to the supervisor; never waits."""
+Make = Callable[[StartMessage, Send], Awaitable[Work]]
+"""Makes the work that the first message describes."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even while it is stopped."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class ChildProcess:
+    """A process between its first message and its last."""
+
+    def __init__(self, channel: Channel, make: Make) -> None:
+        """`make` opens the stores and returns the work."""
+        self._channel = channel
+        self._make = make
+        self._ending = asyncio.Event()
+        self._requests: set[asyncio.Task[None]] = set()
+
+    def end(self) -> None:
+        """Begin the end: commit, close, go."""
+        self._ending.set()
+
+    async def live(self) -> int:
+        """Live a child's life; returns its exit status."""
+        first = await self._channel.receive()
+        if first is None:
+            return 0
+        assert isinstance(first, StartWorker | StartServer), "the first message starts the work"
+        beats = asyncio.create_task(self._beat())
+        work: Work | None = None
+        doing: asyncio.Task[None] | None = None
+        listening: asyncio.Task[None] | None = None
+        try:
+            work = await self._make(first, self._channel.send)
+            doing = asyncio.create_task(work.run())
+            listening = asyncio.create_task(self._listen(work))
+            self._channel.send(Ready())
+            ending = asyncio.create_task(self._ending.wait())
+            await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if not doing.done():
+                await work.stop()
+            await doing
+        except (MirrorError, StorageError) as error:
+            self._report(str(error), int(error.exit_code), fatal=not error.retryable)
+            return int(error.exit_code)
+        except Exception as error:
+            log.exception("internal error")
+            self._report(f"internal error: {type(error).__name__}: {error}", 1, fatal=False)
+            return 1
+        finally:
+            beats.cancel()
+            for task in (listening, *self._requests):
+                if task is not None:
+                    task.cancel()
+            await self._channel.flush()
+            await self._channel.close()
+        return 0
+
+    def _report(self, message: str, exit_code: int, *, fatal: bool) -> None:
+        self._channel.send(ExitReport(message, exit_code, fatal))
+
+    async def _beat(self) -> None:
+        while True:
+            self._channel.send(Beat())
+            await asyncio.sleep(INTERVAL_MS / 1000)
+
+    async def _listen(self, work: Work) -> None:
+        while True:
+            message = await self._channel.receive()
+            if message is None or isinstance(message, StopWork):
+                self.end()
+                return
+            if isinstance(message, NewClusterMap) and isinstance(work, FollowsMaps):
+                work.follow_map(message.cluster_map)
+            elif isinstance(message, Request):
+                task = asyncio.create_task(self._answer(work, message))
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
+
+    async def _answer(self, work: Work, request: Request) -> None:
+        try:
+            if isinstance(request.command, GetStatus):
+                value = dict(work.status())
+            else:
+                value = await work.request(request.command)
+        except (MirrorError, StorageError) as error:
+            self._channel.send(Answer(request.id, error=str(error)))
+        else:
+            self._channel.send(Answer(request.id, value))
+
+
+async def work_over(end: socket.socket, make: Make) -> int:
+    """Live at this end of a pipe."""
+    child = ChildProcess(await Channel.open(end), make)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, child.end)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
+    return await child.live()
+
+
+def main(arguments: list[str], make: Make) -> int:
+    """Entry of the process: the one argument is the number of the inherited descriptor."""
+    die_with_parent()
+    logs.set_up("info", process=f"worker {arguments[0] if arguments else '?'}")
+    try:
+        end = socket.socket(fileno=int(arguments[0]))
+    except (IndexError, ValueError, OSError):
+        print("a worker is started by its supervisor alone: use `dcp-mirror run`", file=sys.stderr)  # noqa: T201
+        return 2
+    return asyncio.run(work_over(end, make))
