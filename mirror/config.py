@@ -91,7 +91,8 @@ class Settings:
     """How often every node of the cluster, and every host of the source, is queried for the cluster map, besides what
     nodes announce. A node that was failed over without its knowledge is left within about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """How often the high seqnos of the source are requested; the reported lag is as fresh as this."""
+    """How often the high seqnos of the source are requested, besides once when a connection is open; the reported lag
+    is as fresh as this."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     """A vbucket that is behind the source and receives nothing for this long is reported as `stalled`, and its stream
     is reopened."""

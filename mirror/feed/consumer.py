@@ -249,12 +249,13 @@ class Consumer:
         return self.connections.ready_sessions()
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open: its vbuckets may ask for their streams."""
+        """A session is open: its vbuckets may ask for their streams, and how far they are behind is known soon."""
         self._was_ready = True
         assert keeper.session is not None
         for vbid in self._vbids_at(keeper.address):
             if self._group_of[vbid].error is None:
                 self._attach(vbid, keeper.session)
+        self._source_watch.look()
         self._collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:

@@ -11,6 +11,7 @@ stalled; a node that does not say how far it is counts as one that does not answ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -71,6 +72,11 @@ class SourceWatch:
         self._clock = clock
         self._on_defect = on_defect
         self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+
+    def look(self) -> None:
+        """Poll and judge now: a session is open whose node was not polled yet."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Poll and judge."""
@@ -83,7 +89,12 @@ class SourceWatch:
                         task.add_done_callback(partial(self._ended, address))
                 self.judge()
                 collections = self._watched.polled_collections or ()
-                await self._clock.sleep(max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(
+                        max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
+                    ):
+                        await self._wake.wait()
+                self._wake.clear()
         finally:
             polls = list(self._polls.values())
             for task in polls:

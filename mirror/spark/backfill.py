@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +38,6 @@ from storage.writer import GroupWriter
 
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
-SEQNO_POLL_S = 0.2
-"""A group is done when the source has said how far it is."""
 SILENCE_S = 120.0
 """A task to which the source sends nothing for so long, although it is behind, gives up."""
 
@@ -193,7 +191,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
 def backfill_task(task: BackfillTask) -> Pulled:
     """Pull a group and hand it over; called wherever a Runner runs it."""
     quiet_logs()
-    settings = replace(from_wire(task.settings), seqno_poll_interval_s=SEQNO_POLL_S)
+    settings = from_wire(task.settings)
     clock = SystemClock()
     try:
         scratch = tempfile.TemporaryDirectory(prefix="dcp-mirror-backfill-", dir=task.scratch)

@@ -97,6 +97,20 @@ async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tri
     await mirror.stop()
 
 
+async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """A start, or a connection that is open again, would otherwise be "of unknown lag" for an interval."""
+    write(cluster, 2, "first")
+    mirror = mirror_of(cluster, tmp_path, seqno_poll_interval_s=600)
+    consumer = mirror.start(cluster.connection_string)
+    await mirror.until(lambda: consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
+    await follow(mirror, cluster)
+    write(cluster, 2, "second")
+    for connection in list(cluster.nodes[0].connections):
+        connection.link.cut()
+    await mirror.until(lambda: consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 2, 3: 0}, "known of the new connection")
+    await mirror.stop()
+
+
 class Proxy:
     """Forwards bytes between a client and a node, until it stops to, without a word to either."""
 
