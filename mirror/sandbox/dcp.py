@@ -38,7 +38,9 @@ from mirror.wire.events import StreamRequest
 from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
-"""Sent at once, of all streams in turn or of one stream before the next."""
+"""Sent at once, of one stream before the next."""
+TURNS_BYTES = 1024 * 1024
+"""Of all streams in turn, at once: some messages of each of 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +282,23 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         """Messages of the streams in turn, and how many bytes more flow control counts for them."""
         if not self.window.is_open:
             return
-        free_bytes = PIECE_BYTES
+        free_bytes = TURNS_BYTES
         if self.window.window_bytes:
             free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-        ready = deque(stream for stream in list(self._turns) if self._has_turn(stream))
-        before = [(stream, stream.frames_sent, stream.bytes_sent) for stream in ready]
+        allowed = self._port.may_stream(), self._port.sees_system()  # once: nothing else runs meanwhile
+        ready: deque[ProducerStream] = deque()
+        before: list[tuple[ProducerStream, int, int]] = []
         out = bytearray()
         counted_bytes = 0
+        for stream in list(self._turns):
+            if counted_bytes >= free_bytes:
+                break
+            if self._has_turn(stream, *allowed):
+                before.append((stream, stream.frames_sent, stream.bytes_sent))
+                size = stream.add_message(out)
+                if size:
+                    counted_bytes += size
+                    ready.append(stream)
         while ready and counted_bytes < free_bytes:
             stream = ready.popleft()
             size = stream.add_message(out)
@@ -299,15 +311,19 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             counters.bytes += stream.bytes_sent - bytes_sent
             if stream.ended:
                 self._forget(stream)
-        next_first = [stream for stream in ready if stream in self._turns]
-        self._turns = dict.fromkeys([*next_first, *self._turns])
+        for stream in ready:
+            if stream in self._turns:
+                del self._turns[stream]
+                self._turns[stream] = None
         if out:
             yield bytes(out), counted_bytes - len(out)
 
     def _piece_of_each(self) -> Iterator[tuple[bytes, int]]:
         """As much of each stream as the connection sends at once."""
         for stream in list(self.streams.values()):
-            if self.streams.get((stream.vbid, stream.stream_id)) is not stream or not self._has_turn(stream):
+            if self.streams.get((stream.vbid, stream.stream_id)) is not stream:
+                continue
+            if not self._has_turn(stream, self._port.may_stream(), self._port.sees_system()):
                 continue
             if not self.window.is_open:
                 return
@@ -325,18 +341,16 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             if data:
                 yield data, stream.uncounted_bytes - uncounted_bytes
 
-    def _has_turn(self, stream: ProducerStream) -> bool:
-        """Whether the stream may send something, perhaps; ends it where the user may not see it any more."""
+    def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
+        """Whether the stream may send something, perhaps. Ends it where the user may not see it any more: privileges
+        are checked with each change that is to be sent, not only when the stream begins.
+        """
         if not stream.has_more or self._port.stream_faults.muted(stream.vbid, self._port.node_number):
             return False
-        if not self._may_go_on(stream):
+        if not may_stream or (stream.sees_system and not sees_system):
             self.end_stream(stream, StreamEndReason.LOST_PRIVILEGES)
             return False
         return True
-
-    def _may_go_on(self, stream: ProducerStream) -> bool:
-        """Privileges are checked with each change that is to be sent, not only when the stream begins."""
-        return self._port.may_stream() and (self._port.sees_system() or not stream.sees_system)
 
     @property
     def _noops_withheld(self) -> bool:
