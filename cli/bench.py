@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import options, output
-from cli.exits import CommandEnded, complain
+from cli.exits import CommandEnded, complain, end_by_sigterm
 from cli.pipeline import need, spark_session
 from mirror.bench import dcp as dcp_bench
 from mirror.bench import get as get_bench
@@ -43,6 +43,13 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def prepare() -> None:
+    """Before each measurement."""
+    end_by_sigterm()
+
 
 RoundsOption = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Times each side is measured, in turn.")]
 FolderOption = Annotated[

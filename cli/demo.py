@@ -8,7 +8,6 @@ this run; if one does not hold the exit code is 1; everything it started ends wi
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from cli.exits import CommandEnded
+from cli.exits import CommandEnded, end_by_sigterm
 from cli.stage import Stage
 from cli.status import DocumentCounter
 from mirror.errors import ConfigError, ExitCode, SupervisionError
@@ -227,7 +226,7 @@ def demo(
     """Show it all: a source with live writes, its mirror, a killed worker, a failover with rollback."""
     if data is not None and directory.exists(str(data)):
         raise ConfigError(f"{data} holds a mirror already", hint="the demo makes a new one: give it an empty directory")
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    end_by_sigterm()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-mirror-demo-")))
         place = data if data is not None else folder / "data"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -41,6 +42,13 @@ class CommandEnded(Exception):
 def complain(text: str) -> None:
     """One line on stderr."""
     typer.echo(f"dcp-mirror: {' '.join(text.split())}", err=True)
+
+
+def end_by_sigterm() -> None:
+    """Let SIGTERM end this command as Ctrl-C does, with its processes and temporary files; also in the background of a
+    script, where the shell has Ctrl-C ignored.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def code_of(error: BaseException) -> tuple[int, str]:

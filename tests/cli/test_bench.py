@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import cli
-from tests.cli.conftest import Result, call
+from tests.cli.conftest import LIMIT_S, Result, background, call
 
 BENCHES_MD = (
     Path(cli.__file__).with_name("JSON.md").read_text().partition("## `bench ... --json`\n")[2].partition("\n## ")[0]
@@ -50,6 +54,22 @@ def test_ingest_prints_json_alone_on_stdout(tmp_path: Path) -> None:
     assert figures["ratio"] == shape["ratio_median"] > 0
     assert figures["peak_private_mib"] > 1
     assert unpromised(shape) == []
+
+
+def test_sigterm_ends_it_with_its_processes_and_files_also_in_the_background_of_a_script(tmp_path: Path) -> None:
+    ignored = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as shells without job control have it
+    flags = ["--documents", "20000000", "--folder", str(tmp_path)]
+    with background("bench", "ingest", *flags, preexec_fn=ignored) as running:
+        itself = psutil.Process(running.pid)
+        while len(children := itself.children()) < 2:  # multiprocessing's own, and the source
+            assert running.poll() is None
+            time.sleep(0.02)
+        running.send_signal(signal.SIGTERM)
+        _, err = running.communicate(timeout=LIMIT_S)
+        assert (running.returncode, err) == (130, "")
+        psutil.wait_procs(children, timeout=LIMIT_S)
+        assert not [child for child in children if child.is_running()]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.ci

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -36,12 +38,19 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_ctrl_c_ends_it_in_order_and_nothing_is_left_running(tmp_path: Path) -> None:
-    with background("demo", "--data", tmp_path / "data", *SMALL) as demo:
+@pytest.mark.parametrize(
+    ("number", "prepare"),
+    [(signal.SIGINT, None), (signal.SIGTERM, partial(signal.signal, signal.SIGINT, signal.SIG_IGN))],
+    ids=["Ctrl-C", "SIGTERM in the background of a script"],
+)
+def test_a_signal_ends_it_in_order_and_nothing_is_left_running(
+    tmp_path: Path, number: signal.Signals, prepare: Callable[[], None] | None
+) -> None:
+    with background("demo", "--data", tmp_path / "data", *SMALL, preexec_fn=prepare) as demo:
         assert demo.stdout is not None
         while "mirrored" not in demo.stdout.readline():
             assert demo.poll() is None
-        demo.send_signal(signal.SIGINT)
+        demo.send_signal(number)
         out, err = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, err
     assert "the demo ended well" in out
