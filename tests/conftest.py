@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from typing import TypeVar
@@ -54,9 +55,13 @@ def pytest_make_collect_report(
 
 
 def pytest_configure() -> None:
-    """Let the processes that tests start load bytecode: without it each of some hundred compiles all sources again."""
+    """Let the processes that tests start load bytecode (without it each of some hundred compiles all sources again) and
+    end by Ctrl-C.
+    """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or what tests start would ignore Ctrl-C, too
     gc.disable()  # until all is imported and collected: nothing of it goes away
 
 

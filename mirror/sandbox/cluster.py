@@ -124,7 +124,7 @@ class SandboxCluster:
             task.cancel()
         self._tasks.clear()
         for node in self.nodes:
-            await node.stop()
+            await node.close()
         await asyncio.sleep(0)
 
     async def __aenter__(self) -> SandboxCluster:

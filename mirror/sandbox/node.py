@@ -8,6 +8,8 @@ with the status that the codec gives, and the connection stays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -269,6 +271,8 @@ class SandboxNode:
         self.stopped = False
         """True from `stop` to the next `start`. A node of a simulation listens nowhere, and is not stopped."""
         self._servers: list[asyncio.Server] = []
+        self._held: list[socket.socket] = []
+        """What keeps the ports of a stopped node from becoming another program's."""
 
     @property
     def alive(self) -> bool:
@@ -285,6 +289,7 @@ class SandboxNode:
         if tls_port is not None:
             assert tls is not None, "a TLS port needs a certificate"
             self.tls_port = await self._listen(host, tls_port, tls)
+        self._let_ports_go()
 
     async def _listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         loop = asyncio.get_running_loop()
@@ -293,9 +298,10 @@ class SandboxNode:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Stop listening and break all connections, as a process that dies does."""
+        """Stop listening and break all connections, as a process that dies does. The ports stay the node's."""
         self.stopped = True
         servers, self._servers = self._servers, []
+        places = [(each.family, each.getsockname()) for server in servers for each in server.sockets]
         for connection in list(self.connections):
             connection.link.cut()
         # A connection that asyncio accepted shortly before its server is closed is neither made nor closed (seen with
@@ -307,6 +313,21 @@ class SandboxNode:
             await asyncio.sleep(0)
         for server in servers:
             server.close()
+        for family, place in places:
+            held = socket.socket(family)  # bound and not listening: who connects is refused, as where nobody is
+            self._held.append(held)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):  # somebody was faster
+                held.bind(place)
+
+    async def close(self) -> None:
+        """Stop for good."""
+        await self.stop()
+        self._let_ports_go()
+
+    def _let_ports_go(self) -> None:
+        while self._held:
+            self._held.pop().close()
 
     @property
     def address(self) -> SandboxAddress:

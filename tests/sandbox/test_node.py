@@ -154,3 +154,22 @@ async def test_a_client_that_declines_a_map_it_has_gets_none_with_a_refusal() ->
             assert bool((await client.ask(elsewhere)).value) == again
             cluster.bucket.map_changed()
             assert (await client.ask(elsewhere)).value
+
+
+async def test_a_port_stays_the_nodes_while_it_is_stopped() -> None:
+    """Another program's connection got it in between, and the node could not come back."""
+    async with SandboxCluster(nodes=2, vbuckets=1) as cluster:
+        place = cluster.host, cluster.nodes[1].port
+        await cluster.kill_node(1)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*place)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        await cluster.kill_node(1)
+        await cluster.restart_node(1)
+        assert cluster.nodes[1].port == place[1]
+        await Client.connect(cluster, 1)
+        await cluster.kill_node(1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(place)
