@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -426,13 +426,21 @@ def refuse_websites(request: Request) -> None:
 
 
 def _refuse_strange_host(request: Request) -> None:
-    host = header(request, b"host") or ""
+    name = _strange_name(header(request, b"host") or "")
+    if name is not None:
+        raise Problem(
+            "forbidden", f"this listener does not answer to the name {name[:80]!r}", hint="use the address, or log in"
+        )
+
+
+@lru_cache(maxsize=16)
+def _strange_name(host: str) -> str | None:
+    """The name in a request's Host that is neither an address nor this machine's own."""
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if not name or name == "localhost" or name.endswith(".localhost"):
-        return
+        return None
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
-        raise Problem(
-            "forbidden", f"this listener does not answer to the name {name[:80]!r}", hint="use the address, or log in"
-        ) from None
+        return name
+    return None
