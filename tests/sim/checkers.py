@@ -525,7 +525,8 @@ class Checker:
         if held is None:
             below = [each for each in watched.boundaries if watched.floor <= each <= token.seqno]
             boundary = below[-1] if below and token.branch == watched.branch else None
-            undone = not below and token.branch == watched.branch and token.seqno > watched.seqno
+            ahead = token.branch == watched.branch and token.seqno > watched.seqno
+            undone = not below and (ahead or not watched.seqno)  # of nothing at all, perhaps another branch is served
             held = HeldLease(
                 self.name_of(follower), follower.vbid, position, boundary, undone, watched.resyncs, until_ms
             )
