@@ -67,13 +67,14 @@ def ingest(
         str,
         typer.Option(help="How the source sends: the streams in turn (turn), one by one (stream), or both in turn."),
     ] = "turn",
+    workers: Annotated[int, typer.Option(min=1, max=8, help="Worker processes that share the vbuckets.")] = 1,
     rounds: RoundsOption = 3,
     folder: FolderOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """First backfill of a bucket by one worker, over a socket, against the same rows put into bare LMDB.
+    """First backfill of a bucket, over a socket, against the same rows put into bare LMDB by one process.
 
-    And against the same bytes received and discarded.
+    And against the same bytes received and discarded by one process.
     """
     check_sync(sync)
     if order not in (*ORDERS, "both"):
@@ -82,7 +83,9 @@ def ingest(
     orders = ORDERS if order == "both" else (order,)
     found = []
     with _folder(folder) as path:
-        for figures in ingest_rounds(documents, vbuckets, value_bytes, rounds, path, sync, orders=orders):
+        for figures in ingest_rounds(
+            documents, vbuckets, value_bytes, rounds, path, sync, orders=orders, workers=workers
+        ):
             found.append(
                 {
                     "order": figures.order,
@@ -97,7 +100,7 @@ def ingest(
                 }
             )
             _say_round(found[-1], as_json)
-    setting = {"documents": documents, "vbuckets": vbuckets, "sync": sync, "order": order}
+    setting = {"documents": documents, "vbuckets": vbuckets, "sync": sync, "order": order, "workers": workers}
     if as_json:
         _finish("ingest", setting, found, as_json, [each for each in found if each["order"] == orders[0]])
         return

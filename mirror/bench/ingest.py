@@ -38,6 +38,7 @@ from storage.writer import GroupWriter
 SAMPLE_INTERVAL_S = 0.02
 """How often the consumer's private memory is looked at, and whether it has caught up."""
 SANDBOX_PASSWORD = "demo"
+GROUPS = 8
 ORDERS = ("turn", "stream")
 """How the source sends: a message of each stream in turn, or one stream after the other."""
 PATIENCE_S = 900.0
@@ -46,8 +47,8 @@ PATIENCE_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class IngestFigures:
-    """One round and order: the consumer's time against two limits, and the most private memory (RssAnon) it had, in
-    bytes.
+    """One round and order: the time of all consumers against two limits, and the most private memory (RssAnon) that
+    they had together, in bytes.
     """
 
     order: str
@@ -88,9 +89,10 @@ def ingest_rounds(
     sync: str,
     *,
     orders: Sequence[str] = ORDERS[:1],
+    workers: int = 1,
 ) -> Iterator[IngestFigures]:
     """Measure each of `orders` each round, with a new mirror and a new limit below `folder`. Raises RuntimeError when a
-    process fails.
+    process fails. `workers` consumers share the groups; both limits have one process.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -109,7 +111,7 @@ def ingest_rounds(
                 here.send(order)
                 receive(here, source)
                 path = os.path.join(folder, f"m-{order}-{number}")
-                ingest, peak = _consume_once(context, connection_string, path, sync)
+                ingest, peak = _consume_once(context, connection_string, path, sync, workers)
                 yield IngestFigures(order, count, ingest, limit, discard(server, volume), peak)
     finally:
         here.close()
@@ -159,63 +161,80 @@ def _serve_documents(pipe: Connection, count: int, vbuckets: int, value_bytes: i
     asyncio.run(serve())
 
 
-def _consume_once(context: Any, connection_string: str, path: str, sync: str) -> tuple[limits.Timing, int]:
-    here, there = context.Pipe()
-    consumer = context.Process(target=_consume, args=(there, connection_string, path, sync), daemon=True)
-    consumer.start()
-    peak = 0
+def _consume_once(
+    context: Any, connection_string: str, path: str, sync: str, workers: int
+) -> tuple[limits.Timing, int]:
+    consumers: list[tuple[Connection, Any]] = []
     try:
-        while not here.poll(SAMPLE_INTERVAL_S):
-            if not consumer.is_alive():
-                break
-            peak = max(peak, private_bytes(consumer.pid) or 0)
-        count, seconds, cpu_s = receive(here, consumer)
-        return limits.Timing(count, seconds, cpu_s), peak
+        for number in range(workers):  # the first one creates the directory
+            here, there = context.Pipe()
+            groups = range(number, GROUPS, workers)
+            arguments = (there, connection_string, path, sync, groups)
+            consumers.append((here, context.Process(target=_consume, args=arguments, daemon=True)))
+            consumers[-1][1].start()
+            receive(*consumers[-1])
+        for here, _ in consumers:
+            here.send(None)
+        peak = 0
+        while not all(here.poll() or not consumer.is_alive() for here, consumer in consumers):
+            time.sleep(SAMPLE_INTERVAL_S)
+            peak = max(peak, sum(private_bytes(consumer.pid) or 0 for _, consumer in consumers))
+        counts, starts, ends, cpu_s = zip(*(receive(here, consumer) for here, consumer in consumers), strict=True)
+        return limits.Timing(sum(counts), max(ends) - min(starts), sum(cpu_s)), peak
     finally:
-        consumer.join(30)
-        if consumer.is_alive():
-            consumer.kill()
+        for here, consumer in consumers:
+            here.close()
+            consumer.join(30)
+            if consumer.is_alive():
+                consumer.kill()
 
 
 def _caught_up(consumer: Consumer) -> bool:
     """True once the source has sent all high seqnos and each is published."""
     highs = consumer.source_high_seqnos()
-    return len(highs) == consumer.identity.vbucket_count and consumer.caught_up(highs)
+    return len(highs) == len(consumer.vbuckets) and consumer.caught_up(highs)
 
 
-def _consume(pipe: Connection, connection_string: str, path: str, sync: str) -> None:
-    """The consumer process: one worker's work from an empty directory to caught up."""
+def _consume(pipe: Connection, connection_string: str, path: str, sync: str, groups: Sequence[int]) -> None:
+    """A consumer process: one worker's work from an empty directory to caught up, begun when it is sent something."""
 
     async def consume() -> None:
-        async with consuming(connection_string, path, sync) as (consumer, writers):
-            start, cpu_start = time.perf_counter(), time.process_time()
+        async with consuming(connection_string, path, sync, groups) as (consumer, writers):
+            pipe.send(None)
+            await asyncio.to_thread(pipe.recv)
+            start, cpu_start = time.monotonic(), time.process_time()
             running = asyncio.create_task(consumer.run())
             while not _caught_up(consumer):  # noqa: ASYNC110 - looks on from outside, as status does
                 await asyncio.sleep(SAMPLE_INTERVAL_S)
             for writer in writers:
                 writer.environment.env.sync(True)
-            seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+            end, cpu_s = time.monotonic(), time.process_time() - cpu_start
             count = sum(consumer.source_high_seqnos().values())  # not known any more once the sessions are closed
             await consumer.stop()
             await running
-        pipe.send((count, seconds, cpu_s))
+        pipe.send((count, start, end, cpu_s))
 
     asyncio.run(consume())
 
 
 @contextlib.asynccontextmanager
-async def consuming(connection_string: str, path: str, sync: str) -> AsyncIterator[tuple[Consumer, list[GroupWriter]]]:
-    """A consumer like a worker's over all groups of a new directory, and its stores, which are closed at the end."""
+async def consuming(
+    connection_string: str, path: str, sync: str, groups: Sequence[int] = range(GROUPS)
+) -> AsyncIterator[tuple[Consumer, list[GroupWriter]]]:
+    """A consumer like a worker's over these groups of a directory, which is created where there is none, and its
+    stores, which are closed at the end.
+    """
     logs.set_up("warning", json=False, process="bench")
     clock = SystemClock()
     os.environ["DCP_MIRROR_PASSWORD"] = SANDBOX_PASSWORD
-    settings = Settings(source=connection_string, groups=8)
+    settings = Settings(source=connection_string, groups=GROUPS)
     source = parse(connection_string)
     cluster_map = await discover(Access.of(source, settings), clock)
     identity = Identity(
-        cluster_map.cluster_uuid or "", "bench", cluster_map.bucket_uuid or "", cluster_map.vbucket_count, 8
+        cluster_map.cluster_uuid or "", "bench", cluster_map.bucket_uuid or "", cluster_map.vbucket_count, GROUPS
     )
-    directory.create(path, identity)
+    if not directory.exists(path):
+        directory.create(path, identity)
     writers = [
         GroupWriter.open(
             directory.group_path(path, group),
@@ -226,7 +245,7 @@ async def consuming(connection_string: str, path: str, sync: str) -> AsyncIterat
             clock_ms=clock.wall_ms,
             monotonic_ms=lambda: int(clock.monotonic() * 1000),
         )
-        for group in range(8)
+        for group in groups
     ]
     consumer = Consumer(
         settings, source=source, writers=writers, identity=identity, clock=clock, cluster_map=cluster_map

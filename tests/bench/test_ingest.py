@@ -30,6 +30,16 @@ def test_the_limit_has_every_document_in_its_vbucket_with_rising_seqnos() -> Non
 
 
 @pytest.mark.timeout(120)
+def test_several_workers_fill_a_mirror_together(tmp_path: Path) -> None:
+    (figures,) = ingest.ingest_rounds(3000, 16, 100, 1, str(tmp_path), "safe", workers=3)
+    assert figures.ingest.documents == 3000
+    path = str(tmp_path / "m-turn-0")
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert sum(view.count(vbid) for vbid in range(16)) == 3000
+
+
+@pytest.mark.timeout(120)
 def test_a_round_fills_a_mirror_and_reports_its_figures(tmp_path: Path) -> None:
     found = list(ingest.ingest_rounds(3000, 8, 100, 1, str(tmp_path), "safe", orders=ingest.ORDERS))
     assert [figures.order for figures in found] == ["turn", "stream"]
