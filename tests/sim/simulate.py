@@ -317,6 +317,8 @@ class World:
                 return False
             if self.mirror.view.manifest(vbid).collections.keys() - self.source.bucket.manifest.collections.keys():
                 return False  # the end of a collection is yet to be published
+            if not watched.seqno:  # no commit has said yet what is shown
+                return not self.source.seen(self.source.state(line, len(line)), line, state.stream_filter or None)
             newest = self.checker.seen(vbid, line, len(line))
             return watched.seqno <= len(line) and newest == self.checker.seen(vbid, line, watched.seqno)
         if self.source.collections:
