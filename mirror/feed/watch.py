@@ -22,6 +22,7 @@ from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.bootstrap import fetch_high_seqnos
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper
+from mirror.feed.session import NodeSession
 from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.log import get_logger
@@ -31,7 +32,8 @@ log = get_logger("feed")
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
-"""Queries of a collection's high seqno that a node gets in a second, at most: many collections take longer turns."""
+"""Queries of a collection's high seqno that a node gets in a second, at most, besides the first over a connection: many
+collections take longer turns."""
 
 
 class Watched(Protocol):
@@ -72,34 +74,44 @@ class SourceWatch:
         self._clock = clock
         self._on_defect = on_defect
         self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
+        self._polled: dict[NodeAddress, NodeSession | None] = {}
+        """Over which session each node was last polled, since all were."""
         self._wake = asyncio.Event()
 
     def look(self) -> None:
-        """Poll and judge now: a session is open whose node was not polled yet."""
+        """A session is open: poll its node now."""
         self._wake.set()
 
     async def run(self) -> None:
         """Poll and judge."""
         try:
             while True:
-                for address, keeper in self._watched.keepers.items():
-                    if address not in self._polls:  # a node that is slow to answer does not keep the others waiting
-                        task = asyncio.create_task(self._poll(keeper))
-                        self._polls[address] = task
-                        task.add_done_callback(partial(self._ended, address))
+                self._polled.clear()
+                self._poll_new_sessions()
                 self.judge()
                 collections = self._watched.polled_collections or ()
+                interval_s = max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(
-                        max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
-                    ):
-                        await self._wake.wait()
-                self._wake.clear()
+                    async with asyncio.timeout(interval_s):
+                        while await self._wake.wait():
+                            self._wake.clear()
+                            self._poll_new_sessions()
         finally:
             polls = list(self._polls.values())
             for task in polls:
                 task.cancel()
             await asyncio.gather(*polls, return_exceptions=True)
+
+    def _poll_new_sessions(self) -> None:
+        """Poll the nodes that were not polled yet over their session. One that is slow to answer keeps no other
+        waiting.
+        """
+        for address, keeper in self._watched.keepers.items():
+            if address not in self._polls and (address not in self._polled or self._polled[address] != keeper.session):
+                self._polled[address] = keeper.session
+                task = asyncio.create_task(self._poll(keeper))
+                self._polls[address] = task
+                task.add_done_callback(partial(self._ended, address))
 
     def _ended(self, address: NodeAddress, task: asyncio.Task[None]) -> None:
         self._polls.pop(address, None)

@@ -111,6 +111,41 @@ async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: Sa
     await mirror.stop()
 
 
+async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many collections a poll is many queries: a node that comes and goes must not multiply those of the rest."""
+    polled: list[str] = []
+
+    async def fetch(link: str, *_: object) -> dict[int, int]:
+        polled.append(link)
+        return {}
+
+    async def turns() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def session(link: str) -> SimpleNamespace:
+        return SimpleNamespace(ready=True, link=link)
+
+    monkeypatch.setattr("mirror.feed.watch.fetch_high_seqnos", fetch)
+    keepers = {name: SimpleNamespace(address=name, session=None) for name in ("a", "b")}
+    keepers["a"].session = session("a, first")
+    watched: Any = SimpleNamespace(keepers=keepers, polled_collections=None, vbuckets_at=lambda _address: [])
+    watch = SourceWatch(watched, validated({"seqno_poll_interval_s": 600}), ManualClock(), lambda _task: None)
+    running = asyncio.create_task(watch.run())
+    await turns()
+    assert polled == ["a, first"]
+    for name, link in (("b", "b, first"), ("a", "a, second")):
+        keepers[name].session = session(link)
+        watch.look()
+        await turns()
+        assert polled[-1] == link
+        watch.look()
+        await turns()
+    assert len(polled) == 3
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 class Proxy:
     """Forwards bytes between a client and a node, until it stops to, without a word to either."""
 
