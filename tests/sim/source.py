@@ -90,12 +90,10 @@ class SimStream(ProducerStream):
         return iter(items)
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        items = super()._on_disk(first, last)
-        if self._shape == "advances":
-            return self._with_advances(items)
         if self._shape == "double" and not self._filter.legacy:
-            return self._in_two_parts(items, first, last)
-        return items
+            return self._in_two_parts(first, last)
+        items = super()._on_disk(first, last)
+        return self._with_advances(items) if self._shape == "advances" else items
 
     def _with_advances(self, items: Iterator[Item]) -> Iterator[Item]:
         position = 0
@@ -107,17 +105,14 @@ class SimStream(ProducerStream):
             position = item.seqno
             yield item
 
-    def _in_two_parts(self, items: Iterator[Item], first: int, last: int) -> Iterator[Item]:
+    def _in_two_parts(self, first: int, last: int) -> Iterator[Item]:
         """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
         turn = self._rng.randint(first, last)
         if self._filter.collections is not None and turn == last:
             turn = last - 1  # what ends it may be held back, and is sent after the second marker
-        for item in items:
-            if item.seqno > turn:
-                break
-            yield item
-        self.counts["double markers"] += 1
         purge_seqno = self._purge_seqno
+        yield from self._found_on_disk(first, turn, purge_seqno, last + 1, last)  # no further: each once
+        self.counts["double markers"] += 1
         marker = SnapshotMarker(self.vbucket.vbid, first, last, DOUBLE)
         yield Extra(max(turn, first - 1), b"", codec_dcp.encode(marker))
         for item in self._log[turn:last]:
