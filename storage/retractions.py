@@ -174,32 +174,51 @@ class _RetractionWalk:
 
 
 class NewToReader:
-    """Whether a document is new to a reader that came from a lost history: a filter over rising seqnos."""
+    """Whether an event is new to a reader that came from a lost history: a filter over rising seqnos.
+
+    What ended since in the new history (a collection that was dropped, what it held before a flush) is not: the reader
+    may have the event that ended it, is not given that again, and would keep what came before.
+    """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
         """`lost`: the chain that the reader's position is on; `replacing`: the one that it went to in one step."""
         self._reader = reader
         self._lost = lost
+        self._replacing = replacing
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
         """What the reader was given of these it dropped again: with the last event of them that it was given."""
+        with reader.environment.read() as txn:
+            self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
         """Keys of which the reader has been given an older version, in place of one that it had."""
 
     def __call__(self, document: Document) -> bool:
-        """True unless the reader has this very version, as the newest that it was given."""
-        if document.seqno <= self._lost[0].cut and not self._is_of_back(document):
-            key = (document.collection_id, document.key)
-            if key not in self._overridden and self._was_given(document):
-                return False
-            self._overridden.add(key)
+        """True unless the reader has this very version, as the newest that it was given, or it ended since."""
+        if document.seqno > self._lost[0].cut:
+            return True
+        if document.kind is Kind.SYSTEM_EVENT:
+            begins_back = document.seqno in self._back.values()
+            return begins_back or (not self._was_given(document) and self._lasts(document.seqno))
+        if document.collection_id in self._back:
+            return True
+        if not self._manifest.has(document.collection_id, document.seqno):
+            return False
+        key = (document.collection_id, document.key)
+        if key not in self._overridden and self._was_given(document):
+            return False
+        self._overridden.add(key)
         return True
 
-    def _is_of_back(self, document: Document) -> bool:
-        """True for a document of a collection that is back, and for the event with which such a one begins."""
-        if document.kind is Kind.SYSTEM_EVENT:
-            return document.seqno in self._back.values()
-        return document.collection_id in self._back
+    def _lasts(self, seqno: int) -> bool:
+        """False for the event with which a scope or collection begins, if the last manifest has not that beginning."""
+        with self._reader.environment.read() as txn:
+            before, after = (
+                self._reader.manifest_on(txn, chain.recut(self._replacing, at)) for at in (seqno - 1, seqno)
+            )
+        begun = {number for number, entry in after.collections.items() if entry.begin_seqno == seqno}
+        kept = {number for number, entry in self._manifest.collections.items() if entry.begin_seqno == seqno}
+        return begun == kept and after.scopes.keys() - before.scopes.keys() <= self._manifest.scopes.keys()
 
     def _was_given(self, document: Document) -> bool:
         """True if the lost history has this very version."""

@@ -300,8 +300,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     boundaries = positions.boundaries_between(view, vbid, end.branch, base_seqno, end.seqno)
     ahead = iter(boundaries)
     until = next(ahead, None)
-    manifest = positions.manifest_at(view, vbid, end.branch, base_seqno)
-    names = names_of(manifest)
+    names = names_of(positions.manifest_at(view, vbid, end.branch, base_seqno))
     names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
@@ -325,11 +324,15 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             ends, vbuuid = (until.seqno, until.vbuuid) if until is not None else (end.seqno, end.vbuuid)
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
+                # Not what the event before it left: one that the reader has already is not given again.
+                before = positions.manifest_at(view, vbid, end.branch, document.seqno - 1)
                 after = positions.manifest_at(view, vbid, *here)
-                for kind, name in gone_collections(manifest, after):
+                for kind, name in gone_collections(before, after):
                     yield control_row(kind, vbid, name, *here, vbuuid, ends)
-                manifest, names = after, names_of(after)
+                names = names_of(after)
             else:
+                if document.collection_id not in names:
+                    names = names_of(positions.manifest_at(view, vbid, *here))
                 name = _name(names, document.collection_id)
                 yield change_row(document, name, change.kind, vbuuid, ends, here)
 

@@ -27,6 +27,8 @@ _BRANCHES, _PURGE = "storage/branches.py", "storage/purge.py"
 _OWNER, _LEAVING = "storage/owner.py", "storage/leaving.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/retractions.py", "tests/storage/test_retractions.py"
 
+_SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/changes.py", "tests/spark/test_changes.py -k deferred"
+
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
@@ -374,8 +376,12 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
     Mutation(_RETRACTIONS, "self.lost, self.replacing or self", "self.lost, self", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, " and not self._is_of_back(document):", ":", _OF_RETRACTIONS),
-    Mutation(_RETRACTIONS, "return document.seqno in self._back.values()", "return False", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, "if document.collection_id in self._back:", "if False:", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, "= document.seqno in self._back.values()", "= False", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, "if not self._manifest.has(document.", "if False and (document.", _OF_RETRACTIONS),
+    Mutation(_RETRACTIONS, " and self._lasts(document.seqno))", ")", _OF_RETRACTIONS),
+    Mutation(_SPARK_CHANGES, "if document.collection_id not in names:", "if False:", _OF_SPARK_CHANGES),
+    Mutation(_SPARK_CHANGES, "end.branch, document.seqno - 1)", "end.branch, base_seqno)", _OF_SPARK_CHANGES),
     Mutation(
         "storage/wait.py",
         "return here if token.seqno <= end_seqno else WriteStatus.LOST",

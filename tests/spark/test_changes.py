@@ -397,6 +397,39 @@ def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itse
     follower.driver.close()
 
 
+def test_what_a_deferred_rollback_does_not_give_again_is_not_reported_by_a_later_event(small: SmallMirror) -> None:
+    """A flush that both histories have was reported at the next event, and took away what had come after it."""
+    default, scopes = Collection(0, 0, "_default", Seqno(0)), {0: "_default", 8: "shop"}
+    flushed, carts = Collection(8, 8, "orders", Seqno(3)), Collection(9, 8, "carts", Seqno(4))
+    writer = small.writers[0]
+    follower = Follower(options(small, vbuckets="0"))
+    system_event(writer, 1, default, Collection(8, 8, "orders", Seqno(1)), scopes=scopes)
+    commit(writer, 1)
+
+    def common() -> None:
+        system_event(writer, 3, default, flushed, scopes=scopes)
+        system_event(writer, 4, default, flushed, carts, scopes=scopes)
+        put(writer, b"o", 5, cid=8)
+
+    common()
+    commit(writer, 5)
+    end = follower.driver.latest(follower.start, True)
+    reported = follower.rows(follower.driver.plan(follower.start, end))
+    writer.rollback(0, 1, deferred=True)
+    put(writer, b"left out", 2, cid=8)
+    common()
+    put(writer, b"c", 6, cid=9)
+    system_event(writer, 7, default, flushed, carts, Collection(10, 8, "more", Seqno(7)), scopes=scopes)
+    commit(writer, 7)
+    further = follower.rows(follower.driver.plan(end, follower.driver.latest(end, True)))
+    assert [(row["kind"], row["collection"], row["key"]) for row in further] == [("mutation", "shop.carts", b"c")]
+    binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
+    folded, _ = fold(pa.Table.from_pylist([*reported, *further], binary))
+    live = folded.filter(folded.column("live")).select(["collection", "key"]).to_pylist()
+    assert live == [{"collection": "shop.orders", "key": "o"}, {"collection": "shop.carts", "key": "c"}]
+    follower.driver.close()
+
+
 def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[int, int]]]:
     """Leases are granted by the writers themselves, as a service has them do; returns what was requested."""
     leased: list[dict[int, tuple[int, int]]] = []
