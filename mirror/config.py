@@ -94,8 +94,8 @@ class Settings:
     """How often the high seqnos of the source are requested, besides once when a connection is open; the reported lag
     is as fresh as this."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """A vbucket that is behind the source and receives nothing for this long is reported as `stalled`, and its stream
-    is reopened."""
+    """A vbucket that is behind the source, or in the middle of a snapshot, and receives nothing for this long is
+    reported as `stalled`, and its stream is reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
     """How often a group whose disk is full checks whether there is space again."""
 

@@ -24,7 +24,7 @@ BROKEN = {
     "refused": "refused",
     "no-active-node": "without a node at the source",
     "finished": "finished: their streams have ended",
-    "stalled": "stalled: the source is ahead and sends nothing",
+    "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
 """States of vbuckets that do not go on by themselves, in words."""

@@ -203,6 +203,11 @@ class MirroredVbucket(VbucketHost):
         if self.writer.publishable(self.vbid):
             self._services.schedule_commit(self.vbid)
 
+    @property
+    def waits_for_end(self) -> bool:
+        """True while the end of a snapshot that the source has in memory is yet to come."""
+        return self.machine is not None and self.machine.waits_for_end
+
     def progressed(self) -> None:
         """The stream is well: something of it came with what was received last."""
         self.last_progress = self._clock.monotonic() if self.session is None else self.session.received_at

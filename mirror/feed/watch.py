@@ -2,7 +2,9 @@
 
 Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
 message means. A stalled stream is requested again, and the second time in a row the whole connection is recreated: a
-window that leaked shut, or a node that answers and does not stream, is fixed by nothing less (docs/protocol.md 3).
+window that leaked shut, or a node that answers and does not stream, is fixed by nothing less (docs/protocol.md 3). A
+stream that stops in the middle of a snapshot is requested again, too, though its source is not ahead: its filter may
+leave out all the rest, and it is brought to the end only at its beginning (docs/protocol.md 2.7).
 Invariants: a vbucket is called stalled from then on until its stream brings something or the source turns out not to be
 ahead; while a connection is busy with a disk snapshot of one vbucket, the others that wait for their turn are not
 stalled; a node that does not say how far it is counts as one that does not answer.
@@ -146,16 +148,18 @@ class SourceWatch:
         high, session = vbucket.source_high_seqno, vbucket.session
         if session is None or high is None or not vbucket.streaming:
             return
-        if vbucket.writer.staged_seqno(vbucket.vbid) >= high:
+        is_behind = vbucket.writer.staged_seqno(vbucket.vbid) < high
+        if not is_behind and not vbucket.waits_for_end:
             vbucket.progressed()
             return
         limit_s = self._settings.stall_timeout_s
         silence_s = now - vbucket.last_progress
         if silence_s <= limit_s or now - session.backfill_at <= limit_s:
             return
-        vbucket.stalled(f"stalled: nothing for {silence_s:.0f} s, the source is at {high}; asking for the stream again")
+        why = f"the source is at {high}" if is_behind else "in the middle of a snapshot"
+        vbucket.stalled(f"stalled: nothing for {silence_s:.0f} s, {why}; asking for the stream again")
         log.warning("stalled", vbid=vbucket.vbid, high_seqno=high, stalls=vbucket.stalls, node=str(session.address))
-        if vbucket.stalled_streams >= STREAMS_BEFORE_RECONNECT:
+        if is_behind and vbucket.stalled_streams >= STREAMS_BEFORE_RECONNECT:
             session.close(
                 SourceTimeout(
                     f"{session.address} answers and does not stream vb {vbucket.vbid}: nothing for {silence_s:.0f} s, "

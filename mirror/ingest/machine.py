@@ -202,6 +202,13 @@ class VbucketMachine:
         """True if everything up to the source's last known high seqno is durable and visible."""
         return not self.resyncing and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
 
+    @property
+    def waits_for_end(self) -> bool:
+        """True while part of a snapshot from the source's memory is held: all of one is sent at once, so its end should
+        be near.
+        """
+        return self._assembler.holds_part and not self._assembler.from_disk
+
     # --- input ---
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:

@@ -257,9 +257,11 @@ class ProducerStream:
                 marker_end = item.seqno
             elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will report it
                 marker_end = item.seqno
-        if not shown:  # a snapshot that shows nothing is not sent (docs/protocol.md 2.7)
-            self.seqno = last
-            return True
+        if not shown:
+            if not self._ends_resumed_snapshot(last):  # one that shows nothing is not sent (docs/protocol.md 2.7)
+                self.seqno = last
+                return True
+            marker_end = last
         start = first
         if not self._first_marker_sent:
             start = min(self._request.start_seqno, self._request.snap_start_seqno)
@@ -272,6 +274,14 @@ class ProducerStream:
         self._open(iter(shown), marker_end, from_disk=False)
         self.seqno = last
         return True
+
+    def _ends_resumed_snapshot(self, last: int) -> bool:
+        """Whether the client holds part of a snapshot that ends by `last`: it is brought there also where nothing of
+        the rest is shown.
+        """
+        request = self._request
+        is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
+        return is_partial and self._options.seqno_advanced
 
     def _open(self, items: Iterator[Item], end: int, *, from_disk: bool) -> None:
         self._options.announced_ends.add(end)

@@ -27,6 +27,7 @@ _BRANCHES, _PURGE = "storage/branches.py", "storage/purge.py"
 _OWNER, _LEAVING = "storage/owner.py", "storage/leaving.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/retractions.py", "tests/storage/test_retractions.py"
 
+_OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
 _SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/changes.py", "tests/spark/test_changes.py -k deferred"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
@@ -370,6 +371,8 @@ MUTATIONS = (
         "                pass",
         "tests/crash/test_power_cut.py",
     ),
+    Mutation("mirror/feed/watch.py", " and not vbucket.waits_for_end:", ":", _OF_WATCH_END),
+    Mutation("mirror/feed/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
     Mutation("storage/changes.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),

@@ -317,6 +317,23 @@ async def test_writes_outside_the_filter_are_not_sent_live() -> None:
         assert data(client) == [13]
 
 
+async def test_a_client_that_resumes_is_brought_to_its_snapshots_end_also_if_the_rest_is_not_shown() -> None:
+    """MB-47009: it would hold part of a snapshot until something is shown again."""
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.create_scope("s")
+        cluster.bucket.create_collection("s", "c")
+        cluster.set("k", {}, collection="s.c")
+        for index in range(3):
+            cluster.set(f"k{index}", {})
+        client = await Client.dcp(cluster)
+        uuid = cluster.vbucket(0).vbuuid
+        await client.stream(0, start=3, uuid=uuid, snap=(0, 5), value=b'{"collections":["8"]}')
+        await client.until(lambda: client.of(ev.SeqnoAdvanced))
+        assert [marker[:2] for marker in client.markers()] == [(0, 6)]
+        assert [each.seqno for each in client.of(ev.SeqnoAdvanced)] == [6]
+        assert data(client) == []
+
+
 async def test_a_stream_at_the_end_of_its_range_ends_at_once() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.dcp(cluster)

@@ -255,17 +255,26 @@ class World:
             self.source.bucket.set(self.free_keys(vbid)[0], self.value(vbid), vbid=vbid)
             if self.source.selection and len(self.paths) > 1:
                 self._set(vbid, NAMES[vbid][0], self.paths[-1])
-        for _ in range(3000):
+        for count in range(3000):
             self.steps += 1
             for action in (self.all_on, self.pump_all, self.work):
                 self.guarded(action)
                 self.checker.after_step()
             if self.caught_up():
                 break
+            if count % 1000 == 999:
+                self.guarded(self.ask_for_ends)
         else:
             raise AssertionError("not caught up:\n" + "\n".join(map(self._situation, range(VBUCKETS))))
         self.read_the_rest()
         self.checker.check_everything()
+
+    def ask_for_ends(self) -> None:
+        """As `SourceWatch` does once a stream has stopped for long in the middle of a snapshot."""
+        for vbid, actor in self.mirror.actors.items():
+            if actor.waits_for_end:
+                self.counts["ends of snapshots asked for"] += 1
+                self.mirror.consumer.reopen(vbid, "stalled")
 
     def read_the_rest(self) -> None:
         """The bounded reader reads all that it has not read yet. The read before it may wait for what is lost."""

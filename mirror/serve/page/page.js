@@ -10,7 +10,7 @@ const VBIDS_NAMED = 6;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
   rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
-  stalled: { sign: "=", word: "stalled", text: "its source is ahead and sends nothing, or its worker says nothing" },
+  stalled: { sign: "=", word: "stalled", text: "its source has more and sends nothing, or its worker says nothing" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
   waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, its store cannot be written, or a retry is due" },
