@@ -138,6 +138,7 @@ class Checker:
         self.followers = [Follower(vbid) for vbid in self.vbids for _ in range(3)]
         self._proven: dict[int, tuple[int, int, int]] = {}
         self._late: list[GroupWriter] = []
+        self._lost_leases: list[HeldLease] = []
         self._before: dict[int, dict[int, Watched]] = {}
         """Of each group: what was before its last commit, which a power cut may undo."""
         self._txnids: dict[int, int] = {}
@@ -170,8 +171,8 @@ class Checker:
             self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
 
     def on_lease_lost(self, lease: HeldLease) -> None:
-        """What was held cannot be held after a restart."""
-        assert lease.undone or self.watched[lease.vbid].resyncs > lease.resyncs, f"{lease} is not kept any more"
+        """What was held cannot be held after a restart. The commit that was under way may say why, once it is seen."""
+        self._lost_leases.append(lease)
 
     def on_merged(self, vbid: int) -> None:
         self.watched[vbid].merges += 1
@@ -233,6 +234,9 @@ class Checker:
         for writer in late:
             if writer in self.mirror.writers:
                 self.on_commit(writer)
+        while self._lost_leases:
+            lease = self._lost_leases.pop()
+            assert lease.undone or self.watched[lease.vbid].resyncs > lease.resyncs, f"{lease} is not kept any more"
 
     def _moved(self, writer: GroupWriter, vbid: int, pub: Pub) -> None:
         watched = self.watched[vbid]
