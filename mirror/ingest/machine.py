@@ -205,9 +205,9 @@ class VbucketMachine:
     @property
     def waits_for_end(self) -> bool:
         """True while part of a snapshot from the source's memory is held: all of one is sent at once, so its end should
-        be near.
+        be near. Without collections perhaps nothing carries the end (docs/protocol.md 2.6).
         """
-        return self._assembler.holds_part and not self._assembler.from_disk
+        return self._features.collections and self._assembler.holds_part and not self._assembler.from_disk
 
     # --- input ---
 

@@ -279,6 +279,25 @@ def test_a_backfill_and_a_live_stream_are_distinguished_for_people() -> None:
     assert status_of(rig) is ins.VbucketStatus.STREAMING
 
 
+@pytest.mark.parametrize(
+    ("flags", "collections", "waits"),
+    [(1, True, True), (DISK, True, False), (1, False, False)],
+    ids=["from memory", "from disk: it may take long", "without collections nothing may carry the end"],
+)
+def test_it_waits_for_the_end_of_a_snapshot_that_the_source_sends_at_once(
+    flags: int, collections: bool, waits: bool
+) -> None:
+    rig = rig_at(100)
+    rig.feed(ev.Start(collections=collections))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    assert not rig.machine.waits_for_end
+    marker(rig, 101, 104, flags)
+    rows(rig, 101, 102)
+    assert rig.machine.waits_for_end is waits
+    rows(rig, 103, 104)
+    assert not rig.machine.waits_for_end
+
+
 def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
     rig = streaming_at(100)
     assert not rig.machine.caught_up
