@@ -7,6 +7,7 @@ reason against it; ready only while every vbucket is published, followed, and no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ BROKEN = {
 HELD_UP_S = 1.0
 """A vbucket that waits after an error for longer than this is named; shorter waits are retries."""
 
+HEARD_S = 2.0
+"""A worker beats every 0.5 s; after this long without a beat the lag of its vbuckets is unknown."""
+
+SILENT_S = 5.0
+"""A worker that has sent nothing for this long is named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -45,6 +52,11 @@ class Health:
     def ready(self) -> bool:
         """True if readers may be sent here."""
         return not self.reasons
+
+
+def heard(row: Mapping[str, Any]) -> bool:
+    """True if the worker of this vbucket was heard recently enough for its figures to count."""
+    return (row["report_age_s"] or 0) <= HEARD_S
 
 
 def assess(
@@ -70,13 +82,14 @@ def assess(
     """Groups whose store failed; True: because the disk is full. Their vbuckets have no streams meanwhile."""
     unwritten = [row for row in rows if row["state"] not in BROKEN and row["group"] in failed]
     going = [row for row in rows if row["state"] not in BROKEN and row["group"] not in failed]
-    away = [row for row in going if row["node"] is None]
+    away = [row for row in going if row["node"] is None and heard(row)]
     if away and len(away) == len(going):
         error = next((row["last_error"] for row in away if row["last_error"]), None)
         if error is None and all(row["lag_s"] is None for row in away):
             return Health(STARTING, ("no contact with the source yet",))
         return Health(UNREACHABLE, (f"no contact with the source{f': {error}' if error else ''}",))
-    degraded = [_named(rows, [row for row in rows if row["state"] == state], what) for state, what in BROKEN.items()]
+    degraded = _silent_workers(rows)
+    degraded += [_named(rows, [row for row in rows if row["state"] == state], what) for state, what in BROKEN.items()]
     degraded.append(_named(rows, [row for row in unwritten if not failed[row["group"]]], "whose store failed"))
     degraded.append(_named(rows, away, "without contact to the source"))
     held_up = [row for row in going if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S)]
@@ -85,13 +98,32 @@ def assess(
     behind = [
         _named(rows, [row for row in (*going, *unwritten) if not _published(row)], "not published"),
         _named(rows, [row for row in rows if _late(row, lag_limit_s)], f"more than {lag_limit_s:g} s behind"),
-        _named(rows, [row for row in going if row["node"] and row["lag_seqnos"] is None], "of unknown lag"),
+        _named(
+            rows, [row for row in going if row["node"] and not _lag_known(row) and not _silent(row)], "of unknown lag"
+        ),
     ]
     reasons = tuple(each for each in (*degraded, disk_full, *behind) if each)
     if any(degraded) or disk_full:
         return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)
     caught_up = not reasons and all(row["lag_seqnos"] == 0 for row in rows)
     return Health(CAUGHT_UP if caught_up else CATCHING_UP, reasons)
+
+
+def _lag_known(row: Mapping[str, Any]) -> bool:
+    return row["lag_seqnos"] is not None and heard(row)
+
+
+def _silent(row: Mapping[str, Any]) -> bool:
+    return (row["report_age_s"] or 0) > SILENT_S
+
+
+def _silent_workers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A reason for each worker that has sent nothing for longer than SILENT_S."""
+    counts = Counter((row["worker"], row["report_age_s"]) for row in rows if _silent(row))
+    return [
+        f"worker {worker} has sent nothing for {age_s:.0f} s ({count} of {len(rows)} vbuckets)"
+        for (worker, age_s), count in sorted(counts.items())
+    ]
 
 
 def _published(row: Mapping[str, Any]) -> bool:

@@ -36,8 +36,6 @@ from mirror.supervise.leases import LeaseRecord
 from mirror.supervise.processes import Processes
 from mirror.supervise.reports import Reports
 
-STATUS_TIMEOUT_S = 2.0
-"""What a `status` command waits for reports; those that are late are as of the report before."""
 OWNER_TIMEOUT_S = 25.0
 """For a command to the owner of a vbucket; less than the control socket's own limit."""
 
@@ -71,7 +69,7 @@ class Commands:
                 return {"settings": {name: value for name, value in settings.items() if name in OF_SOURCE}}
             case GetStatus():
                 if self._processes.desired and not self._context.stopping:
-                    await self._reports.collect(STATUS_TIMEOUT_S)
+                    await self._reports.collect()
                 return {"status": self._reports.document()}
             case GetEvents():
                 return {"pid": os.getpid(), "events": await self._event_log.after(command.after, command.wait_s)}

@@ -8,13 +8,12 @@ moment; a process that does not answer keeps its rows of the report before; vbuc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
-from mirror.health import CATCHING_UP, STARTING, assess
+from mirror.health import CATCHING_UP, HEARD_S, STARTING, assess, heard
 from mirror.log import get_logger
 from mirror.messages import GetStatus, ProcessReport
 from mirror.supervise.children import Child
@@ -33,6 +32,8 @@ REPORT_INTERVAL_S = 1.0
 VBUCKETS_PER_REPORT_S = 256
 """Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
 REPORT_TIMEOUT_S = 10.0
+REPORTS_AWAITED_S = 2.0
+"""How long one look waits for reports; later ones count at the next."""
 EVENTS_SHOWN = 50
 """Events that the status document has; `dcp-mirror events` shows all that are kept."""
 
@@ -72,6 +73,8 @@ class Reports:
         self._until_caught_up = until_caught_up
         self._catch_up: CatchUp | None = None
         self._rows: dict[int, Row] = {}
+        self._pending: set[asyncio.Task[None]] = set()
+        """Requests for a report that are not answered yet."""
         self._trend = Trend()
         self._observer = Observer()
         self._state = STARTING
@@ -120,31 +123,47 @@ class Reports:
         self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
-                row |= {"state": "starting", "node": None}
-                row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
+                row |= {"state": "starting", "node": None, "worker": None, "report_age_s": None}
+                _forget_lag(row)
 
     # collecting
 
     async def run(self, progress: Callable[[dict[str, Any]], None] | None) -> None:
         """Collect reports until cancelled; `progress` gets each new status."""
+        requested_s = float("-inf")
         while True:
-            await self.collect(REPORT_TIMEOUT_S)
+            now_s = self._context.clock.monotonic()
+            if now_s >= requested_s + max(REPORT_INTERVAL_S, len(self._rows) / VBUCKETS_PER_REPORT_S):
+                requested_s = now_s
+                await self.collect()
+            else:
+                self._take_stock()
             if progress is not None:
                 progress(self.document())
             if self._context.maps is not None:
                 self._context.maps.retry()
-            await self._context.clock.sleep(max(REPORT_INTERVAL_S, len(self._rows) / VBUCKETS_PER_REPORT_S))
+            await self._context.clock.sleep(REPORT_INTERVAL_S)
 
-    async def collect(self, timeout_s: float) -> None:
-        """Have every running process report, and judge the result."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(self._ask_for_report(child) for child in self._processes.running()))
+    async def collect(self) -> None:
+        """Have every running process report, and judge the result. Workers that are silent are not waited for."""
+        now_ms = self._context.now_ms()
+        children = [each for each in self._processes.running() if each.heartbeat.age_ms(now_ms) <= HEARD_S * 1000]
+        requests = [asyncio.create_task(self._ask_for_report(child)) for child in children]
+        for task in requests:
+            self._pending.add(task)
+            task.add_done_callback(self._pending.discard)
+        if requests:
+            await asyncio.wait(requests, timeout=REPORTS_AWAITED_S)
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        """Join and judge what was reported so far."""
         alive = self._processes.alive()
         counters: dict[str, int] = {}
         for child in alive:
             for name, value in (child.status.get("counters") or {}).items():
                 counters[name] = counters.get(name, 0) + value
+        self._note_ages()
         rows = self._sorted_rows()
         now_ms = self._context.now_ms()
         self._trend.observe(rows, counters, now_ms)
@@ -153,6 +172,18 @@ class Reports:
         self._judge(rows, groups)
         for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
             self._event_log.add(event)
+
+    def _note_ages(self) -> None:
+        """Write into each row when its worker was last heard; the lag of a silent worker's rows is not known."""
+        owners = {group: child for child in self._processes.running() for group in child.groups}
+        now_ms = self._context.now_ms()
+        for row in self._rows.values():
+            owner = owners.get(row["group"])
+            if owner is None:
+                continue
+            row |= {"worker": owner.slot, "report_age_s": round(owner.heartbeat.age_ms(now_ms) / 1000, 1)}
+            if not heard(row):
+                _forget_lag(row)
 
     async def _ask_for_report(self, child: Child) -> None:
         try:
@@ -270,6 +301,10 @@ class Reports:
             "request_seconds": child.status.get("request_seconds") if child else None,
             **_figures(child.gauge if child else None),
         }
+
+
+def _forget_lag(row: Row) -> None:
+    row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
 
 
 def _figures(gauge: Gauge | None) -> dict[str, Any]:

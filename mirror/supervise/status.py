@@ -96,6 +96,8 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
     return {name: report.get(name) for name in HISTORY_FIELDS} | {
         "vbid": int(report["vbid"]),
         "group": group,
+        "worker": None,
+        "report_age_s": None,
         "state": str(report.get("state") or "starting"),
         "detail": report.get("text") or report.get("detail") or None,
         "branch": int(report.get("branch") or 0),

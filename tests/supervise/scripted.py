@@ -71,6 +71,7 @@ class ScriptedWork:
                 "staged_seqno": seqno,
                 "source_high_seqno": 3,
                 "lag_seqnos": max(0, 3 - seqno),
+                "node": "db1:11210",
                 "vbuuid": 0xABC,
                 "documents": 1,
             }

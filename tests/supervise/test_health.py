@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mirror.health import BROKEN, STATES, assess
+from mirror.health import BROKEN, HEARD_S, SILENT_S, STATES, assess
 
 Row = dict[str, Any]
 
@@ -16,6 +18,7 @@ def row(vbid: int, published: int = 5, high: int | None = 5, lag_s: float | None
     return {
         "vbid": vbid, "group": vbid % 4, "state": "streaming", "node": "db1:11210", "detail": None, "last_error": None,
         "published_seqno": published, "source_high_seqno": high, "lag_seqnos": lag, "lag_s": lag_s,
+        "worker": vbid % 2, "report_age_s": 0.4,
     } | more  # fmt: skip
 
 
@@ -105,3 +108,22 @@ def test_a_group_that_cannot_be_written_is_no_lost_contact() -> None:
 def test_many_vbuckets_are_counted_and_some_are_named() -> None:
     found = assess([row(vbid, 5, 9, 99.0) for vbid in range(64)], 64, lag_limit_s=30)
     assert found.reasons == ("64 of 64 vbuckets more than 30 s behind: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...",)
+
+
+@given(st.lists(st.none() | st.floats(0, 40), min_size=1, max_size=8))
+def test_rows_of_a_silent_worker_are_never_good(ages: list[float | None]) -> None:
+    """Half of the vbuckets stood still for 30 s behind a stopped worker, under `caught up`, lag 0 and 200."""
+    rows = [row(vbid, worker=vbid, report_age_s=age) for vbid, age in enumerate(ages)]
+    found = assess(rows, len(rows), lag_limit_s=30)
+    oldest = max(age or 0.0 for age in ages)
+    assert found.ready == (found.state == "caught up") == (oldest <= HEARD_S)
+    assert (found.state == "degraded") == (oldest > SILENT_S)
+    for each in rows:
+        named = any(reason.startswith(f"worker {each['worker']} has sent nothing") for reason in found.reasons)
+        assert named == ((each["report_age_s"] or 0) > SILENT_S)
+
+
+def test_a_silent_worker_is_named_once_with_its_share() -> None:
+    rows = [row(vbid, report_age_s=7.2 if vbid % 2 else 0.1, lag_seqnos=None if vbid % 2 else 0) for vbid in range(4)]
+    found = assess(rows, 4, lag_limit_s=30)
+    assert found.reasons == ("worker 1 has sent nothing for 7 s (2 of 4 vbuckets)",)

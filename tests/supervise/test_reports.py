@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from storage import directory
 from storage.model import Identity
 from tests.supervise.conftest import eventually
 from tests.supervise.service import (
+    ask,
     phases,
+    pids,
+    running,
     service_of,
     serving,
 )
@@ -51,3 +56,27 @@ async def test_until_caught_up_fails_with_what_the_source_refused(
     with pytest.raises(MirrorError, match="wrong password") as caught:
         await service_of(tmp_path, until_caught_up=True).run()
     assert caught.value.exit_code is ExitCode.REFUSED
+
+
+async def test_a_stopped_worker_is_neither_ready_nor_waited_for(tmp_path: Path) -> None:
+    """Its rows stayed `caught up` until its heartbeat was overdue, and each status waited for its report."""
+    service = service_of(tmp_path)
+    async with serving(service):
+        await eventually(running(service))
+        await eventually(lambda: service.status_document()["state"] == "caught up")
+        stopped = pids(service)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            await eventually(lambda: bool(service.status_document()["reasons"]))
+            await eventually(lambda: service.status_document()["state"] == "degraded")
+            document = service.status_document()
+            assert "worker 1 has sent nothing for" in document["message"]
+            assert "4 of 8 vbuckets" in document["message"]
+            assert document["totals"]["lag_seqnos"] is None
+            ages = {row["worker"]: row["report_age_s"] for row in document["vbuckets"]}
+            assert ages[1] > 5 > ages[0]
+            answers = [await ask(tmp_path, {"op": "status"}) for _ in range(3)]
+            assert all(each["status"]["state"] == "degraded" for each in answers)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        await eventually(lambda: service.status_document()["state"] == "caught up")
