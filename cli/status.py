@@ -18,8 +18,9 @@ from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
 from mirror.messages import GetStatus
-from mirror.supervise.status import summed, totals
+from mirror.supervise.status import summed_if_known, totals
 from mirror.supervise.stored import stored_status
+from storage.errors import StorageError
 from storage.view import View, open_view
 
 COUNT_SEQNOS_MAX = 2_000_000
@@ -48,9 +49,13 @@ class DocumentCounter:
             if row["state"] == "damaged":
                 continue
             if self._position(row) != self._known(row["vbid"]):
-                self._counted[row["vbid"]] = (self._position(row), self._view.count(row["vbid"]))
+                try:
+                    self._counted[row["vbid"]] = (self._position(row), self._view.count(row["vbid"]))
+                except StorageError as error:
+                    row["last_error"] = row["last_error"] or str(error)
+                    continue
             row["documents"] = self._counted[row["vbid"]][1]
-        document["totals"] |= {"documents": summed(row["documents"] for row in rows)}
+        document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
 
     def _position(self, row: dict[str, Any]) -> tuple[int, int]:
         return row["branch"], row["published_seqno"]

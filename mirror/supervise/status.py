@@ -87,6 +87,11 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
     return reported_row(history_fields(state, history) | known, group)
 
 
+def unreadable_row(vbid: int, group: int, error: str) -> Row:
+    """The row of a vbucket that the store cannot read."""
+    return reported_row({"vbid": vbid, "state": "damaged", "detail": error}, group)
+
+
 def reported_row(report: Mapping[str, Any], group: int) -> Row:
     """A worker's report of a vbucket, in the promised shape."""
     high = report.get("source_high_seqno")
@@ -143,7 +148,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "vbuckets": len(rows),
         "states": states,
-        "documents": summed(row["documents"] for row in rows),
+        "documents": summed_if_known([row["documents"] for row in rows]),
         "published_seqnos": sum(row["published_seqno"] for row in rows),
         "staged_seqnos": sum(row["staged_seqno"] for row in rows),
         "source_high_seqnos": summed_if_known([row["source_high_seqno"] for row in rows]),

@@ -9,24 +9,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mirror.supervise.status import bucket_fields, stored_row, totals
+from mirror.supervise.status import Row, bucket_fields, stored_row, totals, unreadable_row
 from storage import directory
-from storage.view import open_view
+from storage.errors import StorageError
+from storage.view import View, open_view
 
 
 def stored_status(data: Path) -> dict[str, Any]:
     """The status as the store alone knows it."""
     identity = directory.load(str(data))
     with open_view(str(data)) as view:
-        rows = [
-            stored_row(state, int(state.vbid) % identity.group_count, view.history(state.vbid))
-            for state in view.states()
-        ]
+        rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
+    unreadable = [row["detail"] for row in rows if row["state"] == "damaged"]
+    damage = f"{len(unreadable)} of {len(rows)} vbuckets cannot be read: {unreadable[0]}" if unreadable else ""
     return {
         "service": "down",
         "state": "stored",
-        "message": "",
-        "reasons": ["no service runs: nothing follows the source"],
+        "message": damage,
+        "reasons": ["no service runs: nothing follows the source", *([damage] if damage else ())],
         "since_ms": None,
         "pid": None,
         "uptime_s": None,
@@ -48,3 +48,10 @@ def stored_status(data: Path) -> dict[str, Any]:
         "events": [],
         "vbuckets": rows,
     }
+
+
+def _row(view: View, vbid: int, group: int) -> Row:
+    try:
+        return stored_row(view.state(vbid), group, view.history(vbid))
+    except StorageError as error:
+        return unreadable_row(vbid, group, str(error))

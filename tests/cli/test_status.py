@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -104,3 +105,41 @@ def test_no_mirror_there(tmp_path: Path) -> None:
     result = call("status", "--data", tmp_path / "missing")
     assert result.code == 2
     assert "missing" in result.complaint
+
+
+def damaged_copy(mirrored: Path, to: Path, group: int) -> Path:
+    """Copy a mirror and overwrite all pages of a group's file but the two meta pages."""
+    shutil.copytree(mirrored, to, ignore=lambda _, names: [name for name in names if name.endswith(".sock")])
+    file = to / f"group-{group:04}" / "data.mdb"
+    with file.open("r+b") as pages:
+        pages.seek(2 * 4096)
+        pages.write(b"\xa5" * (file.stat().st_size - 2 * 4096))
+    return to
+
+
+def test_what_cannot_be_read_is_a_row_that_says_so(mirrored: Path, tmp_path: Path) -> None:
+    """One damaged group ended every `status` with an error, while the page showed the rest."""
+    data = damaged_copy(mirrored, tmp_path / "data", 1)
+    result = call("status", "--data", data, "--json")
+    rows = result.json["vbuckets"]
+    assert (result.code, len(rows)) == (0, 16)
+    damaged = [row for row in rows if row["state"] == "damaged"]
+    assert {row["group"] for row in damaged} == {1}
+    assert all("group-0001" in row["detail"] for row in damaged)
+    assert result.json["totals"]["documents"] is None, "a part of them is not their number"
+    assert "vbuckets cannot be read: " in result.json["message"]
+    for command in (("status",), ("status", "--all"), ("top", "--count", "1")):
+        shown = call(*command, "--data", data)
+        assert shown.code == 0
+        assert "group-0001" in shown.out
+    assert call("status", "--data", data, "--ready").code == 1
+
+
+def test_what_cannot_be_counted_has_no_count(mirrored: Path, tmp_path: Path) -> None:
+    """The service's rows were fine, its group was not, and counting ended the command."""
+    document = stored_status(mirrored)
+    status.DocumentCounter(damaged_copy(mirrored, tmp_path / "data", 1)).fill(document)
+    broken = [row for row in document["vbuckets"] if row["documents"] is None]
+    assert {row["group"] for row in broken} == {1}
+    assert all("group-0001" in row["last_error"] for row in broken)
+    assert document["totals"]["documents"] is None

@@ -45,7 +45,7 @@ def test_what_is_not_known_is_not_zero() -> None:
 
 
 def test_totals_are_the_sums_of_the_rows() -> None:
-    sums = totals([row(0, 3, 5, documents=2), row(1, 4, 4, documents=1), row(2, 0, 0)])
+    sums = totals([row(0, 3, 5, documents=2), row(1, 4, 4, documents=1), row(2, 0, 0, documents=0)])
     assert (sums["documents"], sums["lag_seqnos"], sums["published_seqnos"]) == (3, 2, 7)
     assert sums["states"] == {"streaming": 3}
 
