@@ -105,9 +105,6 @@ class Settings:
     change_streams: bool = False
     """Request superseded versions where a bucket keeps them (Magma, 7.2 or newer): `changes` then shows the versions
     between two snapshots, as far as the source's own retention reaches."""
-    out_of_order_backfill: bool = False
-    """Receive the first fill of a single collection in the source's own order (7.0 or newer): faster for a small
-    collection of a large bucket, but an interrupted fill starts from 0. Only with `collections` of one name."""
     compression: Literal["as_stored", "forced"] = "as_stored"
     """`forced` makes the source compress every value: less network traffic and disk space here, more CPU time
     there."""

@@ -348,7 +348,7 @@ def put_published(
 ) -> BoundaryCounters:
     """Make `branch` up to `seqno` what readers see, and keep that boundary.
 
-    The branch of a resync, an OSO snapshot or a deferred rollback gets its time now, by which the purger knows that
+    The branch of a resync or a deferred rollback gets its time now, by which the purger knows that
     readers have seen it, and since when; where it has no parent the purger then starts on it from its beginning.
     """
     if branch != state.branch:
@@ -536,21 +536,17 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
     _put_state(txn, state, branch, boundary.seqno, failover_log=log)
 
 
-def abandon(txn: Transaction, state: VbucketState, manifest_key: ManifestKey, now: Moment) -> None:
+def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
     vbid = state.vbid
     base = state.published_seqno
     if state.rollback_deferred:
         defer_rollback(txn, state, _boundary_at(txn, state, state.staging_published_seqno))
         return
-    if staging_reason(txn, state) is BranchReason.RESYNC:
-        begin_copy(txn, state, BranchReason.RESYNC)
+    if state.staging_branch != state.branch:
+        begin_resync(txn, state)
         return
-    # Also for a broken OSO snapshot: rows of its branch are in the tree, so going on needs a newer branch to append to.
-    # Its failover log is not that of the copy which is served again: that one's was replaced, so it names no history.
-    # Nor is what its streams were filtered to. Where nothing was published, a log would say that there is nothing.
-    other_copy = base > 0 and state.staging_branch != state.branch
-    log = FailoverLog() if other_copy or not base else state.failover_log
+    log = state.failover_log if base else FailoverLog()  # without rows a log would say that the source has nothing
     vbuuid = log.vbuuid_at(base)
     parent: int = state.branch
     first_branch = parent + 1
@@ -560,12 +556,11 @@ def abandon(txn: Transaction, state: VbucketState, manifest_key: ManifestKey, no
         # Nothing was published on the one that is left: the new one takes its place on the chain, and its positions.
         parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
     branch = _open_branch(txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch)
-    txn.put_pub(vbid, records.Pub(branch, base, state.history_floor_seqno, *manifest_key))
+    txn.put_pub(vbid, txn.pub(vbid)._replace(branch=branch))
     if base:
         boundary = _boundary_at(txn, state, base)
         _copy_boundary(txn, vbid, branch, boundary, boundary.vbuuid)
-    stream_filter = "" if other_copy and state.stream_filter is not None else state.stream_filter
-    _put_state(txn, state, branch, base, failover_log=log, stream_filter=stream_filter)
+    _put_state(txn, state, branch, base, failover_log=log)
 
 
 def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
@@ -586,25 +581,10 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> bool:
     return True
 
 
-def staging_reason(txn: Transaction, state: VbucketState) -> BranchReason:
-    """Why the staging branch was opened."""
-    reason = BranchReason(get_branch(txn, state.vbid, state.staging_branch).reason)
-    assert (state.staging_branch == state.branch) or reason in (BranchReason.RESYNC, BranchReason.OSO), state
-    # A published resync or OSO branch is served like any other.
-    return reason if state.staging_branch != state.branch else BranchReason.FIRST
-
-
-def begin_copy(txn: Transaction, state: VbucketState, reason: BranchReason, *, unavailable: bool = False) -> None:
-    """A staging branch without parent, next to what is served; its time stays 0 until readers see it.
-
-    The flag in `pub` says that a resync is under way. An OSO snapshot keeps the failover log: it is that of its stream,
-    which was accepted, and its log saved, before its first message.
-    """
-    branch = _open_branch(txn, state.vbid, None, 0, 0, reason, Moment(0, 0))
-    if reason is BranchReason.RESYNC:
-        pub = txn.pub(state.vbid)
-        flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
-        txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
-    log = state.failover_log if reason is BranchReason.OSO else FailoverLog()
-    kept_filter = state.stream_filter if reason is BranchReason.OSO else None
-    _put_state(txn, state, branch, 0, failover_log=log, source_purge_seqno=Seqno(0), stream_filter=kept_filter)
+def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
+    """Open a staging branch without parent, next to what is served; its time stays 0 until readers see it."""
+    branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC, Moment(0, 0))
+    pub = txn.pub(state.vbid)
+    flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
+    txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
+    _put_state(txn, state, branch, 0, failover_log=FailoverLog(), source_purge_seqno=Seqno(0), stream_filter=None)

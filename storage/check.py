@@ -16,7 +16,7 @@ import lmdb
 from storage import branches, chain, directory, keys, prepares, records, seal
 from storage.environment import DATA_FILE, MAP_SIZE, SHARED
 from storage.errors import CorruptedError, StorageError
-from storage.model import SEQNO_MAX, BranchReason, Identity, Kind, Vbid
+from storage.model import SEQNO_MAX, Identity, Kind, Vbid
 from storage.transaction import Transaction
 
 PROBLEMS_MAX = 1000
@@ -153,8 +153,7 @@ class _VbucketCheck:
         if state.staging_branch < state.branch:
             self._add(f"staging branch {state.staging_branch} older than the served {state.branch}")
         snapshot = state.open_snapshot
-        oso = state.staging_branch != state.branch and self._is_oso(state.staging_branch)  # has no end to be beyond
-        if snapshot is not None and snapshot.end_seqno < state.staged_seqno and not oso:
+        if snapshot is not None and snapshot.end_seqno < state.staged_seqno:
             self._add(f"staged seqno {state.staged_seqno} beyond the open snapshot's end {snapshot.end_seqno}")
         if (
             snapshot is None
@@ -287,8 +286,7 @@ class _VbucketCheck:
             if document.seqno != seqno:
                 self._add(f"{where} holds the event of seqno {document.seqno}")
             if branch == state.staging_branch and seqno > state.staged_seqno:
-                if not self._is_oso(branch):
-                    self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
+                self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
                 continue
             if document.kind is Kind.SYSTEM_EVENT:
                 continue
@@ -297,10 +295,6 @@ class _VbucketCheck:
                 if len(references) > GAP_ROWS:
                     references = None
         return references
-
-    def _is_oso(self, branch: int) -> bool:
-        row = branches.get_branch(self.txn, self.vbid, branch)
-        return branch != self.state.branch and row.reason == BranchReason.OSO
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
         """Rows that are, or once were, published; staged rows get their key rows when their snapshot is complete."""
@@ -355,7 +349,7 @@ class _VbucketCheck:
             where = f"prepare {at[0]}:{at[1]}"
             if at[0] not in known:
                 self._add(f"{where} is of an unknown branch")
-            if at[0] == state.staging_branch and at[1] > state.staged_seqno and not self._is_oso(at[0]):
+            if at[0] == state.staging_branch and at[1] > state.staged_seqno:
                 self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
             try:
                 prepares.check_frame(frame, at[1])

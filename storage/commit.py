@@ -39,11 +39,9 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
     """Write everything that is complete, and with `flush_open` rows of the open snapshot, too."""
     state = vbucket.base
     count = len(vbucket.rows) if flush_open else vbucket.complete_count
-    if vbucket.unordered:
-        vbucket.rows.sort()
     rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
     if rows:
-        consumed, added = txn.cursor(keys.rows_db(state.vbid)).putmulti(rows, append=not vbucket.unordered)
+        consumed, added = txn.cursor(keys.rows_db(state.vbid)).putmulti(rows, append=True)
         if consumed != added or consumed != len(rows):
             raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=txn.path, vbid=state.vbid)
     counters = vbucket.counters
@@ -78,7 +76,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
 def _indexed_until(vbucket: PendingVbucket) -> int:
     """Where the rows on the disk end that must have key rows before the complete end is published."""
     assert vbucket.complete_seqno is not None
-    return vbucket.complete_seqno if vbucket.unordered else min(vbucket.complete_seqno, vbucket.flushed_seqno)
+    return min(vbucket.complete_seqno, vbucket.flushed_seqno)
 
 
 def _can_publish(vbucket: PendingVbucket) -> bool:
@@ -96,13 +94,11 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
     key_rows = records.key_rows(complete)
     row_bytes = vbucket.indexed_bytes + sum([len(frame) for _, frame in complete])
     if vbucket.unindexed_count and vbucket.indexed_seqno < until:
-        # Rows of an OSO snapshot lie among each other: those of this commit are found with the earlier.
         earlier, _, _, earlier_bytes = index.key_rows_between(
-            txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until,
-            vbucket.unindexed_count + (len(complete) if vbucket.unordered else 0),
-        )  # fmt: skip
-        key_rows = earlier if vbucket.unordered else earlier + key_rows
-        row_bytes = earlier_bytes if vbucket.unordered else earlier_bytes + row_bytes
+            txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until, vbucket.unindexed_count
+        )
+        key_rows = earlier + key_rows
+        row_bytes += earlier_bytes
     index.sort_key_rows(key_rows)
     index.put_key_rows(txn, vbid, key_rows)
     return row_bytes
@@ -181,4 +177,3 @@ def _settle_published(vbucket: PendingVbucket, now_ms: int) -> None:
     vbucket.indexed_bytes = 0
     vbucket.unindexed_count = 0
     vbucket.complete_seqno = None
-    vbucket.unordered = False

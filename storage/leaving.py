@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from storage import branches, chain
 from storage.background import Background
 from storage.errors import NoSuchBoundary, StorageError
-from storage.model import Boundary, Branch, BranchReason, Seqno, Vbid, VbucketState
+from storage.model import Boundary, Branch, Seqno, Vbid, VbucketState
 from storage.owner import GroupOwner
 from storage.pending import PendingBytes, PendingVbucket
 
@@ -96,7 +96,7 @@ class Leaving:
             self._drop_above(vbucket, state.staging_published_seqno)
             return True
         moment = self._owner.moment()
-        self._owner.write(lambda txn: branches.abandon(txn, state, vbucket.manifest_key, moment))
+        self._owner.write(lambda txn: branches.abandon(txn, state, moment))
         self._reread(vbid)
         return True
 
@@ -112,13 +112,13 @@ class Leaving:
         with self._owner.environment.read() as txn:
             vbucket.drop_above(txn, seqno)
 
-    def begin_copy(self, vbid: int, reason: BranchReason, *, unavailable: bool) -> None:
+    def begin_resync(self, vbid: int, *, unavailable: bool) -> None:
         """Start again from 0 on a branch without parent. `unavailable`: readers wait for its first publish."""
         vbucket = self._vbuckets[vbid]
         self._discard_pending(vbucket)
         state = vbucket.state
         withheld = unavailable and state.published_seqno > 0
-        self._owner.write(lambda txn: branches.begin_copy(txn, state, reason, unavailable=withheld))
+        self._owner.write(lambda txn: branches.begin_resync(txn, state, unavailable=withheld))
         self._reread(vbid)
 
     def _discard_pending(self, vbucket: PendingVbucket) -> None:

@@ -44,7 +44,6 @@ class BranchReason(IntEnum):
     ROLLBACK = 2
     RESYNC = 3
     ABANDONED = 4
-    OSO = 5
     DEFERRED_ROLLBACK = 6
     MERGING = 7
     """Whatever it was opened for: it is history, and its rows are being moved to its parent."""
@@ -197,15 +196,6 @@ class ManifestChange:
         """The same change, with all that the manifest holds after it."""
         return replace(self, scopes=dict(after.scopes), collections=dict(after.collections), whole=True)
 
-    def then(self, later: ManifestChange) -> ManifestChange:
-        """Both in one."""
-        emptied = tuple(dict.fromkeys((*self.emptied, *later.emptied)))
-        if later.whole:
-            return replace(later, emptied=emptied)
-        return ManifestChange(
-            later.uid, self.scopes | later.scopes, self.collections | later.collections, emptied, self.whole
-        )
-
     @property
     def byte_count(self) -> int:
         """Roughly what it takes in memory."""
@@ -247,7 +237,7 @@ class VbucketState(NamedTuple):
     published_seqno: Seqno
     history_floor_seqno: Seqno
     staging_branch: Branch
-    """Where rows are written; not `branch` while a resync, an OSO snapshot or a deferred rollback is under way."""
+    """Where rows are written; not `branch` while a resync or a deferred rollback is under way."""
     staged_seqno: Seqno
     """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
     staging_published_seqno: Seqno

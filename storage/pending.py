@@ -2,7 +2,7 @@
 
 Knows rows, seqnos, prepares and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit`
 writes what is here and then calls back what was written. Invariants: `state` is the last commit and the operations
-accepted since; rows rise in seqno above what is staged (an OSO snapshot's do not); an operation that raises SeqnoOrder
+accepted since; rows rise in seqno above what is staged; an operation that raises SeqnoOrder
 has changed nothing; `PendingBytes.count` is the sum over the group of rows, prepares and manifests in memory.
 """
 
@@ -69,7 +69,6 @@ class PendingVbucket:
         "rows",
         "staged_seqno",
         "unindexed_count",
-        "unordered",
     )
 
     def __init__(self, loaded: branches.LoadedVbucket, prepares: Prepares, byte_count: PendingBytes, path: str) -> None:
@@ -98,7 +97,6 @@ class PendingVbucket:
         self.manifest_depth = loaded.manifest_depth
         self.job: index.IndexJob | None = None
         self.dirty = False
-        self.unordered = False
         self.known_empty = bool(state.failover_log)  # matters only while nothing is stored: it was published at 0
 
     @staticmethod
@@ -123,19 +121,14 @@ class PendingVbucket:
 
     # -- accepting ------------------------------------------------------------------------------------------------
 
-    def stage(
-        self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange, unordered: bool
-    ) -> None:
+    def stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
         """Accept rows of the open snapshot above what is staged. Raises SeqnoOrder (see `GroupWriter.stage`)."""
         row_keys = [row[0] for row in rows]
         first_branch, first = _unpack_row_key(row_keys[0])
         last_branch, last = _unpack_row_key(row_keys[-1])
         if not first_branch == last_branch == self.base.staging_branch:
             raise SeqnoOrder("rows were made for another branch", path=self._path, vbid=self.base.vbid)
-        if unordered:
-            last = max(self.staged_seqno, records.seqno_of(max(row_keys)))
-            self.unordered = True
-        elif first <= self.staged_seqno or not all(map(lt, row_keys, islice(row_keys, 1, None))):
+        if first <= self.staged_seqno or not all(map(lt, row_keys, islice(row_keys, 1, None))):
             raise SeqnoOrder(
                 f"{len(rows)} rows from {first} to {last} do not rise above staged seqno {self.staged_seqno}",
                 path=self._path,
@@ -167,39 +160,28 @@ class PendingVbucket:
         row_value: bytes,
         manifest: Manifest,
         open_snapshot: SnapshotRange,
-        unordered: bool,
         change: ManifestChange | None,
     ) -> None:
         """Accept a system event: its row, and the manifest that holds from its seqno on."""
         branch = self.base.staging_branch
-        self.stage([(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot, unordered)
+        self.stage([(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
             change = ManifestChange.between(self.base.manifest, manifest)
-        self._bytes.count += self._change_manifest(seqno, manifest, change, unordered=unordered)
+        self._bytes.count += self._change_manifest(seqno, manifest, change)
         self.prepares.settled_by_manifest(manifest, (branch, seqno))
 
-    def _change_manifest(self, seqno: int, manifest: Manifest, change: ManifestChange, *, unordered: bool) -> int:
+    def _change_manifest(self, seqno: int, manifest: Manifest, change: ManifestChange) -> int:
         """Accept a manifest that holds from `seqno` on; returns the bytes that it costs until it is written.
 
         A row holds what has changed, and now and then all: so that reading a manifest takes no more rows than it has
         collections, times a constant.
         """
-        whole = self.manifest_depth > MANIFEST_DEPTH_MIN + 2 * len(manifest.collections)
-        if unordered:
-            written = self.manifest_keys[-1][1] if self.manifest_keys else 0
-            seqno = max([seqno, written, *(at for at, _ in self.manifest_changes[-1:])])
-            whole = whole or seqno == written  # it replaces that row
-        if whole:
+        if self.manifest_depth > MANIFEST_DEPTH_MIN + 2 * len(manifest.collections):
             change = change.as_whole(manifest)
-        counted = 0
-        if self.manifest_changes and self.manifest_changes[-1][0] == seqno:
-            before = self.manifest_changes.pop()[1]
-            counted = before.byte_count
-            change = before.then(change)
         self.manifest_changes.append((seqno, change))
         self.manifest_depth = 1 if change.whole else self.manifest_depth + 1
         self.change(manifest=manifest)
-        return change.byte_count - counted
+        return change.byte_count
 
     def prepare(self, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
         """Accept a PREPARE message in stored form. Raises SeqnoOrder."""
@@ -213,7 +195,7 @@ class PendingVbucket:
         if frame is None:
             return False
         row = committed_row(frame, seqno)
-        self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row)], len(row), open_snapshot, False)
+        self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row)], len(row), open_snapshot)
         return True
 
     def abort_prepare(self, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
@@ -243,8 +225,6 @@ class PendingVbucket:
             self.staged_seqno = boundary_seqno
             self.open_snapshot = None
         else:
-            if self.unordered:
-                self.rows.sort()
             above = records.row_key(self.prefix, boundary_seqno + 1)
             self.complete_count = bisect_left(self.rows, above, key=itemgetter(0))
         if source_purge_seqno is not None:
@@ -310,7 +290,6 @@ class PendingVbucket:
         """Forget that a snapshot was complete; what of it is on the disk stays hidden."""
         self.drop_rows()
         self.complete_seqno = None
-        self.unordered = False
 
     def drop_above(self, txn: Transaction, seqno: int) -> None:
         """Continue from `seqno`, after `drop_rows`: forget the position, manifests and prepares above it."""

@@ -35,7 +35,7 @@ STEP_ROWS = 4_000
 """Rows removed, and twice as many visited, in one step at most."""
 STEP_MS_MAX = 20
 """No step should take longer, milliseconds: one that comes near it halves the next."""
-NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.OSO, BranchReason.DEFERRED_ROLLBACK)
+NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches that readers see from their first publish on; until then they have no time."""
 SHARE_MIN = 0.05
 """Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
@@ -280,8 +280,6 @@ class Purger:
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
         data = txn.get(keys.DB_MANIFEST, keys.VBID_KEY.pack(vbid) + event)
-        if data is None:  # an event of an OSO snapshot: nothing was there before that
-            return [], b""
         change = records.decode_manifest(data)
         found: list[tuple[bytes, bytes]] = []
         cuts = {link.branch: min(link.cut, seqno) for link in links}
@@ -447,7 +445,7 @@ def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
     links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
     for branch, row in known.items():
         if is_unseen(row):
-            if branch != staging:  # a resync, OSO snapshot or deferred rollback that was given up
+            if branch != staging:  # a resync or deferred rollback that was given up
                 found.append(Dead(branch, 0, SEQNO_MAX, None))
             continue
         if branch > served:

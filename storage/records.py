@@ -390,7 +390,7 @@ class BranchRow(NamedTuple):
     vbuuid: int
     reason: int
     time_ms: int
-    """When readers first saw it, milliseconds since 1970; 0: a resync or OSO snapshot that they have not seen."""
+    """When readers first saw it, milliseconds since 1970; 0: a copy that they have not seen."""
     kept_seqno: int = SEQNO_MAX
     """Rows of this branch above it are dead, and the purger has begun to remove them."""
     history_ms: int = 0

@@ -26,7 +26,6 @@ from storage.leases import Leases
 from storage.leaving import Leaving, RollbackResult
 from storage.model import (
     Boundary,
-    BranchReason,
     FailoverLog,
     Identity,
     Manifest,
@@ -319,15 +318,13 @@ class GroupWriter:
         rows: list[tuple[bytes, bytes]],
         byte_count: int,
         open_snapshot: SnapshotRange,
-        unordered: bool = False,
     ) -> None:
         """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above what is staged.
 
-        Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno. `unordered` (OSO)
-        lifts the rule.
+        Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno.
         """
         if rows:
-            self._vbuckets[vbid].stage(rows, byte_count, open_snapshot, unordered)
+            self._vbuckets[vbid].stage(rows, byte_count, open_snapshot)
 
     def advance(self, vbid: int, seqno: int) -> None:
         """Move the position without a row (SeqnoAdvanced). Raises SeqnoOrder when it would fall."""
@@ -345,15 +342,12 @@ class GroupWriter:
         row_value: bytes,
         manifest: Manifest,
         open_snapshot: SnapshotRange,
-        unordered: bool = False,
         change: ManifestChange | None = None,
     ) -> None:
         """Accept a system event: its row, and the manifest that holds from its seqno on. `change` is what it makes of
         the one before, where the caller knows; otherwise the two are compared.
-
-        Inside an OSO snapshot (`unordered`) each manifest holds from the largest seqno so far: no boundary lies within.
         """
-        self._vbuckets[vbid].system_event(seqno, row_value, manifest, open_snapshot, unordered, change)
+        self._vbuckets[vbid].system_event(seqno, row_value, manifest, open_snapshot, change)
 
     @_contained
     def prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
@@ -488,13 +482,5 @@ class GroupWriter:
     @_contained
     def begin_resync(self, vbid: int) -> None:
         """Start again from 0 on a branch without parent; the served copy stays until the new one is published."""
-        self._begin_copy(vbid, BranchReason.RESYNC)
-
-    @_contained
-    def begin_oso(self, vbid: int) -> None:
-        """Start an out-of-sequence snapshot: a branch of its own that is published whole or never."""
-        self._begin_copy(vbid, BranchReason.OSO)
-
-    def _begin_copy(self, vbid: int, reason: BranchReason) -> None:
         self.commit()
-        self._leaving.begin_copy(vbid, reason, unavailable=self.resync_reads == "unavailable")
+        self._leaving.begin_resync(vbid, unavailable=self.resync_reads == "unavailable")

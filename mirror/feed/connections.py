@@ -50,7 +50,7 @@ class Connections:
         self.opaques = Opaques()
         self.acks_held = False
         """True while the source is kept waiting."""
-        self.with_prepares = self.with_history = self.with_oso = False
+        self.with_prepares = self.with_history = False
         """What sessions ask for in addition: see NodeSession."""
         self._access = access
         self._clock = clock
@@ -89,7 +89,6 @@ class Connections:
         session.map_watch = self._map_watch
         session.with_prepares = self.with_prepares
         session.with_history = self.with_history
-        session.with_oso = self.with_oso
         return session
 
     # -- which of them can be queried -----------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class Consumer:
         )
         self.connections.with_prepares = settings.track_prepares
         self.connections.with_history = settings.change_streams
-        self.connections.with_oso = settings.out_of_order_backfill
         self.commits = GroupCommits([Group(writer) for writer in writers], settings, self.clock, self._attach_if_ready)
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self._group_of: dict[int, Group] = {}

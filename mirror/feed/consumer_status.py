@@ -76,16 +76,13 @@ class ConsumerStatus:
 
     def _refused_controls(self) -> list[str]:
         """What a node does not offer that the settings ask for."""
-        settings = self._consumer.settings
-        required = [ControlKey.CHANGE_STREAMS] if settings.change_streams else []
-        if settings.out_of_order_backfill:
-            required.append(ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS)
-        sessions = self._consumer.connections.ready_sessions()
+        if not self._consumer.settings.change_streams:
+            return []
+        name = ControlKey.CHANGE_STREAMS.decode()
         return [
-            f"{session.address} does not offer {name.decode()}, which the settings ask for; going on without"
-            for name in required
-            for session in sessions
-            if not session.controls.get(name.decode(), False)
+            f"{session.address} does not offer {name}, which the settings ask for; going on without"
+            for session in self._consumer.connections.ready_sessions()
+            if not session.controls.get(name, False)
         ]
 
     def _clock_warnings(self) -> list[str]:

@@ -124,8 +124,6 @@ def _execute_one(vbucket: Executing, sink: Sink, instruction: ins.Instruction) -
             return sink.abandon(instruction)
         case ins.BeginResync():
             return sink.begin_resync(instruction.cause)
-        case ins.BeginOso():
-            sink.begin_oso(instruction)
         case ins.RefreshMap():
             vbucket.refresh_map(instruction.config)
         case ins.RefreshCollections():

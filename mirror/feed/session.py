@@ -127,8 +127,8 @@ class NodeSession:
         """Control name -> whether the server took it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
-        self.with_prepares = self.with_history = self.with_oso = False
-        """What else to ask for: both halves of sync writes, superseded versions, first backfills in any order."""
+        self.with_prepares = self.with_history = False
+        """What else to ask for: both halves of sync writes, superseded versions."""
         self.acks_held = False
         """True: nothing is acknowledged until `release_acks`, so that the source pauses when the window is full."""
         self.stream_filter: dict[str, Any] = {}
@@ -241,10 +241,6 @@ class NodeSession:
         if self.with_history:
             await self._control(link, ControlKey.CHANGE_STREAMS, b"true", OPTIONAL)
         await self._control(link, ControlKey.MAX_MARKER_VERSION, b"2.2", OPTIONAL)
-        if self.with_oso and not await self._control(
-            link, ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS, b"true_with_seqno_advanced", OPTIONAL
-        ):
-            await self._control(link, ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS, b"true", OPTIONAL)
 
     async def _set_noop_interval(self, link: Link) -> None:
         interval_s = self.noop_interval_s

@@ -82,7 +82,3 @@ class Sink(Protocol):
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused | None:
         """Begin a second copy; None where nothing more is read of the vbucket."""
         ...
-
-    def begin_oso(self, begin: ins.BeginOso) -> None:
-        """Begin an out-of-order snapshot."""
-        ...

@@ -36,7 +36,6 @@ class Snapshot:
         "_spool",
         "end_seqno",
         "manifest",
-        "ordered",
         "purge_seqno",
         "start_seqno",
         "vbid",
@@ -52,18 +51,16 @@ class Snapshot:
         spool: Spool,
         *,
         manifest: Manifest,
-        ordered: bool = True,
         purge_seqno: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ordered`: seqnos rise from row to row (not in an out-of-order snapshot, of which each key comes once)."""
+        """`on_close` is called once the rows are given back."""
         self.vbid = vbid
         self.vbuuid = vbuuid
         self.start_seqno = start_seqno
         self.end_seqno = end_seqno
         self.manifest = manifest
         """Scopes and collections at its end, as far as the read has seen them made: all, where it began at 0."""
-        self.ordered = ordered
         self.purge_seqno = purge_seqno
         """Tombstones up to here are gone at the source, where it says so (8.0 and newer)."""
         self._spool: Spool | None = spool

@@ -59,7 +59,6 @@ class SpoolSink:
         self._manifest = Manifest.initial()
         self._manifest_open = self._manifest
         self._purge_seqno = 0
-        self._ordered = True
 
     @property
     def position(self) -> Position:
@@ -94,13 +93,12 @@ class SpoolSink:
             self._owner.dropped(self.spool)
             self.spool = None
         self._manifest_open = self._manifest
-        self._ordered = True
 
     # -- staging --------------------------------------------------------------------------------------------------
 
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         """Put rows into the spool."""
-        if not rows.unordered and any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
+        if any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
             return self._refuse("seqnos do not rise inside a run of rows")
         self._keep([frame for _, frame in rows.rows])
         return None
@@ -151,13 +149,11 @@ class SpoolSink:
                 int(snapshot.seqno),
                 spool,
                 manifest=self._manifest,
-                ordered=self._ordered,
                 purge_seqno=snapshot.source_purge_seqno,
                 on_close=self._owner.closing(spool.memory_bytes, spool.disk_bytes),
             ),
             spool,
         )
-        self._ordered = True
         return Published(snapshot.seqno)
 
     def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
@@ -181,7 +177,3 @@ class SpoolSink:
     def begin_resync(self, cause: str) -> None:
         """The source cannot continue what was handed out: the caller decides whether to read from 0."""
         self._on_lost(0)
-
-    def begin_oso(self, begin: ins.BeginOso) -> None:
-        """The rows of this snapshot do not come in the order of their seqnos."""
-        self._ordered = False

@@ -72,12 +72,8 @@ class StoreSink:
 
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         """Stage rows; a run is checked as a whole by the writer."""
-        made = rows.rows
-        prefix = self.writer.row_prefix(self.vbid)
-        if made[0][0][:4] != prefix:
-            made = [(prefix + key[4:], value) for key, value in made]
         try:
-            self.writer.stage(self.vbid, made, rows.byte_count, rows.open_snapshot, rows.unordered)
+            self.writer.stage(self.vbid, rows.rows, rows.byte_count, rows.open_snapshot)
         except SeqnoOrder as error:
             return self._refused(error)
         return None
@@ -101,7 +97,6 @@ class StoreSink:
                 event.row_value,
                 event.manifest,
                 event.open_snapshot,
-                event.unordered,
                 event.change,
             )
         except SeqnoOrder as error:
@@ -217,9 +212,3 @@ class StoreSink:
         self.resync_why = cause
         self._owner.branch_changed()
         return ResyncOpened(self.state())
-
-    def begin_oso(self, begin: ins.BeginOso) -> None:
-        """Open a branch for the out-of-order snapshot."""
-        self._owner.commit()
-        self.writer.begin_oso(self.vbid)
-        self._owner.branch_changed()

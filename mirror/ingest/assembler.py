@@ -15,7 +15,7 @@ is published before its end. The rules are those of docs/protocol.md 2.6 and 2.7
 - the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing; where it names an
   earlier end (a source that goes on from memory sends a checkpoint at a time) the old end stays: what the first part
   left out as superseded up to there has yet to come;
-- an out-of-order snapshot (OSO) has no marker and no order: it is complete at its end message, at its largest seqno.
+- an out-of-order snapshot (OSO) is never requested, so one is a violation.
 
 A message that breaks a rule raises Violation; what was put into `out` before stands.
 """
@@ -31,7 +31,6 @@ from mirror.ingest.events import Row
 from mirror.ingest.instructions import (
     AbortPrepare,
     Advance,
-    BeginOso,
     CommitPrepare,
     Instruction,
     PublishSnapshot,
@@ -42,7 +41,7 @@ from mirror.ingest.instructions import (
 from mirror.ingest.offset import is_resumable
 from mirror.ingest.selection import StreamFilter
 from mirror.wire.codec_dcp import encode
-from mirror.wire.constants import OsoFlag, SnapshotFlag
+from mirror.wire.constants import SnapshotFlag
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
 from mirror.wire.scan import key_problem
@@ -51,9 +50,6 @@ from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, Snapsh
 
 _DEFAULT_COLLECTION_PREFIX = b"\0"
 _DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond per test
-
-OSO_RANGE = SnapshotRange(Seqno(0), Seqno(0))
-"""Goes with rows of an OSO snapshot. Its end is never ahead, so that nobody takes such rows for resumable."""
 
 
 class Violation(Exception):
@@ -67,7 +63,6 @@ class Assembler:
         "_collections",
         "_filter",
         "_held_snapshot",
-        "_oso_high_seqno",
         "_purge_seqno",
         "_replaces_end",
         "_resumed_end",
@@ -76,7 +71,6 @@ class Assembler:
         "boundary_seqno",
         "manifest",
         "open_snapshot",
-        "oso",
         "position_seqno",
     )
 
@@ -90,9 +84,7 @@ class Assembler:
         self.position_seqno = Seqno(0)
         self.manifest = Manifest.initial()
         self.open_snapshot: SnapshotRange | None = None
-        self.oso = False
         self._held_snapshot: SnapshotRange | None = None
-        self._oso_high_seqno = 0
         self._purge_seqno: int | None = None
         self._replaces_end = False
         self._resumed_end = Seqno(0)  # of the snapshot that a mid-snapshot request continues: not complete before it
@@ -107,8 +99,6 @@ class Assembler:
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
         self.open_snapshot = self._held_snapshot = state.open_snapshot if resumable else None
-        self.oso = False
-        self._oso_high_seqno = 0
         self._purge_seqno = None
         self._replaces_end = False
         self._resumed_end = Seqno(0)
@@ -116,12 +106,12 @@ class Assembler:
     @property
     def holds_part(self) -> bool:
         """True if something is staged above the newest boundary, or may be."""
-        return self.position_seqno > self.boundary_seqno or self.oso
+        return self.position_seqno > self.boundary_seqno
 
     @property
     def resumable(self) -> bool:
         """True if what is staged may be continued where the source agrees."""
-        return not self.oso and is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
+        return is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
 
     def begin_stream(
         self,
@@ -154,10 +144,10 @@ class Assembler:
     def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
         """Open a snapshot, or go on with the open one."""
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
-        if self.oso:
-            raise Violation("a snapshot marker inside an out-of-order snapshot")
-        if not self.position_seqno <= end_seqno <= SEQNO_MAX:
+        if end_seqno < self.position_seqno:
             raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")
+        if end_seqno >= SEQNO_MAX:  # it means "without end" in requests: no message can follow it
+            raise Violation(f"a snapshot that ends at {end_seqno}, which is no seqno")
         current = self.open_snapshot
         start_seqno = Seqno(min(event.start_seqno, end_seqno))
         if current is not None:
@@ -180,11 +170,6 @@ class Assembler:
 
     def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
         """Stage a run of rows: constant work, whatever its length. The order inside is the store's to check."""
-        if self.oso:
-            self._oso_high_seqno = max(self._oso_high_seqno, _seqno_of(max(rows)))
-            self._check_bound(self._oso_high_seqno)
-            out.append(StageRows(self._vbid, "oso rows", rows, byte_count, OSO_RANGE, unordered=True))
-            return
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
@@ -208,10 +193,6 @@ class Assembler:
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
         """Nothing up to the seqno is missing: the position moves, and at the end of a snapshot that is complete."""
         seqno = event.seqno
-        if self.oso:
-            self._check_bound(seqno)
-            self._oso_high_seqno = max(self._oso_high_seqno, seqno)
-            return
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
         if seqno == self.position_seqno:
@@ -219,7 +200,7 @@ class Assembler:
         if self._replaces_end:
             raise Violation(f"an advance to {seqno} before the first marker")
         if self.open_snapshot is None:
-            # After an out-of-order snapshot the source says so how far it reached, without a marker: complete there.
+            # A source may say so without a marker: complete there.
             self._check_bound(seqno)
             self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
         self._advance(seqno, "seqno advanced", out)
@@ -230,9 +211,7 @@ class Assembler:
             content = decode_system_event(event)
         except RemoteProtocolError as error:
             raise Violation(f"a system event at {event.seqno} that cannot be read: {error.detail}") from None
-        if not self.oso:
-            self._check_next(event.seqno)
-        self._check_bound(event.seqno)
+        within = self._check_next(event.seqno)
         seqno = Seqno(event.seqno)
         before = self._manifest_before()
         after = collections.apply(before, content, seqno, self._scope_names)
@@ -241,17 +220,9 @@ class Assembler:
             raise Violation(f"{count} scopes and collections at {seqno}; {collections.NAMES_MAX} at most")
         change = collections.change_by(content, before, after) if before is self.manifest else None
         self.manifest = after
-        within = self.open_snapshot or OSO_RANGE
         row_value = encode(replace(event, stream_id=None), opaque=0)
-        out.append(
-            StageSystemEvent(
-                self._vbid, "system event", seqno, row_value, after, within, unordered=self.oso, change=change
-            )
-        )
-        if self.oso:
-            self._oso_high_seqno = max(self._oso_high_seqno, seqno)
-        else:
-            self._moved_to(seqno, "system event", out)
+        out.append(StageSystemEvent(self._vbid, "system event", seqno, row_value, after, within, change))
+        self._moved_to(seqno, "system event", out)
 
     def _manifest_before(self) -> Manifest:
         """The default collection needs no event to exist; where it is left out it is not spoken of."""
@@ -284,20 +255,8 @@ class Assembler:
         return key if self._collections else _DEFAULT_COLLECTION_PREFIX + key
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
-        """Begin or end a snapshot without order: only ever the first one, from 0."""
-        if not event.flags & (OsoFlag.START | OsoFlag.END):
-            raise Violation(f"an out-of-order snapshot message with flags {event.flags:#x}")
-        if event.flags & OsoFlag.START:
-            if self.oso or self.open_snapshot is not None or self.position_seqno:
-                raise Violation(f"an out-of-order snapshot at {self.position_seqno}: it can only come first")
-            self.oso, self._oso_high_seqno = True, 0
-            out.append(BeginOso(self._vbid, "oso start"))
-        if event.flags & OsoFlag.END:
-            if not self.oso:
-                raise Violation("the end of an out-of-order snapshot that had not begun")
-            self.oso = False
-            self.position_seqno = self.boundary_seqno = Seqno(self._oso_high_seqno)
-            out.append(PublishSnapshot(self._vbid, "oso end", self.position_seqno, Seqno(0)))
+        """Refuse rows that would come in the order of their keys."""
+        raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
         """STREAM_END OK: where ends may never be hit, the open snapshot is complete."""
@@ -312,8 +271,6 @@ class Assembler:
 
     def _check_next(self, seqno: int) -> SnapshotRange:
         """Refuse a single message whose seqno is not the open snapshot's next; returns that."""
-        if self.oso:
-            raise Violation(f"a sync write at {seqno} inside an out-of-order snapshot")
         if self.open_snapshot is None or self._replaces_end:
             raise Violation(f"a message at {seqno} outside any snapshot")
         if seqno <= self.position_seqno:
@@ -362,17 +319,14 @@ class Assembler:
     @property
     def from_disk(self) -> bool:
         """True while the open snapshot is a backfill."""
-        return self.oso or (self.open_snapshot is not None and self.open_snapshot.flags & _DISK != 0)
+        return self.open_snapshot is not None and self.open_snapshot.flags & _DISK != 0
 
     def validate(self) -> None:
         """Check what must hold between any two messages."""
         assert 0 <= self.boundary_seqno <= self.position_seqno <= SEQNO_MAX
         if self.open_snapshot is not None:
-            assert not self.oso, "an open snapshot inside an out-of-order one"
             assert self.position_seqno < self.open_snapshot.end_seqno, "the end was reached and not published"
             assert self.open_snapshot.start_seqno <= self.open_snapshot.end_seqno
-        if self.oso:
-            assert self.position_seqno == 0, "an out-of-order snapshot that was not the first"
         assert self._held_snapshot is None or self.position_seqno > self.boundary_seqno, "a range without its part"
         if self._replaces_end:
             assert self.resumable, "a mid-snapshot stream without anything to continue"

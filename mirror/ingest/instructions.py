@@ -111,17 +111,11 @@ class Reconnect(InstructionFields):
 
 @dataclass(slots=True)
 class StageRows(InstructionFields):
-    """Accept rows above the staged position, hidden until a publish. The bytes may be acked once they are accepted.
-
-    Rows carry the branch that the scanner was given: after BeginOso in the same buffer that is not yet the staging
-    branch, and the sink rewrites their keys.
-    """
+    """Accept rows above the staged position, hidden until a publish. The bytes may be acked once they are accepted."""
 
     rows: list[Row]
     byte_count: int
     open_snapshot: SnapshotRange
-    unordered: bool = False
-    """Rows of an OSO snapshot: keys ascend, seqnos do not."""
 
 
 @dataclass(slots=True)
@@ -141,8 +135,6 @@ class StageSystemEvent(InstructionFields):
     """The event's whole frame in stored form."""
     manifest: Manifest
     open_snapshot: SnapshotRange
-    unordered: bool = False
-    """Inside an OSO snapshot, as for rows."""
     change: ManifestChange | None = None
     """What it makes of the manifest before; None: not known."""
 
@@ -181,7 +173,7 @@ class AbortPrepare(InstructionFields):
 class PublishSnapshot(InstructionFields):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
-    With seqno 0 (only while a resync or an OSO snapshot is under way): the source holds nothing at all.
+    With seqno 0 (only while a resync is under way): the source holds nothing at all.
     """
 
     seqno: Seqno
@@ -224,11 +216,6 @@ class BeginResync(InstructionFields):
     """Open a branch without a parent next to the served one. Answered by ResyncOpened or ResyncRefused."""
 
 
-@dataclass(slots=True)
-class BeginOso(InstructionFields):
-    """Open a branch for an out-of-order snapshot, before anything that follows in the list."""
-
-
 # --- towards people and clocks ---
 
 
@@ -268,7 +255,6 @@ Instruction = (
     | RollbackTo
     | AbandonStaged
     | BeginResync
-    | BeginOso
     | RetryAfter
     | ReportStatus
 )

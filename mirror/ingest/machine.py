@@ -272,9 +272,7 @@ class VbucketMachine:
             return  # goes to IDLE when the store has answered
         self._new_handshake()
         self._attempt = 0
-        if self._assembler.oso:
-            self._abandon("oso broken", None, out)
-        elif self._no_node or self.phase not in (Phase.REFUSED, Phase.FINISHED):
+        if self._no_node or self.phase not in (Phase.REFUSED, Phase.FINISHED):
             self._idle(out)
 
     def _idle(self, out: list[Instruction]) -> None:
@@ -626,10 +624,7 @@ class VbucketMachine:
 
     def _retry(self, reaction: Reaction, cause: str, out: list[Instruction]) -> None:
         self._report(VbucketStatus.WAITING, reaction.text, out)
-        if self._assembler.oso:
-            self._abandon(cause, reaction.reason, out)
-        else:
-            self._wait(reaction.reason, cause, out)
+        self._wait(reaction.reason, cause, out)
 
     def _wait(self, reason: RetryReason, cause: str, out: list[Instruction]) -> None:
         self.phase = Phase.WAITING
@@ -707,8 +702,6 @@ class VbucketMachine:
             assert not assembler.open_snapshot or assembler.holds_part, "a marker outlived its stream"
         if self.phase in (Phase.REQUESTING, Phase.STREAMING, Phase.ASKING_LOG, Phase.WAITING):
             assert self._connected, f"phase {self.phase.name} without a connection"
-        if self.phase in (Phase.REQUESTING, Phase.WAITING, Phase.IDLE):
-            assert not assembler.oso, "part of an out-of-order snapshot outlived its stream"
         if self.phase is Phase.REQUESTING:
             held = self._offset.start_seqno
             assert held == assembler.position_seqno, f"requested from {held}, holding {assembler.position_seqno}"

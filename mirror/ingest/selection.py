@@ -239,9 +239,3 @@ def check_streams(settings: Settings, selection: Selection) -> None:
             hint="a source sends both halves of sync writes for a whole bucket alone: leave the setting out",
             setting="track_prepares",
         )
-    if settings.out_of_order_backfill and len(selection.collections) != 1:
-        raise ConfigError(
-            f"out_of_order_backfill is set, and {selection} is mirrored",
-            hint="a source does so for a single collection alone: leave the setting out, or name one collection",
-            setting="out_of_order_backfill",
-        )

@@ -32,7 +32,7 @@ Invariant: a command that is not understood changes nothing, and raises what say
     modify-collection  path, [max_ttl, history]      other settings for scope.collection
     drop-scope    scope
     drop-collection, flush-collection  path          scope.collection
-    tune          [antilag_items, oso_share_max]     settings of the server that change what streams look like
+    tune          [antilag_items]                    settings of the server that change what streams look like
     recreate-bucket                                  deleted and recreated, empty
     write         count                              the workload's next operations, at once
     rate          rate                               operations per second of the workload from now on
@@ -289,10 +289,10 @@ def _abort(server: Target, arguments: Arguments) -> Any:
 def _tune(server: Target, arguments: Arguments) -> Any:
     tuning = server.cluster.bucket.tuning
     for name, content in arguments.items():
-        if name not in ("antilag_items", "oso_share_max") or not isinstance(content, int | float):
-            raise ValueError(f"{name}={content} is none of antilag_items=N, oso_share_max=SHARE")
+        if name != "antilag_items" or not isinstance(content, int):
+            raise ValueError(f"{name}={content} is not antilag_items=N")
         setattr(tuning, name, content)
-    return {"antilag_items": tuning.antilag_items, "oso_share_max": tuning.oso_share_max}
+    return {"antilag_items": tuning.antilag_items}
 
 
 def _expire(server: Target, arguments: Arguments) -> Any:

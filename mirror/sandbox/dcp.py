@@ -222,8 +222,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         options = StreamOptions(
             marker_v2=controls.sync_writes and controls.consumer_name,
             marker_v2_2=controls.marker_version is MarkerVersion.V2_2,
-            oso=controls.oso,
-            oso_with_seqno_advanced=controls.oso_with_seqno_advanced,
             change_streams=controls.change_streams,
             tuning=port.tuning,
             seqno_advanced=controls.collections,

@@ -291,12 +291,11 @@ class ReplayedSource:
     def part_above(exchange: Exchange, start_seqno: int) -> list[Frame]:
         """What a client lacks that holds everything up to a seqno."""
         part = []
-        oso = any(message.opcode == Opcode.DCP_OSO_SNAPSHOT for message in exchange.messages)
         for message in exchange.messages:
             event = decode(message) if message.opcode != Opcode.DCP_NOOP else None
             if isinstance(event, ev.SnapshotMarker) and event.end_seqno <= start_seqno:
                 continue
-            if isinstance(event, SEQNO_EVENTS) and event.seqno <= start_seqno and not oso:
+            if isinstance(event, SEQNO_EVENTS) and event.seqno <= start_seqno:
                 continue
             part.append(message)
         return part

@@ -2,7 +2,7 @@
 
 Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md
 2.4, 2.6, 2.7). Must never know sockets, windows or tasks: it gives one message, or messages up to a
-number of bytes, always whole. Invariants: the seqnos of a stream rise (but in an out-of-order snapshot); every
+number of bytes, always whole. Invariants: the seqnos of a stream rise; every
 snapshot is complete at its end for what the filter shows; once ended it gives nothing.
 """
 
@@ -19,8 +19,8 @@ from mirror.sandbox.filter import SandboxFilter
 from mirror.sandbox.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
 from mirror.sandbox.vbucket import Vbucket
 from mirror.wire import codec_dcp
-from mirror.wire.constants import MarkerVersion, OsoFlag, SnapshotFlag, StreamEndReason, StreamRequestFlag
-from mirror.wire.events import OsoSnapshot, SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
+from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
+from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from mirror.wire.frame import with_stream_id
 
 LIVE_SNAPSHOT_ITEMS = 5
@@ -51,8 +51,6 @@ class StreamTuning:
 
     antilag_items: int = 0
     """A filtered backfill sends its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
-    oso_share_max: float = 1.0
-    """Only a collection with less than this share of the vbucket's documents is sent out of order."""
 
 
 @dataclass(slots=True)
@@ -62,8 +60,6 @@ class StreamOptions:
     marker_v2: bool = False
     """V2.0 markers, as replicas get."""
     marker_v2_2: bool = False
-    oso: bool = False
-    oso_with_seqno_advanced: bool = False
     seqno_advanced: bool = True
     """Off for clients without collections."""
     change_streams: bool = False
@@ -121,7 +117,6 @@ class ProducerStream:
         self._from_disk = False
         self._last_sent = 0
         self._visible_seqno = vbucket.max_visible_seqno(request.start_seqno)
-        self._oso = False
         self._log = vbucket.log
 
     # --- called by the connection
@@ -196,11 +191,6 @@ class ProducerStream:
         if self._lacks_tombstones():
             out += self.end(StreamEndReason.STATE_CHANGED)  # a rollback, by the name that goes on the wire
             return False
-        if not self._backfilled and self.seqno == 0 and self._wants_oso():
-            self._oso = True
-            self._emit(out, OsoSnapshot(vbucket.vbid, int(OsoFlag.START), opaque=self.opaque))
-            self._open(self._by_key(high), high, from_disk=True)
-            return True
         if self._filter.legacy:
             high = vbucket.collection_high_seqno.get(0, 0)
             if high <= self.seqno:
@@ -322,7 +312,7 @@ class ProducerStream:
         as_of = last if as_of is None else as_of
         passes = None if self._filter.all else self._filter.passes
         shows = self._encoder.shows
-        antilag = self._options.tuning.antilag_items if self._options.seqno_advanced and not self._oso else 0
+        antilag = self._options.tuning.antilag_items if self._options.seqno_advanced else 0
         left_out = 0
         for position in range(first - 1, last):
             item = log[position]
@@ -343,18 +333,6 @@ class ProducerStream:
                     left_out = 0
                     yield BetweenItem(item.seqno, codec_dcp.encode(SeqnoAdvanced(self.vbucket.vbid, item.seqno)))
 
-    def _by_key(self, high: int) -> Iterator[Item]:
-        return iter(sorted(self._on_disk(1, high), key=_oso_order))
-
-    def _wants_oso(self) -> bool:
-        """Whether a first backfill is sent by keys: never with history, whose versions differ only in their seqnos."""
-        collections, share_max = self._filter.collections, self._options.tuning.oso_share_max
-        requested = self._options.oso and not self._filter.legacy and self._filter.scope_id is None
-        if not requested or collections is None or len(collections) != 1 or self._has_history:
-            return False
-        found = len(self.vbucket.newest.get(min(collections), ()))
-        return share_max >= 1 or found <= share_max * self.vbucket.document_count
-
     def _add_item(self, out: bytearray) -> bool:
         """Append the next item of the open snapshot; False when it has no more."""
         item = next(self._pending, None)
@@ -370,19 +348,14 @@ class ProducerStream:
         out[opaque_at : opaque_at + 4] = self._opaque_bytes
         self.frames_sent += 1
         self._last_sent = item.seqno
-        if self._from_disk and not self._oso:
+        if self._from_disk:
             self.seqno = item.seqno
         return True
 
     def _finish(self, out: bytearray) -> None:
         end = self._snapshot_end
         vbid = self.vbucket.vbid
-        if self._oso:
-            self._oso = False
-            if self._options.oso_with_seqno_advanced:
-                self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
-            self._emit(out, OsoSnapshot(vbid, int(OsoFlag.END), opaque=self.opaque))
-        elif self._last_sent < end and self._options.seqno_advanced and not self._filter.empty:
+        if self._last_sent < end and self._options.seqno_advanced and not self._filter.empty:
             self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
         if self._from_disk:
             self._backfilled = True
@@ -426,14 +399,10 @@ class ProducerStream:
             opaque=self.opaque,
         )
 
-    def _emit(self, out: bytearray, event: SnapshotMarker | SeqnoAdvanced | OsoSnapshot) -> None:
+    def _emit(self, out: bytearray, event: SnapshotMarker | SeqnoAdvanced) -> None:
         self.frames_sent += 1
         out += self._message(event)
 
-    def _message(self, event: SnapshotMarker | SeqnoAdvanced | OsoSnapshot | StreamEnd) -> bytes:
+    def _message(self, event: SnapshotMarker | SeqnoAdvanced | StreamEnd) -> bytes:
         message = codec_dcp.encode(event, opaque=self.opaque)
         return message if self.stream_id is None else with_stream_id(message, self.stream_id)
-
-
-def _oso_order(item: Item) -> tuple[bool, bytes]:
-    return item.frame[1] == MUTATION or not item.key.startswith(b"\xff"), item.key

@@ -78,8 +78,6 @@ class Controls:
     flat_events: bool = False
     sync_writes: bool = False
     consumer_name: bool = False
-    oso: bool = False
-    oso_with_seqno_advanced: bool = False
     change_streams: bool = False
     v7_status_codes: bool = False
     round_robin: bool = False
@@ -193,12 +191,11 @@ class Controls:
     def _set_deleted_user_xattrs(self, value: bytes) -> Status:
         return Status.SUCCESS if value == _TRUE and self.deleted_user_xattrs else Status.EINVAL
 
-    def _set_oso(self, value: bytes) -> Status:
+    def _accept_oso(self, value: bytes) -> Status:
+        """A permission that no producer here makes use of (docs/protocol.md 4.4)."""
         with_seqno_advanced = value == _OSO_WITH_SEQNO_ADVANCED and self.abilities.oso_with_seqno_advanced
         if value != _TRUE and not with_seqno_advanced:
             return Status.EINVAL
-        self.oso = True
-        self.oso_with_seqno_advanced = with_seqno_advanced
         return Status.SUCCESS
 
     def _set_change_streams(self, value: bytes) -> Status:
@@ -261,7 +258,7 @@ _CONTROLS: dict[bytes, Callable[[Controls, bytes], Status]] = {
     ControlKey.CONSUMER_NAME: Controls._set_consumer_name,
     ControlKey.BACKFILL_ORDER: Controls._set_order,
     ControlKey.INCLUDE_DELETED_USER_XATTRS: Controls._set_deleted_user_xattrs,
-    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._set_oso,
+    ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._accept_oso,
     ControlKey.V7_DCP_STATUS_CODES: Controls._set_v7_status_codes,
     ControlKey.CHANGE_STREAMS: Controls._set_change_streams,
     ControlKey.FLATBUFFERS_SYSTEM_EVENTS: Controls._set_flat_events,

@@ -270,28 +270,9 @@ async def test_a_node_whose_manifest_is_older_is_queried_again(
     await mirror.stop()
 
 
-async def test_a_small_collection_comes_in_any_order_where_that_is_requested(
-    cluster: SandboxCluster, tmp_path: Path
-) -> None:
-    write(cluster, 30)
-    cluster.bucket.to_disk()
-    mirror = mirror_of(cluster, tmp_path, AIRLINE, out_of_order_backfill=True)
-    consumer = mirror.start(cluster.connection_string)
-    await until_holds(mirror, "inventory.airline", keys(30))
-    write(cluster, 5, "late")
-    await until_holds(mirror, "inventory.airline", keys(30) | keys(5, "late"))
-    await until_caught_up(mirror)
-    assert all(node["controls"]["enable_out_of_order_snapshots"] for node in consumer.status()["nodes"])
-    assert max(row["branch"] for row in consumer.status()["vbuckets"]) > 1, "it has a branch of its own"
-    await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
-
-
 @pytest.mark.parametrize(
     ("selection", "settings", "said"),
     [
-        (TWO, {"out_of_order_backfill": True}, "single collection"),
-        (Selection(), {"out_of_order_backfill": True}, "single collection"),
         (AIRLINE, {"track_prepares": True}, "whole bucket"),
     ],
 )

@@ -36,6 +36,8 @@ from tests.feed.recorded_source import (
 )
 
 COMPARABLE: dict[str, dict[str, dict[str, Any]]] = recordings.notes("comparable")
+OUT_OF_ORDER = "72_k14_oso_collection"
+"""A mirror requests no such snapshot, and refuses one."""
 DISK = int(SnapshotFlag.DISK)
 UNKNOWN_VBUUID = 0x1122334455667788
 
@@ -142,7 +144,7 @@ BEFORE: dict[str, Callable[[str], list[Step]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPARABLE)
+@pytest.mark.parametrize("name", [name for name in COMPARABLE if name != OUT_OF_ORDER])
 async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> None:
     script = read_script(name)
     vbids = sorted(script.exchanges)

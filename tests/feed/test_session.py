@@ -174,23 +174,19 @@ async def test_without_collections_what_came_with_them_is_not_requested(tmp_path
 
 async def test_what_the_settings_request_is_requested(tmp_path: Path) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
-        refused = frame.key == b"change_streams" or frame.value == b"true_with_seqno_advanced"
-        return [response(frame, Status.NOT_SUPPORTED if refused else Status.SUCCESS)]
+        return [response(frame, Status.NOT_SUPPORTED if frame.key == b"change_streams" else Status.SUCCESS)]
 
     async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
         session, _ = make(node, tmp_path, compression="forced")
-        session.with_prepares = session.with_history = session.with_oso = True
+        session.with_prepares = session.with_history = True
         await session.open()
         received_requests = [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)]
         assert set(received_requests) - set(CONTROLS_80) == {
             (b"enable_sync_writes", b"true"),
             (b"force_value_compression", b"true"),
             (b"change_streams", b"true"),
-            (b"enable_out_of_order_snapshots", b"true_with_seqno_advanced"),
-            (b"enable_out_of_order_snapshots", b"true"),
         }
         assert not session.controls["change_streams"], "not on this storage: going on without"
-        assert session.controls["enable_out_of_order_snapshots"]
         session.close()
 
 

@@ -56,9 +56,9 @@ def sink(owner: Owner) -> SpoolSink:
     return SpoolSink(int(VBID), Position(), owner, owner.lost.append)
 
 
-def stage(*seqnos: int, unordered: bool = False) -> ins.StageRows:
+def stage(*seqnos: int) -> ins.StageRows:
     rows = [(bytes(4) + seqno.to_bytes(8), encode_mutation(b"k%d" % seqno, b"{}", seqno)) for seqno in seqnos]
-    return ins.StageRows(VBID, "t", rows, 100, WITHIN, unordered)
+    return ins.StageRows(VBID, "t", rows, 100, WITHIN)
 
 
 def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
@@ -79,14 +79,6 @@ def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: 
     assert (first.purge_seqno, second.purge_seqno, owner.open_bytes) == (2, None, 0)
     assert sink.position == Position(7, 9)
     assert (sink.state().published_seqno, sink.state().source_purge_seqno) == (9, 2)
-
-
-def test_an_out_of_order_snapshot_is_marked_and_the_next_is_not(owner: Owner, sink: SpoolSink) -> None:
-    sink.begin_oso(ins.BeginOso(VBID, "t"))
-    assert sink.stage_rows(stage(5, 2, unordered=True)) is None
-    sink.publish(publish(5))
-    sink.publish(publish(6))
-    assert [each.ordered for each in owner.snapshots] == [False, True]
 
 
 def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: SpoolSink) -> None:

@@ -16,7 +16,7 @@ from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from storage.model import FailoverLog, Manifest, Seqno, SnapshotRange
-from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, rows, stage
+from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, stage
 
 
 @pytest.fixture
@@ -35,16 +35,12 @@ def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
     assert vbucket.answers_given == []
 
 
-def test_rows_made_for_another_branch_are_rewritten(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [stage(vbucket, 1, 2, prefix=b"\0\0\0\x63"), publish(2)])
-    assert vbucket.writer.commit().published == [(0, 2)]
-
-
 def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVbucket) -> None:
     execute(vbucket, [stage(vbucket, 1, 5), publish(5)])
     vbucket.answers[events.StagingRefused] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "so what")]
     for bad in (
         stage(vbucket, 4, 6),
+        stage(vbucket, 6, 7, prefix=b"\0\0\0\x63"),  # made for another branch
         ins.Advance(VBID, "t", Seqno(3), None),
         ins.StageSystemEvent(VBID, "t", Seqno(2), b"row", Manifest.initial(), SnapshotRange(Seqno(0), Seqno(9))),
     ):
@@ -114,26 +110,6 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(4))])
     assert vbucket.answers_given == [events.NoBoundary()]
     assert vbucket.writer.state(0).rollback_count == 0
-
-
-def test_rows_that_follow_the_begin_of_an_unordered_snapshot_go_to_its_branch(vbucket: FakeVbucket) -> None:
-    """They were scanned for the old one. Whatever comes in any order is taken in any order, system events too."""
-    within = SnapshotRange(Seqno(0), Seqno(0))
-    made = rows(vbucket.writer, 7, 3)
-    event = encode_event(ev.SystemEvent(0, 5, 0, 0, b"c", bytes(16)))
-    execute(
-        vbucket,
-        [
-            ins.BeginOso(VBID, "t"),
-            ins.StageRows(VBID, "t", made, 9, within, unordered=True),
-            ins.StageSystemEvent(VBID, "t", Seqno(5), event, Manifest.initial(), within, unordered=True),
-            publish(7),
-        ],
-    )
-    vbucket.writer.commit()
-    assert vbucket.answers_given == []
-    assert vbucket.writer.state(0).published_seqno == 7
-    assert vbucket.writer.row_prefix(0) != b"\0\0\0\1"
 
 
 def test_a_sync_write_is_staged_half_by_half(vbucket: FakeVbucket) -> None:

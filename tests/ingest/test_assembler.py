@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from mirror.ingest.assembler import OSO_RANGE, Assembler, Violation
+from mirror.ingest.assembler import Assembler, Violation
 from mirror.ingest.collections import NAMES_MAX
 from mirror.ingest.instructions import (
     AbortPrepare,
     Advance,
-    BeginOso,
     CommitPrepare,
     Instruction,
     PublishSnapshot,
@@ -191,7 +190,6 @@ def test_the_size_and_the_range_go_with_the_rows() -> None:
     assert isinstance(staged, StageRows)
     assert staged.open_snapshot == SnapshotRange(Seqno(8), Seqno(10), 1)
     assert staged.byte_count == sum(len(value) for _, value in staged.rows)
-    assert not staged.unordered
 
 
 # --- markers that follow markers ---
@@ -366,6 +364,7 @@ def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
         ([marker(0, 20), advanced(21)], "beyond the end"),
         ([marker(0, 20), advanced(6)], "already held"),
         ([advanced(2**64 - 1)], str(2**64 - 1)),
+        ([marker(8, 2**64 - 1)], "no seqno"),
         ([scope(8)], "outside any snapshot"),
         ([marker(0, 20), scope(7)], "must rise"),
         ([marker(0, 20), scope(21)], "beyond the end"),
@@ -373,10 +372,8 @@ def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
         ([marker(0, 20), prepared(7)], "must rise"),
         ([marker(0, 20), aborted(7)], "must rise"),
         ([marker(0, 20), committed(7)], "must rise"),
-        ([oso(OsoFlag.START)], "only come first"),
-        ([oso(OsoFlag.END)], "had not begun"),
-        ([oso(0)], "flags 0x0"),
-        ([marker(0, 20), oso(OsoFlag.END)], "had not begun"),
+        ([oso(OsoFlag.START)], "not requested"),
+        ([marker(0, 20), oso(OsoFlag.END)], "not requested"),
     ],
 )
 def test_what_cannot_be_part_of_the_stream_is_a_violation(messages: list[Message], text: str) -> None:
@@ -420,53 +417,6 @@ def test_more_scopes_and_collections_than_a_bucket_can_have_are_a_violation() ->
     with pytest.raises(Violation, match=f"{NAMES_MAX + 1} scopes and collections at 9; {NAMES_MAX} at most"):
         assembler.system_event(beyond, [])
     assert len(assembler.manifest.scopes) == NAMES_MAX
-
-
-# --- out-of-order snapshots ---
-
-
-def test_an_out_of_order_snapshot_is_published_at_its_largest_seqno() -> None:
-    assembler = assembler_at()
-    assert said(assembler, oso(OsoFlag.START), rows(9, 3), rows(5), oso(OsoFlag.END)) == [
-        BeginOso,
-        ("rows", 9, 3),
-        ("rows", 5),
-        ("publish", 9),
-    ]
-
-
-def test_after_it_an_advance_without_a_marker_says_how_far_it_reached() -> None:
-    assembler = assembler_at()
-    assert said(assembler, oso(OsoFlag.START), rows(5), oso(OsoFlag.END), advanced(9))[-2:] == [
-        ("advance", 9),
-        ("publish", 9),
-    ]
-
-
-def test_inside_it_an_advance_counts_for_its_end() -> None:
-    assert said(assembler_at(), oso(OsoFlag.START), rows(5), advanced(9), scope(7), oso(OsoFlag.END))[-1] == (
-        "publish",
-        9,
-    )
-
-
-def test_its_rows_go_with_a_range_that_nobody_can_resume() -> None:
-    assembler = assembler_at()
-    out: list[Instruction] = []
-    oso(OsoFlag.START)(assembler, out)
-    rows(9, 3)(assembler, out)
-    staged = out[-1]
-    assert isinstance(staged, StageRows)
-    assert staged.unordered
-    assert staged.open_snapshot == OSO_RANGE
-    assert assembler.holds_part
-    assert not assembler.resumable
-
-
-@pytest.mark.parametrize("message", [marker(0, 9), prepared(5), committed(5), oso(OsoFlag.START)])
-def test_inside_it_neither_markers_nor_sync_writes_can_come(message: Message) -> None:
-    with pytest.raises(Violation):
-        said(assembler_at(), oso(OsoFlag.START), rows(3), message)
 
 
 # --- sync writes ---

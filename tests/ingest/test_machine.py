@@ -18,7 +18,7 @@ from mirror.ingest import instructions as ins
 from mirror.ingest.instructions import RetryReason
 from mirror.ingest.machine import ROLLBACK_ROUNDS_MAX, STORE_PHASES, TRANSITIONS, Phase, VbucketMachine
 from mirror.ingest.selection import StreamFilter
-from mirror.wire.constants import OsoFlag, SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import (
     Abort,
     CollectionCreated,
@@ -759,24 +759,6 @@ def test_an_end_inside_a_snapshot_keeps_what_was_staged() -> None:
     ended(rig, StreamEndReason.SLOW)
     rig.feed(ev.RetryDue())
     assert requested(rig) == (105, 100, 120, 0xA)
-
-
-def test_an_end_inside_an_out_of_order_snapshot_drops_it() -> None:
-    rig = streaming_at()
-    rig.feed(OsoSnapshot(0, int(OsoFlag.START), opaque=rig.opaque_counter))
-    rows(rig, 9, 3)
-    assert kinds(ended(rig, StreamEndReason.DISCONNECTED)) == [ins.AbandonStaged, ins.RetryAfter]
-    rig.feed(ev.RetryDue())
-    assert requested(rig) == (0, 0, 0, 0)
-
-
-def test_a_lost_connection_inside_an_out_of_order_snapshot_drops_it() -> None:
-    rig = streaming_at()
-    rig.feed(OsoSnapshot(0, int(OsoFlag.START), opaque=rig.opaque_counter))
-    rows(rig, 9, 3)
-    assert kinds(rig.feed(ev.ConnectionLost("gone"))) == [ins.AbandonStaged]
-    assert rig.machine.phase is Phase.IDLE
-    assert rig.machine.text == "gone"
 
 
 def test_the_regular_end_closes_the_open_snapshot_where_ends_may_never_be_hit() -> None:

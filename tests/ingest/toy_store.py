@@ -1,6 +1,6 @@
 """A store of dicts that performs a machine's instructions, and checks what the instructions promise.
 
-Checked in every test that uses it: rows strictly rise (but in an out-of-order snapshot); a publish stands where staging
+Checked in every test that uses it: rows strictly rise; a publish stands where staging
 stands, or above it where the source skipped the end; nothing is staged while the store is at work for the machine; a
 stream is requested only at what the store holds; the failover log is saved before rows; a marker is answered only when
 its snapshot is durable. Not checked: bytes, durability, time.
@@ -122,11 +122,10 @@ class ToyStore:
     def _StageRows(self, instruction: ins.StageRows) -> Any:
         line = self.staging
         seqnos = [int.from_bytes(key[4:]) for key, _ in instruction.rows]
-        if not instruction.unordered:
-            before = [line.position, *seqnos[:-1]]
-            if any(seqno <= last for last, seqno in zip(before, seqnos, strict=True)):
-                return ev.StagingRefused(self.state(), f"{seqnos} do not rise above {line.position}")
-            assert seqnos[-1] <= instruction.open_snapshot.end_seqno
+        before = [line.position, *seqnos[:-1]]
+        if any(seqno <= last for last, seqno in zip(before, seqnos, strict=True)):
+            return ev.StagingRefused(self.state(), f"{seqnos} do not rise above {line.position}")
+        assert seqnos[-1] <= instruction.open_snapshot.end_seqno
         line.staged += [(seqno, value) for seqno, (_, value) in zip(seqnos, instruction.rows, strict=True)]
         line.position = max(line.position, *seqnos)
         line.open_snapshot = instruction.open_snapshot
@@ -134,7 +133,7 @@ class ToyStore:
 
     def _StageSystemEvent(self, instruction: ins.StageSystemEvent) -> None:
         line = self.staging
-        assert instruction.unordered or instruction.seqno > line.position
+        assert instruction.seqno > line.position
         line.staged.append((instruction.seqno, instruction.row_value))
         line.position = max(line.position, instruction.seqno)
         line.open_snapshot = instruction.open_snapshot
@@ -225,9 +224,6 @@ class ToyStore:
         self._open_branch(Line())
         self.stream_filter = None
         return ev.ResyncOpened(self.state())
-
-    def _BeginOso(self, _instruction: ins.BeginOso) -> None:
-        self._open_branch(Line())
 
     def _open_branch(self, line: Line) -> None:
         self.branch += 1

@@ -55,7 +55,9 @@ _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 MUTATIONS = (
     # --- which seqnos make a whole snapshot
     Mutation(_ASSEMBLER, "Seqno(max(event.end_seqno, self._resumed_end))", "Seqno(event.end_seqno)", _OF_ASSEMBLER),
-    Mutation(_ASSEMBLER, "if not self.position_seqno <= end_seqno <= SEQNO_MAX:", "if False:", _OF_ASSEMBLER),
+    Mutation(_ASSEMBLER, "if end_seqno < self.position_seqno:", "if False:", _OF_ASSEMBLER),
+    Mutation(_ASSEMBLER, "if end_seqno >= SEQNO_MAX:", "if end_seqno > SEQNO_MAX:", _OF_ASSEMBLER),
+    Mutation(_BRANCHES, "    if state.staging_branch != state.branch:", "    if False:", _OF_LEAVING),
     Mutation(_ASSEMBLER, "if first_seqno <= self.position_seqno:", "if False:", _OF_ASSEMBLER),
     Mutation(_ASSEMBLER, "if last_seqno - first_seqno < len(rows) - 1:", "if False:", _OF_ASSEMBLER),
     Mutation(
@@ -65,12 +67,6 @@ MUTATIONS = (
         _OF_ASSEMBLER,
     ),
     Mutation(_ASSEMBLER, "if open_snapshot is None or self._replaces_end:", "if open_snapshot is None:", _OF_ASSEMBLER),
-    Mutation(
-        _ASSEMBLER,
-        "if self.oso or self.open_snapshot is not None or self.position_seqno:",
-        "if self.oso:",
-        _OF_ASSEMBLER,
-    ),
     Mutation(_ASSEMBLER, "if seqno > self.open_snapshot.end_seqno:", "if False:", _OF_ASSEMBLER),
     Mutation(
         _ASSEMBLER,

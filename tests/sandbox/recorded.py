@@ -16,7 +16,6 @@ STREAM = (
     Opcode.DCP_SNAPSHOT_MARKER,
     Opcode.DCP_SYSTEM_EVENT,
     Opcode.DCP_SEQNO_ADVANCED,
-    Opcode.DCP_OSO_SNAPSHOT,
     Opcode.DCP_STREAM_END,
 )
 

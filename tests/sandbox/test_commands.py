@@ -102,7 +102,7 @@ async def test_settings_of_collections_and_streams(server: SandboxControl) -> No
     entry = bucket.manifest.collection("s.c")
     assert entry is not None
     assert (entry.max_ttl, entry.history) == (7, True)
-    assert await send_command(server, "tune", antilag_items=5) == {"antilag_items": 5, "oso_share_max": 1.0}
+    assert await send_command(server, "tune", antilag_items=5) == {"antilag_items": 5}
     assert bucket.tuning.antilag_items == 5
     vbucket = bucket.vbuckets[0]
     vbucket.history_start_seqno = 1

@@ -33,7 +33,7 @@ from .client import send_command
         (b'{"command":"user","user":"x"}\n', "password is missing"),
         (b'{"command":"user","user":"demo","lacks":"Nothing"}\n', "no such privilege: Nothing"),
         (b'{"command":"commit","key":"nothing"}\n', "refused as a client would be: KEY_ENOENT"),
-        (b'{"command":"tune","colour":3}\n', "colour=3 is none of"),
+        (b'{"command":"tune","colour":3}\n', "colour=3 is not antilag_items=N"),
         (b'{"command":"set","key":"k"}\n', "value is missing"),
         (b'{"command":"set","key":"k","value":"1","collection":"no.no"}\n', "no collection no.no"),
         (b'{"command":"drop-scope","scope":"x"}\n', "no scope"),

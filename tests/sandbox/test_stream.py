@@ -251,27 +251,6 @@ async def test_markers_ask_for_an_answer_when_a_test_requests_it() -> None:
         assert client.of(ev.SnapshotMarker)[0].flags & SnapshotFlag.ACK
 
 
-@pytest.mark.parametrize("with_seqno", [False, True])
-async def test_an_out_of_order_snapshot_has_no_marker_inside(with_seqno: bool) -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        for index in (3, 1, 2):
-            cluster.set(f"k{index}", {}, collection="s.c")
-        cluster.set("other", {})
-        cluster.bucket.to_disk()
-        value = "true_with_seqno_advanced" if with_seqno else "true"
-        client = await Client.dcp(cluster, enable_out_of_order_snapshots=value)
-        await client.stream(0, value=b'{"collections":["8"]}')
-        await client.until(lambda: len(client.of(ev.OsoSnapshot)) == 2)
-        assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k1", b"\x08k2", b"\x08k3"]
-        assert not client.markers()
-        assert [e.seqno for e in client.of(ev.SeqnoAdvanced)] == ([6] if with_seqno else [])
-        cluster.set("k4", {}, collection="s.c")
-        await client.until_seqno(0, 7)
-        assert client.markers()[0][:2] == (0, 7)
-
-
 async def test_a_filter_that_can_show_nothing_more_ends_the_stream() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.bucket.create_scope("s")
@@ -570,22 +549,6 @@ async def test_an_advance_at_the_very_end_is_not_said_twice() -> None:
         assert [e.seqno for e in client.of(ev.SeqnoAdvanced)] == [5, 8]
 
 
-async def test_out_of_order_only_for_small_collections_where_the_server_is_so_set() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        cluster.set("k", {}, collection="s.c")
-        for index in range(9):
-            cluster.set(f"k{index}", {})
-        cluster.bucket.to_disk()
-        for share, out_of_order in ((0.05, False), (0.1, True)):
-            cluster.bucket.tuning.oso_share_max = share
-            client = await Client.dcp(cluster, enable_out_of_order_snapshots="true")
-            await client.stream(0, value=b'{"collections":["8"]}')
-            await client.until(lambda: client.of(ev.OsoSnapshot, ev.SnapshotMarker))  # noqa: B023
-            assert bool(client.of(ev.OsoSnapshot)) is out_of_order
-
-
 DISK_HISTORY = 6 | 0x30
 
 
@@ -664,7 +627,7 @@ async def test_change_streams_need_a_storage_that_keeps_history() -> None:
         assert await client.control("change_streams", "false") == Status.EINVAL
 
 
-async def test_a_backfill_with_history_is_never_out_of_order() -> None:
+async def test_a_backfill_with_history_has_every_version_that_the_filter_shows() -> None:
     async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")
@@ -672,14 +635,14 @@ async def test_a_backfill_with_history_is_never_out_of_order() -> None:
             cluster.set("k", {}, collection="s.c")
         cluster.bucket.to_disk()
         value = b'{"collections":["8"]}'
-        client = await Client.dcp(cluster, change_streams="true", enable_out_of_order_snapshots="true")
+        client = await Client.dcp(cluster, change_streams="true")
         await client.stream(0, value=value)
         await client.until_seqno(0, 4)
         assert client.markers() == [(0, 4, DISK_HISTORY)]
         assert data(client) == [3, 4]
-        plain = await Client.dcp(cluster, name="plain", enable_out_of_order_snapshots="true")
+        plain = await Client.dcp(cluster, name="plain")
         await plain.stream(0, value=value)
-        await plain.until(lambda: len(plain.of(ev.OsoSnapshot)) == 2)
+        await plain.until_seqno(0, 4)
         assert data(plain) == [4]
 
 

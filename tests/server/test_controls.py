@@ -170,6 +170,6 @@ def test_what_they_turn_on() -> None:
         assert controls.set(name, value) == Status.SUCCESS, name
     assert (controls.force_compression, controls.expirations, controls.flat_events) == (True, True, True)
     assert (controls.noop_enabled, controls.noop_interval_s, controls.buffer_bytes) == (True, 1.0, 1000)
-    assert (controls.oso, controls.oso_with_seqno_advanced, controls.marker_version) == (True, True, MarkerVersion.V2_2)
+    assert controls.marker_version == MarkerVersion.V2_2
     assert (controls.end_on_close, controls.stream_ids) == (True, True)
     assert controls.set(b"enable_sync_writes", b"true") == Status.NOT_SUPPORTED

@@ -275,7 +275,7 @@ class Checker:
             watched.recreated = False
             watched.boundaries = [seqno]
             watched.resyncs += 1
-            self.counts["out-of-order snapshots published" if reason == 5 else "resyncs published"] += 1
+            self.counts["resyncs published"] += 1
         if floor > watched.floor and branch == watched.branch and watched.floor:
             self.counts["floors raised"] += 1
         watched.pub, watched.branch, watched.seqno, watched.floor = pub, branch, seqno, floor

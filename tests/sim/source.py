@@ -1,7 +1,7 @@
 """The source: the sandbox's bucket, vbuckets, connections and producers, without sockets, tasks or time of their own.
 
 What a source may do and the sandbox does not do by itself is added here: two markers with one end (change streams),
-advances in the middle of a backfill, out-of-order snapshots of an unfiltered stream, refusals, and pieces of any size.
+advances in the middle of a backfill, refusals, and pieces of any size.
 """
 
 from __future__ import annotations
@@ -79,15 +79,6 @@ class SimStream(ProducerStream):
         if resumed and not self._first_marker_sent and not flags & SnapshotFlag.DISK:
             self.counts["ends before that of a resumed snapshot"] += 1
         super()._marker(out, start, end, flags)
-
-    def _wants_oso(self) -> bool:
-        return self._options.oso and self._shape == "oso"
-
-    def _by_key(self, high: int) -> Iterator[Item]:
-        self.counts["oso snapshots begun"] += 1
-        items = list(super()._on_disk(1, high))
-        self._rng.shuffle(items)
-        return iter(items)
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
         if self._shape == "double" and not self._filter.legacy:
@@ -207,10 +198,8 @@ class SimConnection(NodeConnection):
             sync_writes=source.prepares and of_mirror,
             noop_enabled=True,
             marker_version=MarkerVersion.V2_2 if source.marker_v2_2 else MarkerVersion.V1,
-            oso="oso" in source.shapes and of_mirror,
         )
         producer = SimProducer(source, self, name, controls, source.rng, live_snapshot_items=source.live_snapshot_items)
-        producer.controls.oso_with_seqno_advanced = source.rng.random() < 0.5
         producer.of_mirror = of_mirror
         producer.controls.buffer_bytes = window_bytes
         producer.window.resize(window_bytes)
@@ -232,14 +221,11 @@ class Source:
         self.shapes: tuple[str, ...] = ("plain", "plain")
         if self.collections:
             self.shapes = rng.choice((("plain",), ("plain", "advances", "double"), ("advances",), ("double",)))
-        self.oso = self.collections and rng.random() < 0.2
-        if self.oso:
-            self.shapes = (*self.shapes, "oso")
-        self.prepares = self.collections and not self.oso and rng.random() < 0.3
+        self.prepares = self.collections and rng.random() < 0.3
         """Both halves of durable writes are sent."""
         self.selection = ""
         """What of the bucket is mirrored, as a mirror's identity has it; empty: all."""
-        if self.collections and not self.oso and not self.prepares and rng.random() < 0.5:
+        if self.collections and not self.prepares and rng.random() < 0.5:
             self.selection = rng.choice(SELECTIONS)
         self.bucket = Bucket(
             "demo",

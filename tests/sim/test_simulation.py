@@ -97,7 +97,6 @@ MUST_HAPPEN = (
     "newest commits read by another process",
     "open prepares compared",
     "open snapshots written down",
-    "out-of-order snapshots published",
     "power cuts between commits",
     "power cuts in a commit",
     "protocol broken",

@@ -6,10 +6,11 @@ import pytest
 
 from storage.check import check
 from storage.errors import ViewInvalidated
-from storage.model import FailoverLog
+from storage.model import Collection, FailoverLog, Seqno
 from storage.view import open_view
 from storage.writer import GroupWriter
-from tests.storage.model import keys_of, log, row, span
+from tests.storage.model import keys_of, log
+from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, system_event
 from tests.storage.test_writer import (
     crash,
     open_writer,
@@ -73,31 +74,30 @@ def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
     assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
 
 
-def test_what_a_copy_was_filtered_to_is_unknown_once_an_oso_snapshot_next_to_it_broke(writer: GroupWriter) -> None:
-    (key,) = keys_of(0, 1)
-    writer.save_filter(0, "collections 8")
-    publish(writer, 0, [(key, b"1", 1)])
-    writer.begin_resync(0)
-    writer.begin_oso(0)
-    writer.save_failover_log(0, log())
-    writer.save_filter(0, "collections 9")
-    writer.stage(0, [row(writer.row_prefix(0), key, b"2", 5)], 0, span(0, 0), unordered=True)
-    writer.commit(flush_open=True)
-    writer.abandon(0)
-    assert writer.state(0).published_seqno == 1
-    assert writer.state(0).stream_filter == "", "no filter goes on from it: a resync follows"
-
-
-def test_an_oso_snapshot_keeps_the_failover_log_of_its_stream(path: str, writer: GroupWriter) -> None:
-    """It was emptied, so the boundary named no history and the next start fetched everything again."""
-    writer.save_failover_log(0, log(77))
-    writer.begin_oso(0)
-    staged(writer, 0, 1, 3, 0, unordered=True)
-    writer.publish(0, 3, 0)
-    settle(writer)
-    assert writer.state(0).failover_log == log(77)
+@pytest.mark.parametrize("leave", ["nothing", "resync", "resync again", "deferred rollback"])
+def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
+    path: str, writer: GroupWriter, leave: str
+) -> None:
+    """A copy beside it has no manifest yet. That was taken over, so all collections vanished for readers."""
+    publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
+    system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
+    commit(writer, 2)
+    publish(writer, 0, [(keys_of(0, 1)[0], b"y", 3)])
+    if leave.startswith("resync"):
+        writer.begin_resync(0)
+    elif leave == "deferred rollback":
+        writer.rollback(0, 2, deferred=True)
+    for _ in range(1 + (leave == "resync again")):
+        staged(writer, 0, 5, 7, 9)
+        writer.commit(flush_open=True)
+        writer.abandon(0)
+    crash(writer)
+    writer = open_writer(path)
     with open_view(path) as view:
-        assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
+        assert sorted(view.manifest(0).collections) == [0, 8]
+        assert [document.seqno for document in view.scan(0)] == [3]
+    assert check(path).problems == []
+    writer.close()
 
 
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
@@ -107,8 +107,6 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
     publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
     assert writer.rollback(0, 1).boundary_seqno == 1
-    assert writer.state(0).stream_filter == "collections 8"
-    writer.begin_oso(0)
     assert writer.state(0).stream_filter == "collections 8"
     writer.begin_resync(0)
     assert writer.state(0).stream_filter is None

@@ -22,7 +22,7 @@ from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import purge
-from tests.storage.test_writer import Clock, system_event_frame
+from tests.storage.test_writer import Clock
 
 A, B = keys_of(0, 2)
 
@@ -197,22 +197,3 @@ def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: Gr
         assert document is not None
         names = positions.manifest_at(view, 0, document.branch, document.seqno).collections
         assert document.kind is Kind.SYSTEM_EVENT or document.collection_id in names
-
-
-def test_events_of_an_out_of_order_snapshot_are_one_manifest(writer: GroupWriter, view: View) -> None:
-    manifest = Manifest.initial()
-    writer.begin_oso(0)
-    for number, seqno in enumerate((5, 3, 4, 9, 2)):
-        collection = Collection(8 + number, 8, f"c{number}", Seqno(seqno))
-        known = {**manifest.collections, collection.collection_id: collection}
-        manifest = Manifest(ManifestUid(number + 1), SCOPES, known)
-        frame = system_event_frame(seqno)
-        writer.system_event(0, seqno, frame, manifest, span(0, 0), unordered=True)
-        if number in (1, 3):
-            writer.commit(flush_open=True)
-    writer.publish(0, 9, 0)
-    while not writer.commit().published:
-        writer.step()
-    assert view.manifest(0) == manifest
-    assert sorted(view.state(0).manifest.collections) == [0, 8, 9, 10, 11, 12]
-    assert writer.pending_bytes == 0

@@ -55,14 +55,14 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
     assert check(path).problems == []
 
 
-def test_a_write_that_fails_next_to_a_broken_oso_snapshot_is_that_error_and_no_other(
+def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_and_no_other(
     path: str, writer: GroupWriter
 ) -> None:
-    """Opening again after a failed write gave the broken snapshot up by another write, inside of the first one's
+    """Opening again after a failed write gave the unfinished copy up by another write, inside of the first one's
     recovery: KeyError, and the group was lost until a restart.
     """
-    writer.begin_oso(0)
-    staged(writer, 0, 5, 7, 0, unordered=True)
+    writer.begin_resync(0)
+    staged(writer, 0, 5, 7, 9)
     writer.commit(flush_open=True)
 
     def failing(_txn: Any) -> None:

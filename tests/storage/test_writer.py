@@ -420,12 +420,12 @@ def publish(
 # --- found by the simulation (tests/sim)
 
 
-def staged(writer: GroupWriter, vbid: int, first: int, last: int, end: int, *, unordered: bool = False) -> None:
+def staged(writer: GroupWriter, vbid: int, first: int, last: int, end: int) -> None:
     """Rows first..last of the snapshot that ends at `end`, a key each."""
     names = keys_of(vbid, 40)
     prefix = writer.row_prefix(vbid)
     rows = [row(prefix, names[seqno], b"%d" % seqno, seqno) for seqno in range(first, last + 1)]
-    writer.stage(vbid, rows, 100, span(0, end), unordered)
+    writer.stage(vbid, rows, 100, span(0, end))
 
 
 def settle(writer: GroupWriter) -> None:
