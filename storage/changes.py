@@ -1,8 +1,9 @@
 """Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
 
-Knows the row tree, chains and rollback records; what a rollback takes back is found by `retractions`. Invariants: every
-piece of rows is read in one transaction and holds `CHUNK_ROWS` rows at most; the events between two positions are
-always the same while all of it is kept, and a range that is not is refused before its first event.
+Knows the row tree, chains and rollback records; what a rollback takes back is found by `retractions`, what a reader is
+promised `validity` says. Invariants: every piece of rows is read in one transaction, with that promise, and holds
+`CHUNK_ROWS` rows at most; the events between two positions are always the same while all of it is kept, and a range
+that is not is refused before its first event.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from storage import branches, chain, index, keys, records, retractions, scan, validity
+from storage import chain, index, keys, records, retractions, scan, validity
 from storage.errors import ViewInvalidated
-from storage.model import Branch, Document, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Branch, Document, Seqno, Vbid, Vbuuid
 from storage.tokens import Token
-from storage.transaction import Transaction
 from storage.vbucket_reader import Served, VbucketReader
 
 _FROM_BEGINNING = "read it from the beginning"
@@ -74,6 +74,8 @@ class Range(NamedTuple):
     """The chain that the first position is on, where the end's does not see it; otherwise empty."""
     after_seqno: Seqno
     """Up to here both positions have one history."""
+    purged_before: int = 0
+    """As for `validity.check_changes`."""
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
@@ -101,15 +103,18 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
         if start is None:
-            return Range(served, (), Seqno(0))
+            return Range(served, (), Seqno(0), validity.purged_seqno(reader, txn, served, 0))
         reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)
         lost: chain.Chain = ()
         after = start.seqno
         if not chain.sees(served.links, start.branch, start.seqno):
             lost = chain.load(txn, reader.vbid, start.branch, start.seqno)
             after = _common_seqno(reader.vbid, served, lost, start)
-        _check_nothing_missing(reader, txn, start, lost, after)
-    return Range(served, lost, after)
+        if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
+            raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
+        before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
+        validity.check_changes(reader, txn, served, after, before)
+    return Range(served, lost, after, before)
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
@@ -124,17 +129,6 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
     return Seqno(after)
 
 
-def _check_nothing_missing(
-    reader: VbucketReader, txn: Transaction, token: Token, lost: chain.Chain, after: int
-) -> None:
-    """Raise ViewInvalidated where the purger has taken retracted rows, or tombstones, that the range needs."""
-    purged = branches.purge_row(txn, reader.vbid).local_purge_seqno
-    gap = any(link.kept_seqno < link.cut and after < link.cut for link in lost)
-    if gap or (after < purged and token.seqno > 0):
-        what = "what was rolled back is" if gap else f"tombstones up to seqno {purged} are"
-        raise ViewInvalidated(f"{what} gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
-
-
 def between(
     reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
@@ -142,7 +136,8 @@ def between(
 
     The generator holds no more than one piece, and none of the documents that it returned.
     """
-    served, lost, after = resolve_range(reader, token, end)
+    way = resolve_range(reader, token, end)
+    served, lost, after, _ = way
     replacing: chain.Chain = ()
     if token is not None and lost:
         record, replacing = _rollback_from(reader, served, token, after)
@@ -156,7 +151,7 @@ def between(
         at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
         return Change(document.kind.name.lower(), at, document)
 
-    documents = rows(reader, served, after, served.seqno, raw, pieces)
+    documents = rows(reader, way, raw, pieces)
     if replacing:
         documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
     yield from map(change, documents)  # no loop: its variable would keep a document for as long as the reader takes
@@ -226,14 +221,10 @@ def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[C
 
 
 def rows(
-    reader: VbucketReader,
-    served: Served,
-    after_seqno: int,
-    to_seqno: int,
-    raw: bool,
-    pieces: Pieces | None = None,
+    reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None, to_seqno: int = SEQNO_MAX
 ) -> Iterator[Document]:
-    """Generate every row in (after_seqno, to_seqno] that is seen, rising in seqno. Raises ViewInvalidated."""
+    """Generate every row of a range, rising in seqno, up to `to_seqno`. Raises ViewInvalidated."""
+    served, _, after_seqno, purged_before = way
     pieces = pieces or Pieces(scan.CHUNK_BYTES)
 
     def document(branch: int, row_key: bytes, stored: bytes) -> Document:
@@ -245,7 +236,7 @@ def rows(
         prefix = keys.PREFIX.pack(link.branch)
         while position < last:
             with reader.environment.read() as txn:
-                validity.check(reader, txn, served)
+                validity.check_changes(reader, txn, served, position, purged_before)
                 found = index.rows_between(txn, reader.vbid, prefix, position, last, scan.CHUNK_ROWS, pieces.bytes_max)
             if not found:
                 break

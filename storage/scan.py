@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from storage import branches, keys, validity
+from storage import keys, validity
 from storage.collection_names import CollectionName, collection_id_of
 from storage.errors import ViewInvalidated
 from storage.groups import Groups
@@ -117,13 +117,11 @@ def page(
     """
     reader = groups.reader(at.vbid)
     with reader.environment.read() as txn:
-        links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
-        manifest_key = branches.manifest_key_on(txn, at.vbid, links)
-        manifest = reader.manifest(txn, manifest_key)
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
     collection_id = collection_id_of(manifest, collection, groups.path)
     if collection_id not in manifest.collections:
         return [], b""
-    served = Served(at.branch, at.seqno, 0, manifest_key, False, links)
     found, following = chunk(
         reader,
         served,
@@ -151,12 +149,10 @@ def page_or_large(
     """
     reader = groups.reader(at.vbid)
     with reader.environment.read() as txn:
-        links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
-        manifest_key = branches.manifest_key_on(txn, at.vbid, links)
-        manifest = reader.manifest(txn, manifest_key)
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
     if collection_id not in manifest.collections:
         return [], None, b""
-    served = Served(at.branch, at.seqno, 0, manifest_key, False, links)
     wire_range = selection.within(manifest, collection_id)
     with reader.environment.read() as txn:
         newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)

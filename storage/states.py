@@ -16,7 +16,7 @@ from storage.highs import newest_of_collection
 from storage.model import Boundary, Branch, Manifest, Seqno, VbucketState
 from storage.tokens import Pin, Token
 from storage.transaction import Transaction
-from storage.vbucket_reader import Served, VbucketReader
+from storage.vbucket_reader import VbucketReader
 
 
 class ServedPosition(NamedTuple):
@@ -124,14 +124,13 @@ def newest_of(
 ) -> tuple[Seqno, int]:
     """Seqno of the newest event of a collection as `pin` sees it, and where to go on (`View.newest_of`)."""
     with reader.environment.read() as txn:
-        links = reader.chain_of_position(txn, pin.branch, pin.seqno, pin.history_id)
-        validity.check(reader, txn, Served(pin.branch, pin.seqno, 0, (0, 0), False, links))
-        collection = reader.manifest_on(txn, links).collections.get(collection_id)
+        served = validity.served_at(reader, txn, pin, survives_rollback=False)
+        collection = reader.manifest(txn, served.manifest_key).collections.get(collection_id)
         if collection is None:
             raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
         below = pin.seqno if below is None else below
         found, following = newest_of_collection(
-            txn, pin.vbid, links, collection_id, below, collection.begin_seqno, rows_max
+            txn, pin.vbid, served.links, collection_id, below, collection.begin_seqno, rows_max
         )
     return Seqno(found or collection.begin_seqno), following
 

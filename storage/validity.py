@@ -1,29 +1,35 @@
-"""Whether what a read began with is still there: rollbacks, resyncs, merges and the purger can take it away.
+"""What a read of several transactions is promised, and the checks that hold it.
 
-Knows chains, boundaries and the floor of one vbucket; never what is read. A read that takes several transactions calls
-`check` at the beginning of each. Invariant: rows that are read in the same transaction as a `check` that did not raise
-are those that the first transaction would have seen.
+A reader of documents sees one boundary. A reader of changes who applies each of them ends with the documents of the
+boundary that it reads up to. Rollbacks, resyncs, merges and the purger can make either impossible between two
+transactions; the reader is told so by ViewInvalidated. Every transaction of a read of documents begins with `check`,
+every transaction of a read of changes with `check_changes`. Knows chains, boundaries, the floor and how far tombstones
+of a vbucket were purged; never what is read. Invariants:
+- rows that are read in the transaction of a check that did not raise are those that the first one would have seen;
+- a reader of changes has no version of a key whose tombstone the purger took before the reader got it.
 """
 
 from __future__ import annotations
 
 from storage import branches, chain, keys
 from storage.errors import CorruptedError, ViewInvalidated
+from storage.model import SEQNO_MAX
 from storage.tokens import Pin, Token
 from storage.transaction import Transaction
 from storage.vbucket_reader import Served, VbucketReader
 
 _AGAIN = "start the read again"
+_FROM_BEGINNING = "read it from the beginning; where the purger overtakes that, hold a lease"
 
 
-def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token) -> Served:
-    """What is seen at a position, for as long as all of it is kept: a rollback does not end it, the purger does.
+def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survives_rollback: bool = True) -> Served:
+    """What is seen at a position, for as long as all of it is kept; without `survives_rollback`, and served.
 
-    Raises ViewInvalidated where it is not kept any more.
+    Raises ViewInvalidated.
     """
     links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
     manifest_key = branches.manifest_key_on(txn, at.vbid, links)
-    pinned = Served(at.branch, at.seqno, 0, manifest_key, False, links, survives_rollback=True)
+    pinned = Served(at.branch, at.seqno, 0, manifest_key, False, links, survives_rollback=survives_rollback)
     check(reader, txn, pinned)
     return pinned
 
@@ -42,6 +48,34 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
     if pub.floor_seqno > pinned.seqno:
         raise ViewInvalidated(f"history before seqno {pub.floor_seqno} is gone", vbid=reader.vbid, hint=_AGAIN)
     return None
+
+
+def check_changes(
+    reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int
+) -> None:
+    """Raise ViewInvalidated unless a reader that has the changes up to `after_seqno` can go on from there: as `check`,
+    and the purger took no tombstone above it, but for those that were gone before the reader had anything
+    (`purged_before`, what `purged_seqno` was then).
+    """
+    check(reader, txn, pinned)
+    purged = purged_seqno(reader, txn, pinned, after_seqno)
+    if after_seqno < purged != purged_before:
+        raise ViewInvalidated(
+            f"tombstones above seqno {after_seqno} are gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING
+        )
+
+
+def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int) -> int:
+    """No tombstone above this was purged.
+
+    Of a copy that a resync has replaced it is not stored any more. But there the purger takes nothing more, and it had
+    taken each boundary below a tombstone before, or together with, that tombstone.
+    """
+    pub = txn.pub(reader.vbid)
+    if chain.common_seqno(reader.chain_at(txn, pub.branch, pub.seqno), pinned.links) is not None:
+        return branches.purge_row(txn, reader.vbid).local_purge_seqno
+    kept = chain.newest_boundary(txn, reader.vbid, pinned.links, after_seqno)
+    return SEQNO_MAX if kept is None else int(kept.seqno)
 
 
 def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -> None:

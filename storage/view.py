@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import lmdb
 
 from storage import changes as events
-from storage import history, retractions, states, wait
+from storage import history, retractions, states, validity, wait
 from storage import scan as scans
 from storage.changes import Change, Pieces, Rollback
 from storage.collection_names import CollectionName
@@ -134,8 +134,7 @@ class View(PointReads):
         """Scopes and collections as they were at the boundary of a pin. Raises ViewInvalidated."""
         reader = self.reader(pin.vbid)
         with reader.environment.read() as txn:
-            links = reader.chain_of_position(txn, pin.branch, pin.seqno, pin.history_id)
-            return reader.manifest_on(txn, links)
+            return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).manifest_key)
 
     # -- documents in order (by key: `PointReads`) ----------------------------------------------------------------
 
@@ -220,12 +219,11 @@ class View(PointReads):
         self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False
     ) -> Iterator[Document]:
         """Every kept event of a vbucket (all versions, tombstones, system events), rising in seqno, up to what is
-        published now. Raises ViewInvalidated when a rollback passes it.
+        published now. Raises ViewInvalidated when a rollback or the purger passes it.
         """
         reader = self.reader(vbid)
-        with reader.environment.read() as txn:
-            served = reader.readable(txn)
-        yield from events.rows(reader, served, after_seqno, min(to_seqno, served.seqno), raw)
+        way = events.resolve_range(reader, None, None)._replace(after_seqno=Seqno(after_seqno))
+        yield from events.rows(reader, way, raw, to_seqno=to_seqno)
 
     def count(self, vbid: int, *, now: float | None = None) -> int:
         """Live documents of a vbucket, counted by walking its keys (expiry is not looked at)."""
@@ -315,8 +313,11 @@ class View(PointReads):
         A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
         what it has yet to see are left out, as the source's own dedup does. When the token's history was rolled back,
         the rollback comes first, with what it retracted and restored; the last of these carries the first token of the
-        new history. Raises ViewInvalidated when the history the token stood on was replaced whole (a resync) or is no
-        longer kept, or when a rollback happens while the generator runs.
+        new history. Who applies each change has the documents of the boundary that was published at the beginning.
+
+        Raises ViewInvalidated when the history the token stood on was replaced whole (a resync) or is no longer kept,
+        and when a rollback happens, or the purger overtakes the reader, while the generator runs. A lease on the oldest
+        boundary keeps the purger back.
 
         With `pieces` the generator holds no more than one piece, and none of the documents that it returned.
         """

@@ -38,6 +38,8 @@ _MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
 _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
 _OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
 _MEMORY = "tests/serve/test_large.py -k memory"
+_CHANGES, _OF_CHANGES = "storage/changes.py", "tests/storage/test_changes.py"
+_VALIDITY, _OF_SCAN = "storage/validity.py", "tests/storage/test_scan.py"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _STATUS, _OF_STATUS = "mirror/supervise/status.py", "tests/supervise/test_status.py"
@@ -370,7 +372,6 @@ MUTATIONS = (
     Mutation("mirror/feed/watch.py", " and not vbucket.waits_for_end:", ":", _OF_WATCH_END),
     Mutation("mirror/feed/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
-    Mutation("storage/changes.py", "if gap or (after < purged and token.seqno > 0):", "if gap:", _OF_PURGE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
@@ -490,6 +491,17 @@ MUTATIONS = (
         "return ids <= old_ids",
         "tests/ingest/test_selection.py",
     ),
+    # --- a reader ends with what is at the boundary that it names, or is told
+    Mutation(_VALIDITY, "if after_seqno < purged != purged_before:", "if False:", _OF_CHANGES),
+    Mutation(_VALIDITY, "return SEQNO_MAX if kept is None else int(kept.seqno)", "return 0", _OF_CHANGES),
+    Mutation(
+        _CHANGES,
+        "validity.check_changes(reader, txn, served, position, purged_before)",
+        "validity.check(reader, txn, served)",
+        _OF_CHANGES,
+    ),
+    Mutation(_CHANGES, "if start.seqno < lost[0].base_seqno:", "if False:", _OF_CHANGES),
+    Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
         "mirror/feed/map_poll.py",

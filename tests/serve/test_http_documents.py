@@ -13,6 +13,7 @@ import pytest
 
 from mirror.serve.http_requests import Page
 from storage.model import Collection, FailoverLog, Seqno
+from storage.purge import Window
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
 
 
@@ -226,6 +227,24 @@ def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     assert problem["vbid"] == 5
     again = site.get(path, params={"vbid": 5}).json()
     assert {row["key"].encode() for row in again["documents"]} == set(keys[:4])
+
+
+def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_last(site: Site) -> None:
+    site.source.put(site.source.key_of(5, 9))
+    site.source.collections(5, Collection(9, 8, "orders", Seqno(0)))
+    for number in range(4):
+        site.source.put(site.source.key_of(5, number), collection_id=9)
+    pages = {}
+    for collection in ("shop.orders", "9"):
+        path = f"/v1/collections/{collection}/documents"
+        pages[path] = site.get(path, params={"vbid": 5, "limit": 2}).json()["next"]
+    site.source.rollback(5, 1)
+    background = site.source.writer(5).background
+    background.purger.window = Window(time_ms=0)
+    while (vbid := background.purger.plan(site.source.clock())) is not None:
+        background.purge(vbid, site.source.clock())
+    for path, page in pages.items():
+        assert site.get(path, 410, params={"page": page}).json()["type"] == "urn:dcp-mirror:view-invalidated"
 
 
 def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:

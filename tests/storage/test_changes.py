@@ -15,14 +15,25 @@ from storage.purge import Window
 from storage.vbucket_reader import VbucketReader
 from storage.view import Pieces, Token, View
 from storage.writer import GroupWriter
+from tests.storage.model import log
 from tests.storage.one_vbucket import A, B, C, D, commit, put
-from tests.storage.test_writer import Clock, publish
+from tests.storage.test_purge import purge
+from tests.storage.test_writer import publish
 
 
 def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     with pytest.raises(ViewInvalidated, match="ahead of what is published"):
         list(view.changes(0, since=view.token(0, 1, 5)))
+
+
+def test_a_token_below_its_branch_is_refused(writer: GroupWriter, view: View) -> None:
+    for seqno in range(1, 7):
+        publish(writer, 0, [(A, b"1", seqno)])
+    writer.rollback(0, 5)
+    writer.rollback(0, 3)
+    with pytest.raises(ViewInvalidated, match="not given by this mirror"):
+        list(view.changes(0, since=view.token(0, 2, 4)))
 
 
 def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View) -> None:
@@ -65,22 +76,68 @@ def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the
     assert list(view.changes_between(end, view.token(0, 2, 3))) == again
 
 
-def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(
-    writer: GroupWriter, view: View, clock: Clock
-) -> None:
+def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 5):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     end = view.token(0, 1, 4)
     writer.rollback(0, 2)
     publish(writer, 0, [(B, b"b", 3)])
     assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
-    writer.background.purger.window = Window(boundaries=1)
-    while (vbid := writer.background.purger.plan(clock.now)) is not None:
-        writer.background.purge(vbid, clock.now)
+    purge(writer, Window(boundaries=1))
     with pytest.raises(ViewInvalidated, match="gone"):
         list(view.changes_between(None, end))
     with pytest.raises(ViewInvalidated, match="no branch 9"):
         list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4), 5)))
+
+
+@pytest.mark.parametrize("purged_before", [False, True])
+@pytest.mark.parametrize("since", [0, 3])
+def test_a_tombstone_that_was_purged_before_its_reader_saw_it_ends_the_read(
+    writer: GroupWriter, view: View, since: int, purged_before: bool
+) -> None:
+    versions = [(D, b"1"), (D, None), (A, b"1"), (B, b"1"), (A, None), (C, b"1")]
+    for seqno, (key, value) in enumerate(versions, 1):
+        publish(writer, 0, [(key, value, seqno)])
+    if purged_before:
+        purge(writer, Window(boundaries=4))
+        assert view.state(0).local_purge_seqno == 2
+    changes = view.changes(0, since=view.token(0, 1, since) if since else None, pieces=Pieces(1))
+    while next(changes).token.seqno < 4:
+        pass
+    purge(writer, Window(boundaries=1))
+    assert view.state(0).local_purge_seqno == 5
+    with pytest.raises(ViewInvalidated, match="tombstones above seqno 4 are gone") as refused:
+        next(changes)
+    assert "lease" in (refused.value.hint or "")
+    assert [change.token.seqno for change in view.changes(0)] == [4, 6]
+
+
+def test_a_reader_from_the_beginning_misses_no_tombstone_that_was_gone_before(writer: GroupWriter, view: View) -> None:
+    for seqno, (key, value) in enumerate([(A, b"1"), (B, b"1"), (C, b"1"), (D, b"1"), (D, None), (C, b"2")], 1):
+        publish(writer, 0, [(key, value, seqno)])
+    purge(writer, Window(boundaries=1))
+    assert view.state(0).local_purge_seqno == 5
+    assert [change.token.seqno for change in view.changes(0, pieces=Pieces(1))] == [1, 2, 6]
+    assert [each.seqno for each in view.scan_seqno(0)] == [1, 2, 6]
+
+
+def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone_between_them_had_gone(
+    writer: GroupWriter, view: View
+) -> None:
+    for seqno, (key, value) in enumerate([(A, b"1"), (B, b"1"), (A, None), (C, b"1"), (B, b"2")], 1):
+        publish(writer, 0, [(key, value, seqno)])
+    before, floor, end = (view.token(0, 1, seqno) for seqno in (2, 4, 5))
+    purge(writer, Window(boundaries=2))
+    ways = [list(view.changes_between(start, end)) for start in (None, floor)]
+    half = view.changes_between(None, end)
+    next(half)
+    writer.begin_resync(0)
+    writer.save_failover_log(0, log(88))
+    publish(writer, 0, [(D, b"9", 1)])
+    with pytest.raises(ViewInvalidated, match="tombstones above seqno 2 are gone"):
+        list(view.changes_between(before, end))
+    assert [list(view.changes_between(start, end)) for start in (None, floor)] == ways
+    assert list(half) == ways[0][1:]
 
 
 def test_changes_in_pieces_keep_nothing_that_was_returned_and_are_returned_again(

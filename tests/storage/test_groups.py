@@ -14,6 +14,7 @@ from storage import changes, directory, validity
 from storage.environment import MAP_SIZE, SHARED
 from storage.errors import Closed, CorruptedError, StorageError, ViewInvalidated
 from storage.groups import Groups
+from storage.model import Seqno
 from storage.view import open_view
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.test_writer import open_writer, publish
@@ -71,7 +72,7 @@ def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: p
         reader = other.reader(0)
         with reader.environment.read() as txn:
             served = validity.served_at(reader, txn, other.pin(0))
-        scan = changes.rows(reader, served, 0, 1, raw=False)
+        scan = changes.rows(reader, changes.Range(served, (), Seqno(0)), raw=False)
         os.rename(folder, folder + ".aside")
         with pytest.raises(CorruptedError, match="data file is missing"):
             view.get(key)

@@ -272,7 +272,7 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
     writer.rollback(0, 1)
     writer.commit()
     reader = view.reader(0)
-    served, lost, after = events_of.resolve_range(reader, token, None)
+    served, lost, after, _ = events_of.resolve_range(reader, token, None)
     found = list(retractions.undone(reader, served, lost, after))
     assert [each.kind for each in found] == ["retraction", "restoration"]
     gone = found[0]._replace(reference=keys.DUP.pack(1, 7, 0x57))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
-from storage.model import Branch, Seqno, Vbid
+from storage.model import Branch, Collection, Seqno, Vbid
+from storage.purge import Window
 from storage.scan import CHUNK_BYTES
 from storage.view import Pin, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
-from tests.storage.one_vbucket import A, B, C, D, commit, put
+from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
+from tests.storage.test_purge import purge
 from tests.storage.test_writer import Clock, publish
 
 
@@ -77,6 +82,45 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
             view.scan_page(lost)
     with pytest.raises(ViewInvalidated, match="no branch"):
         view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 5, 0))
+
+
+@pytest.mark.parametrize("left_by", ["rollback", "window"])
+def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
+    writer: GroupWriter, view: View, left_by: str
+) -> None:
+    """Its collection was not found any more in the manifests that are left of that moment."""
+    orders = Collection(8, 0, "orders", Seqno(2))
+    put(writer, D, 1)
+    commit(writer, 1)
+    system_event(writer, 2, DEFAULT, orders, scopes=SCOPES)
+    for seqno, key in enumerate((A, B, C), 3):
+        put(writer, key, seqno, cid=8)
+    commit(writer, 5)
+    pin = view.pin(0)
+    assert view.manifest_of(pin).collections[8] == orders
+    found, start = view.scan_page(pin, 8, limit=1)
+    assert (len(found), bool(start)) == (1, True)
+    seqno = 1
+    if left_by == "rollback":
+        writer.rollback(0, 1)
+    else:
+        for seqno in range(6, 60):
+            system_event(writer, seqno, *([DEFAULT] if seqno % 2 else [DEFAULT, orders]), scopes=SCOPES)
+            commit(writer, seqno)
+    put(writer, D, seqno + 1)
+    commit(writer, seqno + 1)
+    purge(writer, Window(time_ms=0))
+    reads: list[Callable[[], Any]] = [
+        lambda: view.scan_page(pin, 8, start=start),
+        lambda: view.scan_page_or_large(
+            pin, 8, start=start, end=None, limit=9, bytes_max=None, large_bytes=CHUNK_BYTES
+        ),
+        lambda: view.manifest_of(pin),
+        lambda: view.newest_of(pin, 8),
+    ]
+    for read in reads:
+        with pytest.raises(ViewInvalidated):
+            read()
 
 
 def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> None:
