@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from storage import keys, validity
+from storage import chain, keys, validity
 from storage.collection_names import CollectionName, collection_id_of
 from storage.errors import ViewInvalidated
 from storage.groups import Groups
@@ -58,10 +58,6 @@ class WireRange(NamedTuple):
     prefix: bytes
     end: bytes | None
     begin_seqno: int
-
-    def has(self, wire_key: bytes) -> bool:
-        """Whether a key that is not below `start` is in the range."""
-        return wire_key[: len(self.prefix)] == self.prefix and (self.end is None or wire_key < self.end)
 
 
 def documents(
@@ -133,6 +129,19 @@ def page(
     )
     found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
     return found, following[len(keys.encode_collection_id(collection_id)) :]
+
+
+def count_keys(groups: Groups, at: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
+    """How many of some keys have a document, and the key to go on from (`View.count_keys`)."""
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
+        if collection_id not in manifest.collections:
+            return 0, b""
+        wire_range = KeySelection(start=start).within(manifest, collection_id)
+        found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
+    return len(found), following[len(keys.encode_collection_id(collection_id)) :]
 
 
 def page_or_large(
@@ -208,37 +217,35 @@ def chunk(
 def references(
     reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """The newest visible version of each key, among the next `rows_max` references, and the key to go on from.
-
-    Raises ViewInvalidated.
+    """The newest visible version of each of the next `rows_max` keys, and the key to go on from. Raises
+    ViewInvalidated.
     """
     validity.check(reader, txn, served)
-    cuts = {link.branch: link.cut for link in served.links}
-    current, prefix, end, begin_seqno = wire_range
+    links = served.links
+    branch, cut = links[0].branch, links[0].cut
+    start, prefix, end, begin_seqno = wire_range
     prefix_length = len(prefix)
     found: list[tuple[bytes, bytes]] = []
-    newest: bytes | None = None
-    following = b""
     cursor = txn.raw.cursor(reader.keys)
-    if not cursor.set_range(current) or not wire_range.has(cursor.key()):
+    if not cursor.set_range(start):
         return [], b""
-    for seen, (wire_key, dup) in enumerate(cursor.iternext()):
-        if wire_key != current:
-            if newest is not None:
-                found.append((current, newest))
-                newest = None
-            if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
-                break
-            if seen >= rows_max:
-                following = wire_key
-                break
-            current = wire_key
-        branch, seqno, kind = keys.DUP.unpack(dup)
-        if seqno <= cuts.get(branch, -1):
-            newest = dup if seqno > begin_seqno and (kind == MUTATION or deletions) else None
-    if newest is not None:
-        found.append((current, newest))
-    return found, following
+    dup: bytes | None
+    for seen, wire_key in enumerate(cursor.iternext_nodup()):
+        if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
+            break
+        if seen >= rows_max:
+            return found, wire_key
+        cursor.last_dup()  # not one by one: a key may have any number of versions
+        dup = cursor.value()
+        dup_branch, seqno, kind = keys.DUP.unpack(dup)
+        if dup_branch != branch or seqno > cut:
+            dup = chain.newest_version(cursor, wire_key, links)
+            cursor.set_key(wire_key)
+            if dup is not None:
+                _, seqno, kind = keys.DUP.unpack(dup)
+        if dup is not None and seqno > begin_seqno and (kind == MUTATION or deletions):
+            found.append((wire_key, dup))
+    return found, b""
 
 
 def count(reader: VbucketReader) -> int:

@@ -215,6 +215,12 @@ class View(PointReads):
         selection = scans.KeySelection(b"", start, end, raw=True)
         return scans.page_or_large(self.groups, pin, collection_id, selection, limit, bytes_max, large_bytes)
 
+    def count_keys(self, pin: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
+        """Return how many of the next `keys_max` keys have a document as `pin` sees them, expired ones included, and
+        the key to go on from (empty: the end). No document is read. Raises ViewInvalidated.
+        """
+        return scans.count_keys(self.groups, pin, collection_id, start, keys_max)
+
     def scan_seqno(
         self, vbid: int, after_seqno: int = 0, to_seqno: int = SEQNO_MAX, *, raw: bool = False
     ) -> Iterator[Document]:

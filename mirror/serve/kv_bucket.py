@@ -134,6 +134,17 @@ class KvBucket:
         except StorageError as error:
             raise self.failed(error) from error
 
+    def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
+        """How many of some keys from `start` on have a document, expired or not, and where to go on (empty: the end).
+        Raises Refused.
+        """
+        try:
+            return self.view.count_keys(pin, collection_id, start=start, keys_max=keys_max)
+        except ViewInvalidated as error:
+            raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
+        except StorageError as error:
+            raise self.failed(error) from error
+
     def check_fresh(self, vbid: int) -> None:
         """Raise Refused when a scan of a vbucket must end because it is being resynced."""
         try:

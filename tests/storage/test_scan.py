@@ -11,6 +11,7 @@ from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
 from storage.model import Branch, Collection, Seqno, Vbid
 from storage.purge import Window
 from storage.scan import CHUNK_BYTES
+from storage.vbucket_reader import VbucketReader
 from storage.view import Pin, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
@@ -135,3 +136,25 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     with pytest.raises(AnswerTooLarge, match="ask for fewer"):
         view.get_many([A, B, C], bytes_max=CHUNK_BYTES)
     assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
+
+
+def test_keys_are_counted_at_a_pin_without_reading_documents(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many versions a key has, it is one step of the count."""
+    for seqno in range(1, 301):
+        put(writer, A, seqno)
+    put(writer, B, 301, expiry=1)
+    put(writer, C, 302)
+    commit(writer, 302)
+    pin = view.pin(0)
+    put(writer, D, 303)
+    commit(writer, 303)
+    monkeypatch.setattr(VbucketReader, "document", None)
+    assert view.count_keys(pin, 0, start=b"", keys_max=4) == (3, b"")
+    third = sorted([A, B, C, D])[2]
+    before, start = view.count_keys(pin, 0, start=b"", keys_max=2)
+    assert start == third
+    assert before + view.count_keys(pin, 0, start=third, keys_max=2)[0] == 3
+    assert view.count_keys(pin, 9, start=b"", keys_max=10) == (0, b"")
+    assert view.count_keys(view.pin(0), 0, start=b"", keys_max=4) == (4, b"")
