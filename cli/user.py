@@ -44,7 +44,7 @@ def add(
     """Add a user, or give one a new password. The password is typed in, or read from stdin."""
     document = _load(file)
     document.setdefault("salt_key", new_salt_key())
-    document.setdefault("users", {})[name] = entry_of(_password(name), tuple(read or EVERYTHING))
+    document.setdefault("users", {})[name] = entry_of(_password(name), read or EVERYTHING)
     _save(file, document)
 
 
@@ -61,14 +61,14 @@ def remove(name: NameArgument, file: FileOption) -> None:
 def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
     """Print the users and what they may read."""
     readers, _, anonymous = parse_users(read_users(file), file)
-    rows = {reader.name: list(reader.patterns) for reader in readers.values()}
+    rows = {reader.name: sorted(reader.patterns) for reader in readers.values()}
     if as_json:
-        output.print_json({"users": rows, "anonymous": list(anonymous.patterns) if anonymous else None})
+        output.print_json({"users": rows, "anonymous": sorted(anonymous.patterns) if anonymous else None})
         return
     for name, patterns in rows.items():
         typer.echo(f"{name}  {' '.join(patterns)}")
     if anonymous is not None:
-        typer.echo(f"(anyone who is on this machine)  {' '.join(anonymous.patterns)}")
+        typer.echo(f"(anyone who is on this machine)  {' '.join(sorted(anonymous.patterns))}")
 
 
 def _password(name: str) -> str:

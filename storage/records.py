@@ -498,7 +498,7 @@ def manifest_uid(data: bytes | None) -> int:
     if data is None:
         raise CorruptedError("the manifest record is missing", hint="run `dcp-mirror check`")
     try:
-        unpacker = msgpack.Unpacker()
+        unpacker = msgpack.Unpacker(read_size=_MANIFEST_UID_END)  # not a buffer of a megabyte
         unpacker.feed(data[:_MANIFEST_UID_END])
         unpacker.read_array_header()
         unpacker.skip()

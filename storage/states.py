@@ -50,19 +50,40 @@ def state(reader: VbucketReader) -> VbucketState:
         return branches.load(txn, reader.vbid, reader.remembered_manifests(txn)).state
 
 
-def published(groups: Groups) -> list[ServedPosition]:
-    """What every vbucket of the mirror serves now, in rising vbid."""
+KnownPositions = dict[int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, ServedPosition]]]]
+"""By group: the commit that was read, and by vbucket the rows of `pub` and `purge` and the position that they mean."""
+
+
+def published(groups: Groups, known: KnownPositions) -> list[ServedPosition]:
+    """What every vbucket of the mirror serves now, in rising vbid. `known` of an earlier call makes it cheap: only what
+    changed since is read.
+    """
     found = {}
     for first in groups.vbids[: groups.count]:  # one of each group
         environment = groups.environment(first)
         with environment.read() as txn:
-            for key, data in txn.cursor(keys.DB_PUB).iternext():
-                (vbid,) = keys.VBID_KEY.unpack(key)
-                pub = txn.pub_of(vbid, data)
-                history_id = groups.reader(vbid).whole_chain(txn, pub.branch)[0].history_id(pub.seqno)
-                branch, seqno, floor = Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno)
-                found[vbid] = ServedPosition(branch, seqno, floor, pub.is_stale, history_id)
+            kept, commit, before = known.get(first, (None, -1, {}))
+            positions = before
+            if kept is not environment or commit != txn.raw.id():
+                positions = {}  # not the same one: other threads may be reading it
+                purges = environment.db(keys.DB_PURGE)
+                for key, data in txn.cursor(keys.DB_PUB).iternext():
+                    purge = txn.raw.get(key, None, purges)
+                    seen = before.get(key) if kept is environment else None
+                    if seen is None or seen[0] != data or seen[1] != purge:
+                        seen = data, purge, _position(groups, txn, key, data)
+                    positions[key] = seen
+                known[first] = environment, txn.raw.id(), positions
+        for key, (_, _, position) in positions.items():
+            found[int.from_bytes(key)] = position
     return [found[vbid] for vbid in groups.vbids]
+
+
+def _position(groups: Groups, txn: Transaction, key: bytes, data: bytes) -> ServedPosition:
+    vbid = int.from_bytes(key)
+    pub = txn.pub_of(vbid, data)
+    history_id = groups.reader(vbid).whole_chain(txn, pub.branch)[0].history_id(pub.seqno)
+    return ServedPosition(Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno), pub.is_stale, history_id)
 
 
 KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]

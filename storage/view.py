@@ -97,6 +97,7 @@ class View(PointReads):
         self.identity: Identity = self.groups.identity
         self.vbids = self.identity.vbids
         """The vbuckets that this mirror holds: all of the bucket's, unless several mirrors share them."""
+        self._known_positions: states.KnownPositions = {}
         self._known_uids: states.KnownUids = {}
         _views.add(self)
 
@@ -247,7 +248,7 @@ class View(PointReads):
 
     def published(self) -> list[ServedPosition]:
         """Return what every vbucket of `vbids` serves now, in that order: the cheapest way to see that one moved."""
-        return states.published(self.groups)
+        return states.published(self.groups, self._known_positions)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
         """The position (branch, seqno) of a vbucket as a token; without them, what is published now."""

@@ -17,7 +17,7 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ SECRET_BYTES_MIN = 16
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 """Some ten thousand users."""
 
-EVERYTHING = ("*",)
+EVERYTHING = frozenset(("*",))
 
 log = get_logger("auth")
 
@@ -42,7 +42,7 @@ class Reader:
     """Somebody who reads, and what."""
 
     name: str
-    patterns: tuple[str, ...] = EVERYTHING
+    patterns: frozenset[str] = EVERYTHING
     credential: bytes = field(default=b"", compare=False, repr=False)
     """Changes with the user's password, where that is known."""
 
@@ -53,7 +53,7 @@ class Reader:
 
     def may_read(self, scope: str, collection: str) -> bool:
         """Whether a collection is among those this reader may read."""
-        return any(pattern in ("*", f"{scope}.*", f"{scope}.{collection}") for pattern in self.patterns)
+        return not self.patterns.isdisjoint(("*", f"{scope}.*", f"{scope}.{collection}"))
 
 
 class Users(Protocol):
@@ -246,7 +246,7 @@ def users_of(settings: Settings, secret: bytes | None = None) -> Users:
 # The file.
 
 
-def entry_of(password: str, patterns: tuple[str, ...] = EVERYTHING) -> dict[str, Any]:
+def entry_of(password: str, patterns: Iterable[str] = EVERYTHING) -> dict[str, Any]:
     """What the file says of a user with this password."""
     verifiers = {}
     for mechanism in HASHES:
@@ -337,14 +337,14 @@ def _verifier(kept: Mapping[str, Any]) -> ScramVerifier:
     return ScramVerifier(salt, iterations, stored_key, server_key)
 
 
-def _patterns(value: Any, path: Path, whose: str) -> tuple[str, ...]:
+def _patterns(value: Any, path: Path, whose: str) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise _bad(path, f"{whose} needs `read`, a list of collections")
     for pattern in value:
         scope, dot, collection = pattern.partition(".")
         if pattern != "*" and not (scope and dot and collection and scope != "*"):
             raise _bad(path, f"{whose} may read {pattern!r}, which is neither *, scope.* nor scope.collection")
-    return tuple(value)
+    return frozenset(value)
 
 
 def _bad(path: Path, what: str) -> ConfigError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
+from functools import cached_property, partial
 
 from mirror.clock import Clock
 from mirror.log import get_logger
@@ -30,10 +30,35 @@ MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed. To look through 1,024 vbuckets for it takes 0.8 ms; once after a change
 in all of them, with 1,000 collections, 12 ms, in which one manifest is decoded. To decode all of them takes 4 s."""
 
-MANIFEST_TEXTS_MAX = 16
-"""Texts of the newest manifest that are kept, for readers with different rights."""
+VISIBLE_MAX = 32
+"""Readers with different rights for whom what they see of the newest manifest is kept."""
 
 log = get_logger("kv")
+
+
+class VisibleManifest:
+    """What a reader may see of the newest manifest, each form of it made when it is first requested."""
+
+    def __init__(self, manifest: Manifest, reader: Reader) -> None:
+        """Keep what there is to see."""
+        self._manifest = manifest if reader.reads_all else visible(manifest, reader)
+
+    @cached_property
+    def text(self) -> bytes:
+        """As GET_COLLECTIONS_MANIFEST answers it."""
+        return manifest_to_json(self._manifest)
+
+    @cached_property
+    def scope_ids(self) -> dict[str, int]:
+        """Scopes by name."""
+        return {name: scope_id for scope_id, name in self._manifest.scopes.items()}
+
+    @cached_property
+    def collection_ids(self) -> dict[tuple[str, str], int]:
+        """Collections by scope and name."""
+        scopes = self._manifest.scopes
+        entries = self._manifest.collections.values()
+        return {(scopes.get(entry.scope_id, ""), entry.name): entry.collection_id for entry in entries}
 
 
 class KvBucket:
@@ -63,8 +88,8 @@ class KvBucket:
         self._manifest: tuple[float, Manifest] | None = None
         self._manifest_vbid = self.view.vbids[0]
         """The vbucket whose manifest that is."""
-        self._manifest_json: tuple[Manifest, dict[tuple[str, ...], bytes]] | None = None
-        """The newest manifest as it was sent, by the patterns of readers."""
+        self._visible: tuple[Manifest | None, dict[frozenset[str], VisibleManifest]] = (None, {})
+        """What readers see of the newest manifest, by their patterns."""
 
     def close(self) -> None:
         """Close the view."""
@@ -239,23 +264,18 @@ class KvBucket:
                 raise self.failed(error) from error
         return self._manifest[1]
 
-    def visible_manifest(self, reader: Reader) -> Manifest:
-        """The newest manifest without what a reader may not read."""
+    def visible(self, reader: Reader) -> VisibleManifest:
+        """What a reader may see of the newest manifest, made once and kept until the manifest changes."""
         manifest = self.manifest()
-        return manifest if reader.reads_all else visible(manifest, reader)
-
-    def manifest_json(self, reader: Reader) -> bytes:
-        """The newest manifest as a client gets it."""
-        manifest = self.manifest()
-        if self._manifest_json is None or self._manifest_json[0] is not manifest:
-            self._manifest_json = (manifest, {})
-        texts = self._manifest_json[1]
-        text = texts.get(reader.patterns)
-        if text is None:
-            if len(texts) >= MANIFEST_TEXTS_MAX:
-                texts.clear()
-            text = texts[reader.patterns] = manifest_to_json(self.visible_manifest(reader))
-        return text
+        if self._visible[0] is not manifest:
+            self._visible = (manifest, {})
+        kept = self._visible[1]
+        found = kept.get(reader.patterns)
+        if found is None:
+            if len(kept) >= VISIBLE_MAX:
+                kept.clear()
+            found = kept[reader.patterns] = VisibleManifest(manifest, reader)
+        return found
 
     # -- the store below
 

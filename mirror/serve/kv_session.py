@@ -8,6 +8,7 @@ know sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import TypedDict, TypeVar
 
 from mirror.document import values
@@ -48,8 +49,8 @@ VERSION = b"7.2.0"
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
 
-VBUCKETS_PER_STEP = 64
-"""Vbuckets read for a collection's seqnos before other clients have their turn."""
+STEP_S = 0.001
+"""For so long vbuckets are read for a collection's seqnos before other clients have their turn."""
 
 DESCRIBED_PER_STEP = 8
 """The same for statistics, of which each vbucket has several."""
@@ -197,20 +198,15 @@ class KvSession(DocumentSession):
 
     def manifest_text(self) -> bytes:
         """The newest manifest, without what the reader may not read."""
-        return self.bucket.manifest_json(self.known_reader)
+        return self.bucket.visible(self.known_reader).text
 
     def scope_id(self, name: str) -> int | None:
         """The id of a scope of which the reader may see something."""
-        scopes = self.bucket.visible_manifest(self.known_reader).scopes
-        return next((id_ for id_, scope in scopes.items() if scope == name), None)
+        return self.bucket.visible(self.known_reader).scope_ids.get(name)
 
     def collection_id(self, scope: str, name: str) -> int | None:
         """The id of a collection that the reader may read."""
-        manifest = self.bucket.visible_manifest(self.known_reader)
-        for entry in manifest.collections.values():
-            if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
-                return entry.collection_id
-        return None
+        return self.bucket.visible(self.known_reader).collection_ids.get((scope, name))
 
     # -- vbuckets
 
@@ -338,15 +334,15 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
     would say that there is nothing: a client that reads up to now would end without it.
     """
     seqnos = []
-    looked_at = 0
+    ends_s = perf_counter() + STEP_S
     for vbid, published in bucket.published():
         if published.stale:
             continue
         newest = int(published.seqno)
         if collection_id is not None or not newest:  # both cost a look at the vbucket
-            looked_at += 1
-            if looked_at % VBUCKETS_PER_STEP == 0:
+            if perf_counter() > ends_s:
                 yield None
+                ends_s = perf_counter() + STEP_S
             if not newest and not bucket.ready(vbid):
                 continue
         if collection_id is not None:

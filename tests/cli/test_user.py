@@ -22,7 +22,7 @@ def test_users_are_added_changed_listed_and_removed(tmp_path: Path) -> None:
     assert "secret" not in file.read_text()
     users = FileUsers(file)
     assert users.check("ann", "secret one") == Reader("ann")
-    assert users.check("bob", "two") == Reader("bob", ("a.*", "b.c"))
+    assert users.check("bob", "two") == Reader("bob", frozenset({"a.*", "b.c"}))
     listed = user("list", "-f", str(file), "--json")
     assert json.loads(listed.out) == {"users": {"ann": ["*"], "bob": ["a.*", "b.c"]}, "anonymous": None}
     assert user("list", "-f", str(file)).out == "ann  *\nbob  a.* b.c\n"

@@ -76,7 +76,7 @@ def test_patterns_say_which_collections_may_be_read(file: Path) -> None:
     assert not bob.may_read("_default", "_default")
     assert Reader("x").reads_all
     assert Reader("x").may_read("a", "b")
-    assert not Reader("x", ()).may_read("a", "b")
+    assert not Reader("x", frozenset()).may_read("a", "b")
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(file: Pat
     os.utime(file, ns=(1, 1))
     assert users.check("ann", "one") is None
     assert users.check("ann", "new")
-    assert users.anonymous == Reader("", ("shop.items",))
+    assert users.anonymous == Reader("", frozenset({"shop.items"}))
     written(file, "{")
     os.utime(file, ns=(2, 2))
     assert users.check("ann", "new")
@@ -233,7 +233,7 @@ def test_a_reader_stays_who_it_is_until_its_entry_changes(file: Path) -> None:
     assert current(users, ann) == ann
     document["users"]["ann"]["read"] = ["shop.items"]
     os.utime(written(file, document), ns=(1, 1))
-    assert current(users, ann) == Reader("ann", ("shop.items",))
+    assert current(users, ann) == Reader("ann", frozenset({"shop.items"}))
     document["users"]["ann"]["verifiers"] = entry_of("another")["verifiers"]
     os.utime(written(file, document), ns=(2, 2))
     assert current(users, ann) is None

@@ -101,13 +101,13 @@ def test_a_group_that_was_recreated_is_opened_again(bucket: KvBucket, store: Sto
 
 def test_the_newest_manifest_is_looked_for_now_and_then(bucket: KvBucket, store: Store, clock: ManualClock) -> None:
     assert bucket.manifest().uid == 0
-    first = bucket.manifest_json(READER)
+    first = bucket.visible(READER).text
     store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), vbids=[5])
     assert bucket.manifest().uid == 0
-    assert bucket.manifest_json(READER) is first
+    assert bucket.visible(READER).text is first
     clock.advance(MANIFEST_FRESH_S + 0.1)
     assert bucket.manifest().uid == 3
-    assert b'"uid":"3"' in bucket.manifest_json(READER)
+    assert b'"uid":"3"' in bucket.visible(READER).text
 
 
 class Counted:
@@ -138,9 +138,9 @@ def test_one_manifest_is_decoded_however_many_vbuckets_have_it(
     store.collections(3, {8: "s"}, DEFAULT, uid=0x1_0000_0003)
     decoded.count = 0
     assert newest() == (0x1_0000_0003, 16, 1)
-    first = bucket.manifest_json(READER)
+    first = bucket.visible(READER).text
     assert newest() == (0x1_0000_0003, 0, 0)
-    assert bucket.manifest_json(READER) is first
+    assert bucket.visible(READER).text is first
     store.collections(4, {8: "s"}, DEFAULT, orders, uid=0x1_0000_0004, vbids=[5, 7])
     assert newest()[:2] == (0x1_0000_0004, 2)
     assert bucket.manifest().collections[9].name == "orders"
@@ -186,7 +186,7 @@ def test_collection_ids_of_every_length(bucket: KvBucket, store: Store) -> None:
     wide = Collection(0xFFFF_FFFF, 8, "wide", Seqno(0))
     store.collections(3, {8: "s"}, DEFAULT, wide)
     store.put(b"a", b"wide", 9, cid=0xFFFF_FFFF)
-    limited = Reader("r", ("s.wide",))
+    limited = Reader("r", frozenset({"s.wide"}))
     found = bucket.find(b"\xff\xff\xff\xff\x0fa", None, limited)
     assert isinstance(found, Document)
     assert found.value == b"wide"
@@ -201,17 +201,16 @@ def test_a_manifest_names_only_what_its_reader_may_read(
 ) -> None:
     mine, hidden = Collection(8, 8, "mine", Seqno(0)), Collection(9, 8, "hidden", Seqno(0))
     store.collections(3, {8: "s", 9: "secret", 10: "empty"}, DEFAULT, mine, hidden, Collection(10, 9, "x", Seqno(0)))
-    limited = Reader("r", ("s.mine", "empty.*"))
-    found = json.loads(bucket.manifest_json(limited))
+    limited = Reader("r", frozenset({"s.mine", "empty.*"}))
+    found = json.loads(bucket.visible(limited).text)
     named = {scope["name"]: [each["name"] for each in scope["collections"]] for scope in found["scopes"]}
     assert named == {"_default": [], "s": ["mine"], "empty": []}
-    everything = json.loads(bucket.manifest_json(READER))
+    everything = json.loads(bucket.visible(READER).text)
     assert [scope["name"] for scope in everything["scopes"]] == ["_default", "s", "secret", "empty"]
-    monkeypatch.setattr("mirror.serve.kv_bucket.MANIFEST_TEXTS_MAX", 1)
+    monkeypatch.setattr("mirror.serve.kv_bucket.VISIBLE_MAX", 1)
     for number in range(5):
-        bucket.manifest_json(Reader("r", (f"s.{number}",)))
-    assert bucket._manifest_json is not None
-    assert len(bucket._manifest_json[1]) == 1
+        bucket.visible(Reader("r", frozenset({f"s.{number}"})))
+    assert len(bucket._visible[1]) == 1
 
 
 def test_a_manifest_is_written_in_one_walk_over_its_collections() -> None:

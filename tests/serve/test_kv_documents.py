@@ -309,7 +309,7 @@ async def test_a_reader_gets_only_collections_that_it_may_read(store: Store) -> 
     store.put(b"a", b"item", 3, cid=8)
 
     class Limited:
-        anonymous = Reader("", ("_default._default",))
+        anonymous = Reader("", frozenset({"_default._default"}))
         verifiers = users().verifiers
         decoys = users().decoys
 
@@ -320,7 +320,7 @@ async def test_a_reader_gets_only_collections_that_it_may_read(store: Store) -> 
             return self.reader(name)
 
         def reader(self, name: str) -> Reader | None:
-            return Reader(name, ("inventory.*",))
+            return Reader(name, frozenset({"inventory.*"}))
 
     async with serving(store.path, readers=Limited()) as endpoint:
         client = await endpoint.connect()

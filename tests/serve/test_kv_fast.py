@@ -33,7 +33,7 @@ from tests.serve.kv_rig import DEFAULT, Store, users
 FEATURES = (Feature.COLLECTIONS, Feature.SNAPPY, Feature.JSON, Feature.TRACING)
 BODY = b'{"n":"' + b"x" * 100 + b'"}'
 VALUES = {b"plain": b"value", b"json": BODY, b"long": b"x" * (BYTES_MAX + 1)}
-READERS = (None, Reader("all"), Reader("some", ("s.c",)))
+READERS = (None, Reader("all"), Reader("some", frozenset({"s.c"})))
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Stor
         (("inventory.items",), [0, 0x88, 0x88, 0, Status.UNKNOWN_SCOPE]),
     ):
         (connection,) = endpoint.server.connections
-        connection.session.reader = Reader("limited", patterns)
+        connection.session.reader = Reader("limited", frozenset(patterns))
         paths = (b"inventory.items", b"inventory.secret", b"hidden.only")
         found = [(await client.ask(kv_client.get_collection_id(path))).status for path in paths]
         found += [(await client.ask(kv_client.get_scope_id(path))).status for path in (b"inventory", b"hidden")]
@@ -257,15 +257,15 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
         assert answer.status == Status.SUCCESS
         return list(codec_dcp.decode_all_vb_seqnos(answer.value))
 
-    for step in (64, 1):
-        monkeypatch.setattr("mirror.serve.kv_session.VBUCKETS_PER_STEP", step)
+    for step_s in (1.0, 0.0):
+        monkeypatch.setattr("mirror.serve.kv_session.STEP_S", step_s)
         assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
         assert await seqnos(0) == [(0, 0), (1, 9), (2, 7), (3, 0)]
     (connection,) = endpoint.server.connections
     for collection_id, reader, status in (
         (9, Reader("all"), Status.UNKNOWN_COLLECTION),
-        (0, Reader("some", ("s.c",)), Status.EACCESS),
-        (8, Reader("some", ("s.c",)), Status.SUCCESS),
+        (0, Reader("some", frozenset({"s.c"})), Status.EACCESS),
+        (8, Reader("some", frozenset({"s.c"})), Status.SUCCESS),
     ):
         connection.session.reader = reader
         extras = codec_dcp.encode_all_vb_seqnos_request(1, collection_id)

@@ -331,7 +331,7 @@ async def test_who_may_not_read_a_collection_may_not_scan_it(store: Store) -> No
     async with serving(store.path) as endpoint:
         client = await endpoint.sdk()
         (connection,) = endpoint.server.connections
-        connection.session.reader = Reader("limited", ("s.c",))
+        connection.session.reader = Reader("limited", frozenset({"s.c"}))
         assert (await client.ask(create(between()))).status == Status.EACCESS
         assert await keys(client, between(collection="8")) == [b"inside"]
     store.close()

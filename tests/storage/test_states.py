@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage.view import View
+from storage.view import View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import A, commit, put
@@ -33,3 +33,27 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     assert view.published()[0].branch > first[0].branch
     assert len(view.past(0).resyncs_ms) == 1
     assert view.past(0).resyncs_ms[0] >= 6_000
+
+
+def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, writer: GroupWriter, view: View) -> None:
+    """After a publish, a rollback, and a resync."""
+
+    def compare() -> None:
+        with open_view(path) as fresh:
+            assert view.published() == fresh.published()
+
+    compare()
+    for seqno in (1, 2, 3):
+        put(writer, A, seqno)
+        commit(writer, seqno)
+        compare()
+    writer.rollback(0, 2)
+    writer.commit()
+    compare()
+    publish(writer, 2, [(keys_of(2, 1)[0], b"x", 5)])
+    compare()
+    writer.begin_resync(2)
+    writer.commit()
+    compare()
+    before = view.published()
+    assert view.published() == before

@@ -1,0 +1,66 @@
+"""A timer of an event loop's steps: the processor time of each callback, by the name of what ran.
+
+Processor time of the thread, so that neither the machine's load nor another thread's work counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Steps:
+    """The longest step of each name."""
+
+    def __init__(self) -> None:
+        self.longest_s: dict[str, float] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        if seconds > self.longest_s.get(name, 0.0):
+            self.longest_s[name] = seconds
+
+    def worst(self) -> tuple[float, str]:
+        """The longest of all, and its name."""
+        return max(((seconds, name) for name, seconds in self.longest_s.items()), default=(0.0, "no step"))
+
+
+def name_of(handle: Any) -> str:
+    """What a callback is: of a task its coroutine and the innermost one that it waits in."""
+    callback = handle._callback
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, asyncio.Task):
+        coroutine: Any = owner.get_coro()
+        names = []
+        while coroutine is not None and hasattr(coroutine, "cr_code"):
+            names.append(coroutine.cr_code.co_qualname)
+            coroutine = coroutine.cr_await
+        return " > ".join(names)
+    protocol = getattr(owner, "_protocol", None)
+    name = getattr(callback, "__qualname__", None) or repr(callback)
+    return f"{name} of {type(protocol).__name__}" if protocol is not None else name
+
+
+@contextmanager
+def timed(thread: threading.Thread | None = None) -> Iterator[Steps]:
+    """Time the steps of every event loop of this process, or of one thread."""
+    run = asyncio.Handle._run
+    steps = Steps()
+
+    def measured(handle: Any) -> None:
+        if thread is not None and threading.current_thread() is not thread:
+            run(handle)
+            return
+        name = name_of(handle)
+        began = time.thread_time()
+        run(handle)
+        steps.add(name, time.thread_time() - began)
+
+    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]
+    try:
+        yield steps
+    finally:
+        asyncio.Handle._run = run  # type: ignore[method-assign]
