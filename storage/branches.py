@@ -138,6 +138,7 @@ def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | N
         rollback_count=row.rollback_count,
         last_rollback_ms=row.last_rollback_ms,
         stream_filter=row.stream_filter,
+        missing_seqno=row.missing_seqno,
     )
     counters = BoundaryCounters(0, 0)
     if staging_published:
@@ -459,6 +460,7 @@ def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, *
         state.rollback_count,
         state.last_rollback_ms,
         state.stream_filter,
+        state.missing_seqno,
     )
     txn.put_state_row(state.vbid, row._replace(**changes))
 
@@ -479,7 +481,8 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(state.history_floor_seqno, at), *manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, to_vbuuid)
     _put_rollback(txn, state, branch, at, to_vbuuid, now.wall_ms)
-    # What the streams of the served copy were filtered to was forgotten when the resync began: then nobody knows.
+    # The filter and the missing_seqno of the served copy were forgotten when the resync began. The latter lies below
+    # the floor.
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
     unknown = state.stream_filter is not None and other_copy
     _put_state(
@@ -491,6 +494,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
         rollback_count=state.rollback_count + 1,
         last_rollback_ms=now.wall_ms,
         stream_filter="" if unknown else state.stream_filter,
+        missing_seqno=state.history_floor_seqno if other_copy else state.missing_seqno,
     )
 
 
@@ -560,7 +564,7 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     if base:
         boundary = _boundary_at(txn, state, base)
         _copy_boundary(txn, vbid, branch, boundary, boundary.vbuuid)
-    _put_state(txn, state, branch, base, failover_log=log)
+    _put_state(txn, state, branch, base, failover_log=log, missing_seqno=state.missing_seqno if base else 0)
 
 
 def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
@@ -587,4 +591,13 @@ def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = F
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
-    _put_state(txn, state, branch, 0, failover_log=FailoverLog(), source_purge_seqno=Seqno(0), stream_filter=None)
+    _put_state(
+        txn,
+        state,
+        branch,
+        0,
+        failover_log=FailoverLog(),
+        source_purge_seqno=Seqno(0),
+        stream_filter=None,
+        missing_seqno=0,
+    )

@@ -136,9 +136,18 @@ def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publis
         state.rollback_count + rolled_back,
         now_ms if rolled_back else state.last_rollback_ms,
         state.stream_filter,
+        _missing_seqno(vbucket) if publish else state.missing_seqno,
     )
     txn.put_state_row(state.vbid, row)
     return staged
+
+
+def _missing_seqno(vbucket: PendingVbucket) -> int:
+    """The missing_seqno after a publish: the first snapshot is the bound of what the source left out."""
+    state = vbucket.base
+    if state.staging_published_seqno or vbucket.complete_seqno is None:
+        return state.missing_seqno
+    return min(state.missing_seqno, vbucket.complete_seqno)
 
 
 def settle(vbucket: PendingVbucket, plan: Plan) -> None:
@@ -167,6 +176,7 @@ def _settle_published(vbucket: PendingVbucket, now_ms: int) -> None:
     vbucket.manifest_key = vbucket.manifest_key_at(seqno)
     vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] > seqno]
     vbucket.change(
+        missing_seqno=_missing_seqno(vbucket),
         branch=base.staging_branch,
         published_seqno=seqno,
         history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,

@@ -226,6 +226,14 @@ class Boundary:
     """Which history of the mirror the position is of; `Token` explains it."""
 
 
+def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
+    """Return the purge seqno of a served copy: the newest tombstone that it may lack (docs/protocol.md 4.6).
+
+    The floor bounds only a missing_seqno that is not known: that of a mirror made by a version that did not store it.
+    """
+    return max(local_purge_seqno, min(missing_seqno, floor_seqno))
+
+
 class VbucketState(NamedTuple):
     """Everything that resuming a vbucket needs; stored in the same transaction as the rows it speaks of."""
 
@@ -256,6 +264,15 @@ class VbucketState(NamedTuple):
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
     """What the streams of the staging branch were filtered to, in the words of the requester; None: to nothing."""
+    missing_seqno: int = 0
+    """Tombstones of the staging branch up to here may never have come: the source had purged them when it sent the
+    first snapshot. SEQNO_MAX, until that snapshot is published: the source does not say what it had purged.
+    """
+
+    @property
+    def purge_seqno(self) -> int:
+        """`purge_seqno_of` the served copy, unless it is being resynced."""
+        return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 
     @property
     def rollback_deferred(self) -> bool:

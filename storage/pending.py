@@ -231,11 +231,13 @@ class PendingVbucket:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True
 
-    def save_failover_log(self, log: FailoverLog, source_purge_seqno: int | None) -> None:
+    def save_failover_log(self, log: FailoverLog, source_purge_seqno: int | None, missing_seqno: int | None) -> None:
         """Replace the failover log (see `GroupWriter.save_failover_log`)."""
         self.change(failover_log=log)
         if source_purge_seqno is not None:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
+        if missing_seqno is not None:
+            self.change(missing_seqno=missing_seqno)
         self.dirty = True
 
     # -- what a commit wrote --------------------------------------------------------------------------------------

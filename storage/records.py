@@ -429,11 +429,12 @@ class StateRow(NamedTuple):
     rollback_count: int
     last_rollback_ms: int | None
     stream_filter: str | None = None
+    missing_seqno: int = 0
 
 
 def encode_state(row: StateRow) -> bytes:
     """A row of `state`."""
-    staging_branch, staged, published, indexed, snapshot, log, purge, rollbacks, last, stream_filter = row
+    staging_branch, staged, published, indexed, snapshot, log, purge, rollbacks, last, stream_filter, missing = row
     return _pack(
         staging_branch,
         staged,
@@ -444,14 +445,15 @@ def encode_state(row: StateRow) -> bytes:
         purge,
         rollbacks,
         last,
-        *(() if stream_filter is None else (stream_filter,)),
+        stream_filter,
+        missing,
     )
 
 
 @_reads("state")
 def decode_state(data: bytes | None) -> StateRow:
     """A StateRow from its bytes."""
-    fields = _unpack(data, "state", 9, 10)
+    fields = _unpack(data, "state", 9, 11)
     branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = fields[:9]
     return StateRow(
         branch,
@@ -464,6 +466,7 @@ def decode_state(data: bytes | None) -> StateRow:
         rollbacks,
         last,
         fields[9] if len(fields) > 9 else None,
+        fields[10] if len(fields) > 10 else SEQNO_MAX,
     )
 
 

@@ -7,10 +7,7 @@ to a boundary are those whose key has no later version that is visible there, an
 a piece costs what it looks at, and looks at no more than the limit given; `HistoryUnavailable` says that the rest of a
 range is gone, before a single row of it was given that contradicts the others.
 
-What may be missing: tombstones at or below `Standing.purge_seqno`. The store's own purger took those up to
-local_purge_seqno. Those that the source had purged before it sent its first snapshot lie at or below its purge seqno
-where it sent one, and in any case at or below the end of that snapshot, which is the floor as long as that was never
-raised; everything later came in full.
+Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, keys, prepares, validity
 from storage.errors import ViewInvalidated
-from storage.model import FailoverLog, Manifest
+from storage.model import FailoverLog, Manifest, purge_seqno_of
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader
@@ -54,17 +51,11 @@ class ServedState(NamedTuple):
     """Its chain, newest first, cut there."""
     floor_seqno: int
     failover_log: FailoverLog
-    source_purge_seqno: int
-    local_purge_seqno: int
+    purge_seqno: int
+    """A follower that holds less than this may hold documents whose deletion it will never be sent."""
     manifest: Manifest
     whole: bool
     """False while nothing complete is served, or it is resynced."""
-
-    @property
-    def purge_seqno(self) -> int:
-        """A follower that holds less than this may hold documents whose deletion it will never be sent."""
-        source = min(self.source_purge_seqno, self.floor_seqno) if self.source_purge_seqno else self.floor_seqno
-        return max(self.local_purge_seqno, source)
 
     def has(self, branch: int, seqno: int) -> bool:
         """Whether a position is on the served history."""
@@ -88,8 +79,7 @@ def served_state(view: View, vbid: int) -> ServedState:
         links,
         pub.floor_seqno,
         log,
-        state.source_purge_seqno,
-        local_purge_seqno,
+        purge_seqno_of(local_purge_seqno, state.missing_seqno, pub.floor_seqno),
         manifest,
         whole,
     )

@@ -385,12 +385,18 @@ class GroupWriter:
         """
         self._vbuckets[vbid].publish(boundary_seqno, snap_start_seqno, source_purge_seqno)
 
-    def save_failover_log(self, vbid: int, log: FailoverLog, source_purge_seqno: int | None = None) -> None:
+    def save_failover_log(
+        self,
+        vbid: int,
+        log: FailoverLog,
+        source_purge_seqno: int | None = None,
+        missing_seqno: int | None = None,
+    ) -> None:
         """Replace the failover log, with the next commit and never later than the first rows of its stream. That of a
         vbucket of which nothing is stored yet waits for those rows, or until it is known that there are none (`publish`
         at 0).
         """
-        self._vbuckets[vbid].save_failover_log(log, source_purge_seqno)
+        self._vbuckets[vbid].save_failover_log(log, source_purge_seqno, missing_seqno)
 
     def save_filter(self, vbid: int, text: str) -> None:
         """Keep what the streams of the staging branch are filtered to, never later than their first rows."""

@@ -142,7 +142,7 @@ class StoreSink:
 
     def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
         """Store the log with the next commit."""
-        self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno)
+        self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno, log.missing_seqno)
 
     def save_filter(self, stream_filter: ins.SaveFilter) -> None:
         """Store the filter with the next commit."""

@@ -187,6 +187,8 @@ class SaveFailoverLog(InstructionFields):
 
     failover_log: FailoverLog
     source_purge_seqno: int | None = None
+    missing_seqno: int | None = None
+    """`VbucketState.missing_seqno`; None: as it was."""
 
 
 @dataclass(slots=True)

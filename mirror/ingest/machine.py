@@ -125,6 +125,7 @@ class VbucketMachine:
         "_idle_text",
         "_marker_acks",
         "_marker_purge_seqno",
+        "_missing_seqno",
         "_next_vbuuid",
         "_no_node",
         "_offset",
@@ -171,6 +172,7 @@ class VbucketMachine:
         self._marker_acks: list[tuple[int, int]] = []
         self._retry_reason: RetryReason | None = None
         self._source_purge_seqno = 0
+        self._missing_seqno = 0
         self._stored_filter: str | None = None
         self._marker_purge_seqno = 0
         self._next_vbuuid: Vbuuid | None = None
@@ -355,10 +357,15 @@ class VbucketMachine:
         self.phase = Phase.STREAMING
         self._new_handshake()
         log = event.failover_log
-        if log and log != self.failover_log:
-            self.failover_log = log
-            out.append(SaveFailoverLog(self.vbid, "stream accepted", log))
         features = self._features
+        missing_seqno = self._missing_seqno
+        if not self._assembler.boundary_seqno:  # the first snapshot begins or goes on, by a source that says its purges
+            earlier = missing_seqno if self._offset.start_seqno else 0
+            missing_seqno = earlier if features.sends_purge_seqno else SEQNO_MAX
+        if (log and log != self.failover_log) or missing_seqno != self._missing_seqno:
+            self.failover_log = log or self.failover_log
+            self._missing_seqno = missing_seqno
+            out.append(SaveFailoverLog(self.vbid, "stream accepted", self.failover_log, missing_seqno=missing_seqno))
         if features.filter is not None and features.filter.text != self._stored_filter:
             self._stored_filter = features.filter.text
             out.append(SaveFilter(self.vbid, "stream accepted", features.filter.text))
@@ -558,10 +565,13 @@ class VbucketMachine:
 
     def _save_purge_seqno(self, out: list[Instruction]) -> None:
         """Before the first item of a snapshot, so that a mid-snapshot request after a restart can say it."""
-        if self._marker_purge_seqno != self._source_purge_seqno:
-            self._source_purge_seqno = self._marker_purge_seqno
-            out.append(SaveFailoverLog(self.vbid, "first item", self.failover_log, self._source_purge_seqno))
-        self._marker_purge_seqno = 0
+        purge_seqno, self._marker_purge_seqno = self._marker_purge_seqno, 0
+        missing_seqno = self._missing_seqno
+        if not self._assembler.boundary_seqno:
+            missing_seqno = max(missing_seqno, purge_seqno)
+        if (purge_seqno, missing_seqno) != (self._source_purge_seqno, self._missing_seqno):
+            self._source_purge_seqno, self._missing_seqno = purge_seqno, missing_seqno
+            out.append(SaveFailoverLog(self.vbid, "first item", self.failover_log, purge_seqno, missing_seqno))
 
     def _stream_end(self, event: StreamEnd, out: list[Instruction]) -> None:
         if self._is_stale(event.opaque):
@@ -664,6 +674,7 @@ class VbucketMachine:
         self._assembler.load(state)
         self.failover_log = state.failover_log
         self._source_purge_seqno = int(state.source_purge_seqno)
+        self._missing_seqno = state.missing_seqno
         self._stored_filter = state.stream_filter
         self.resyncing = state.staging_branch != state.branch and not self._assembler.boundary_seqno
         self._empty_reported = bool(state.failover_log) and not self.resyncing

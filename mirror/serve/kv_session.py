@@ -366,7 +366,7 @@ def _seqno_statistics(vbid: int, state: StoredState) -> dict[str, str]:
     published = str(state.published_seqno)
     names = ("high_seqno", "abs_high_seqno", "last_persisted_seqno", "max_visible_seqno", "last_persisted_snap_end")
     return {f"vb_{vbid}:{name}": published for name in names} | {
-        f"vb_{vbid}:purge_seqno": str(state.local_purge_seqno),
+        f"vb_{vbid}:purge_seqno": str(state.purge_seqno),
         f"vb_{vbid}:uuid": str(state.failover_log.newest_vbuuid),
     }
 

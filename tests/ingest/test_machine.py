@@ -33,7 +33,7 @@ from mirror.wire.events import (
     StreamEvent,
 )
 from mirror.wire.system_events import encode_system_event
-from storage.model import FailoverLog, Vbid
+from storage.model import SEQNO_MAX, FailoverLog, Vbid
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import Rig, ToyStore
 
@@ -166,6 +166,31 @@ def test_the_purge_seqno_goes_with_a_request_inside_a_snapshot_only() -> None:
     rig.restart()
     rig.feed(ev.Start(sends_purge_seqno=True))
     assert rig.last(ins.RequestStream).purge_seqno is None
+
+
+def test_what_the_first_snapshot_lacks_stays_whatever_the_source_says_later() -> None:
+    rig = Rig(ToyStore().holding(0, LOG))
+    for purge_seqno, seqno in ((80, 30), (20, 120), (10, 121), (90, 122)):  # one node after the other
+        rig.feed(ev.Start(sends_purge_seqno=True))
+        rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+        marker(rig, 0, max(120, seqno), DISK, purge_seqno=purge_seqno)
+        rows(rig, seqno)
+        assert (rig.store.missing_seqno, rig.store.purge_seqno) == (80, purge_seqno)
+        rig.restart()
+
+
+def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_snapshot() -> None:
+    rig = Rig(ToyStore().holding(0, LOG))
+    for sends, expected in ((True, 0), (False, SEQNO_MAX), (True, SEQNO_MAX)):
+        rig.feed(ev.Start(sends_purge_seqno=sends))
+        rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+        assert rig.store.missing_seqno == expected
+        marker(rig, 0, 120, DISK)
+        rows(rig, rig.machine.position_seqno + 1)
+        rig.restart()
+    rig = rig_at(100)
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
+    assert rig.store.missing_seqno == 0, "the first snapshot is complete"
 
 
 def test_a_marker_without_its_first_item_does_not_change_the_purge_seqno() -> None:

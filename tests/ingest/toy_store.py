@@ -66,6 +66,7 @@ class ToyStore:
         self.staging_branch = 1
         self.failover_log = FailoverLog()
         self.purge_seqno = 0
+        self.missing_seqno = 0
         self.stream_filter: str | None = None
         self.rollbacks: list[tuple[int, int]] = []
         self.published: list[int] = []
@@ -94,6 +95,7 @@ class ToyStore:
             local_purge_seqno=Seqno(0),
             manifest=line.manifest,
             stream_filter=self.stream_filter,
+            missing_seqno=self.missing_seqno,
         )
 
     def holding(
@@ -191,6 +193,8 @@ class ToyStore:
         self.failover_log = instruction.failover_log
         if instruction.source_purge_seqno is not None:
             self.purge_seqno = instruction.source_purge_seqno
+        if instruction.missing_seqno is not None:
+            self.missing_seqno = instruction.missing_seqno
 
     def _RollbackTo(self, instruction: ins.RollbackTo) -> Any:
         assert self.staging_branch == self.served_branch, "a resync has nothing to roll back"

@@ -55,6 +55,14 @@ _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_ch
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
+    # --- the tombstones that a follower may lack
+    Mutation(_MACHINE, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
+    Mutation(
+        "storage/commit.py",
+        "return min(state.missing_seqno, vbucket.complete_seqno)",
+        "return state.missing_seqno",
+        "tests/storage/test_stream.py -k may_be_missing",
+    ),
     # --- which seqnos make a whole snapshot
     Mutation(_ASSEMBLER, "Seqno(max(event.end_seqno, self._resumed_end))", "Seqno(event.end_seqno)", _OF_ASSEMBLER),
     Mutation(_ASSEMBLER, "if end_seqno < self.position_seqno:", "if False:", _OF_ASSEMBLER),

@@ -34,7 +34,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage import directory, keys, records, stream
-from storage.model import FailoverLog, Identity, Manifest, Seqno, SnapshotRange
+from storage.model import SEQNO_MAX, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.purge import Window
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -178,6 +178,8 @@ class World:
         rows = sorted(newest.values(), key=lambda each: each.seqno)
         if start == 0:  # a backfill from nothing: what the source has purged does not come
             rows = [each for each in rows if each.alive or each.content or each.seqno > self.source_purge_seqno]
+            missing = self.rng.choice([self.source_purge_seqno, SEQNO_MAX])
+            self.writer.save_failover_log(0, self.log, missing_seqno=missing)
         within = SnapshotRange(Seqno(start), Seqno(end_seqno))
         manifest = Manifest.initial()
         for each in self.changes:

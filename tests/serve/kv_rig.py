@@ -53,6 +53,7 @@ class Store:
         bucket: str = "orders",
         uuid: str = "0123456789abcdef",
         held: tuple[int, int] | None = None,
+        **options: Any,
     ) -> None:
         self.path = str(path / "data")
         self.identity = Identity("cluster", bucket, uuid, vbuckets, 1, held)
@@ -63,7 +64,7 @@ class Store:
             vbids=directory.group_vbids(self.identity, 0),
             identity=self.identity,
             sync="unsafe",
-            clock_ms=SystemClock().wall_ms,
+            **{"clock_ms": SystemClock().wall_ms, **options},
         )
 
     def log(self, vbid: int, *entries: tuple[int, int]) -> None:

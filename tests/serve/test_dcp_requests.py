@@ -14,7 +14,8 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamRequestFlag
-from storage.model import Collection, Seqno, SnapshotRange
+from storage import keys
+from storage.model import SEQNO_MAX, Collection, Seqno, SnapshotRange
 from tests.serve.dcp_rig import TIMES, XATTRS, DcpEndpoint, serving_dcp
 from tests.serve.kv_rig import DEFAULT, Store
 
@@ -107,11 +108,21 @@ async def test_stream_requests_are_judged_by_the_rule(store: Store, endpoint: Dc
     assert (counters.opened_streams, counters.rollbacks, counters.refused_streams) == (1, 3, 5)
 
 
+async def test_an_interrupted_first_backfill_goes_on_where_no_tombstone_is_gone(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    vbid = store.put(b"a", b"1", 601)
+    client = await endpoint.client()
+    assert (await client.stream(vbid, 141, vbuuid=UUID, snap=(0, 601))).status == 0
+
+
 async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(
     store: Store, endpoint: DcpEndpoint
 ) -> None:
     """The source had purged who knows what when it sent that snapshot."""
-    vbid = store.put(b"a", b"1", 50)
+    vbid = keys.vbid_of(b"a", store.identity.vbucket_count)
+    store.writer.save_failover_log(vbid, store.writer.state(vbid).failover_log, missing_seqno=SEQNO_MAX)
+    store.put(b"a", b"1", 50)
     client = await endpoint.client()
     answer = await client.stream(vbid, 49, vbuuid=UUID)
     assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 0)

@@ -10,7 +10,8 @@ import pytest
 from storage import stream
 from storage.branches import PurgeRow
 from storage.errors import StorageError
-from storage.model import Collection, Seqno
+from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
+from storage.purge import Window
 from storage.stream import Commits, HistoryUnavailable
 from storage.view import View, open_view
 from tests.serve.kv_rig import DEFAULT, Store
@@ -151,15 +152,39 @@ def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_p
     store.close()
 
 
-def test_what_may_be_missing_is_what_was_purged_here_or_before_the_first_snapshot(store: Store, view: View) -> None:
+@pytest.mark.parametrize(("missing", "first"), [(SEQNO_MAX, 50), (20, 20), (0, 0)])
+def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_source_says_later(
+    tmp_path: Path, missing: int, first: int
+) -> None:
+    now_ms = 1_000_000
+    store = Store(tmp_path, vbuckets=1, window=Window(time_ms=10), clock_ms=lambda: now_ms)
+    log = FailoverLog.of([(7, 0)])
+    store.writer.save_failover_log(0, log, missing, missing)
     store.put(b"a", b"v", 50)
-    assert stream.served_state(view, 0).purge_seqno == 50, "it is unknown what the source had purged"
-    store.writer.save_failover_log(0, store.writer.state(0).failover_log, 20)
-    store.put(b"b", b"v", 60)
-    assert stream.served_state(view, 0).purge_seqno == 20
-    store.writer.save_failover_log(0, store.writer.state(0).failover_log, 55)
-    store.put(b"b", b"v", 61)
-    assert stream.served_state(view, 0).purge_seqno == 50, "what came after the first snapshot came whole"
+    with open_view(store.path) as view:
+        assert stream.served_state(view, 0).purge_seqno == first
+        for seqno, purge_seqno in ((60, 5), (70, 65)):
+            store.writer.save_failover_log(0, log, purge_seqno)
+            store.put(b"b", b"v", seqno)
+            now_ms += 1000
+            while store.writer.step():
+                pass
+            served = stream.served_state(view, 0)
+            assert (served.floor_seqno, served.purge_seqno) == (seqno, first)
+        store.delete(b"b", 80)
+        now_ms += 1000
+        while store.writer.step():
+            pass
+        assert stream.served_state(view, 0).purge_seqno == 80, "the newest tombstone that was purged here"
+    store.close()
+
+
+def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Store, view: View) -> None:
+    store.writer.save_failover_log(0, store.writer.state(0).failover_log, missing_seqno=30)
+    store.put(b"a", b"v", 50)
+    store.writer.begin_resync(0)
+    store.writer.rollback(0, 50)
+    assert 30 <= stream.served_state(view, 0).purge_seqno <= 50
 
 
 def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
