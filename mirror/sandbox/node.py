@@ -26,6 +26,7 @@ from mirror.sandbox.stream_faults import StreamFaults
 from mirror.sandbox.vbucket import Vbucket
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads
+from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.controls import Controls
 from mirror.server.privileges import DCP_STREAM
 from mirror.server.producer import IDLE_TIMEOUT_S
@@ -96,6 +97,8 @@ class NodeConnection(asyncio.Protocol):
             while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
                 self._dispatch(frame)
         except (RemoteProtocolError, dispatch.OutOfPlace):
+            if is_http(data):
+                self.write(NO_MANAGEMENT)
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:

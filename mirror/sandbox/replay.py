@@ -322,7 +322,7 @@ class ReplayedSource:
                 "rev": 1,
                 "name": self.script.bucket,
                 "uuid": self.script.bucket_uuid,
-                "nodesExt": [{"services": {"kv": self.port, "mgmt": 1}, "thisNode": True}],
+                "nodesExt": [{"services": {"kv": self.port, "mgmt": self.port}, "thisNode": True}],
                 "vBucketServerMap": {
                     "hashAlgorithm": "CRC",
                     "numReplicas": 0,

@@ -32,6 +32,7 @@ from mirror.serve.listener import Address
 from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
+from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.session import Later, Operation, Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
@@ -245,11 +246,14 @@ class KvConnection(asyncio.Protocol):
         out: list[bytes] = []
         counters = self._host.counters
         began, answered = perf_counter(), counters.requests
+        start = pos
         try:
             pos = self._answer_all(data, pos, out)
         except (ProtocolError, dispatch.OutOfPlace) as error:
             log.debug("a client sent what is no request", error=str(error))
             counters.errors += 1
+            if is_http(data[start : start + 1]):
+                out.append(NO_MANAGEMENT)
             self._flush(out)
             self.hang_up()
             return

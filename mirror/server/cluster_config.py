@@ -1,22 +1,21 @@
 """The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, as JSON.
 
-As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md. Invariants: a node that does not name its host is
-the one that the client came by, which is possible for a single node only; no two nodes of one host have the same
-management port, which some clients take for the identity of a node.
+As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it (docs/protocol.md
+2.12). Invariants: a node that does not name its host is the one that the client came by, which is possible for a single
+node only; the management ports of a node are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MGMT_PORT = 8091
-MGMT_TLS_PORT = 18091
-"""Management ports of the first node of a host. There is no such service, but JVM clients require a port of it, with or
-without TLS: host and port are a node's identity to them. All clients use the ports of their own kind alone. So the
-other kind is named: what needs the service fails at once, and does not try to connect until its timeout."""
+NO_MANAGEMENT = (
+    b"HTTP/1.1 501 Not Implemented\r\nContent-Type: text/plain\r\nContent-Length: 38\r\nConnection: close\r\n\r\n"
+    b"this server has no management service\n"
+)
+"""The answer of a key-value port to HTTP: a client's managers fail with it at once, with the text in their error."""
 
 KV_PORT = 11210
 """Named in the list of servers for a node that listens with TLS alone, as clusters do."""
@@ -77,8 +76,7 @@ class ConfigBucket:
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
     """The configuration; without a bucket the one of the nodes alone. `epoch` None: a server that has none."""
     config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
-    numbers = _numbers_on_host(nodes)
-    nodes_ext = [_node(node, number) for node, number in zip(nodes, numbers, strict=True)]
+    nodes_ext = [_node(node) for node in nodes]
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
     if bucket is None:
         return json.dumps(config | {"nodesExt": nodes_ext} | capabilities).encode()
@@ -92,8 +90,8 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
         **capabilities,
         **({"mirror": True} if bucket.mirror else {}),
         "nodes": [
-            {"hostname": f"{host}:{MGMT_PORT + number}", "ports": {"direct": node.kv_port or KV_PORT}}
-            for host, number, node in zip(hosts, numbers, nodes, strict=True)
+            {"hostname": f"{host}:{node.kv_port or node.tls_port}", "ports": {"direct": node.kv_port or KV_PORT}}
+            for host, node in zip(hosts, nodes, strict=True)
         ],
         "nodesExt": nodes_ext,
         "vBucketServerMap": {
@@ -106,28 +104,17 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
     return json.dumps(config).encode()
 
 
-def _numbers_on_host(nodes: Sequence[ConfigNode]) -> list[int]:
-    """For each node, how many nodes of its host come before it."""
-    seen: Counter[str | None] = Counter()
-    numbers = []
-    for node in nodes:
-        numbers.append(seen[node.host])
-        seen[node.host] += 1
-    return numbers
+def is_http(data: bytes) -> bool:
+    """True if a connection's bytes are an HTTP request. The first byte of no frame is a letter."""
+    return data[:1].isalpha()
 
 
-def _node(node: ConfigNode, number: int) -> dict[str, object]:
+def _node(node: ConfigNode) -> dict[str, object]:
     services = {}
-    if node.kv_port is None:
-        services["mgmt"] = MGMT_PORT + number
-    elif node.tls_port is None:
-        services["mgmtSSL"] = MGMT_TLS_PORT + number
-    else:  # clients of either kind: those with TLS are hung up on
-        services["mgmtSSL"] = node.tls_port
     if node.kv_port is not None:
-        services["kv"] = node.kv_port
+        services |= {"mgmt": node.kv_port, "kv": node.kv_port}
     if node.tls_port is not None:
-        services["kvSSL"] = node.tls_port
+        services |= {"mgmtSSL": node.tls_port, "kvSSL": node.tls_port}
     entry: dict[str, object] = {"services": services}
     if node.host is not None:
         entry["hostname"] = node.host

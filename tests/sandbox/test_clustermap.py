@@ -48,7 +48,7 @@ def test_nodes_have_a_name_inside_and_one_outside_and_ports_with_and_without_tls
     cluster_map.nodes = [SandboxAddress(0, 1000, 2000), SandboxAddress(2, None, 2002)]
     cluster_map.host, cluster_map.external_host = "fd00::1", "outside.example"
     config = json.loads(cluster_map.to_json(0, with_bucket=True))
-    services = [{"mgmtSSL": 2000, "kv": 1000, "kvSSL": 2000}, {"mgmt": 8092, "kvSSL": 2002}]
+    services = [{"mgmt": 1000, "kv": 1000, "mgmtSSL": 2000, "kvSSL": 2000}, {"mgmtSSL": 2002, "kvSSL": 2002}]
     assert [node["services"] for node in config["nodesExt"]] == services
     assert [node["hostname"] for node in config["nodesExt"]] == ["fd00::1"] * 2
     assert config["nodesExt"][1]["alternateAddresses"] == {

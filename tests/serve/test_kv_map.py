@@ -20,7 +20,7 @@ def test_one_mirror_is_the_node_that_the_client_came_to() -> None:
     made = ServedMap(IDENTITY, [own_node(addresses)], 3)
     config = json.loads(made.of_bucket)
     assert (config["rev"], config["name"], config["uuid"]) == (3, "orders", "uuid")
-    assert config["nodesExt"] == [{"services": {"mgmtSSL": 6, "kv": 5, "kvSSL": 6}, "thisNode": True}]
+    assert config["nodesExt"] == [{"services": {"mgmt": 5, "kv": 5, "mgmtSSL": 6, "kvSSL": 6}, "thisNode": True}]
     assert config["vBucketServerMap"]["serverList"] == ["$HOST:5"]
     assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 8
     assert {"rangeScan", "subdoc.ReplicaRead"} <= set(config["bucketCapabilities"])
@@ -43,7 +43,7 @@ def test_several_mirrors_share_the_vbuckets_and_stand_in_for_each_other() -> Non
     assert served["numReplicas"] == 2
     assert served["vBucketMap"][:4] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
     assert [each["hostname"] for each in config["nodesExt"]] == ["a.example", "b.example", "fd00::1"]
-    assert config["nodesExt"][2]["services"] == {"mgmt": 8091, "kvSSL": 3}
+    assert config["nodesExt"][2]["services"] == {"mgmtSSL": 3, "kvSSL": 3}
     assert not any("thisNode" in each for each in config["nodesExt"])
 
 

@@ -163,7 +163,7 @@ async def test_the_map_is_global_before_a_bucket_is_chosen_and_not_sent_twice(en
     client = await endpoint.connect()
     config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
     assert "vBucketServerMap" not in config
-    assert config["nodesExt"] == [{"services": {"mgmtSSL": 18091, "kv": endpoint.port}, "thisNode": True}]
+    assert config["nodesExt"] == [{"services": {"mgmt": endpoint.port, "kv": endpoint.port}, "thisNode": True}]
     await client.ask(codec_kv.select_bucket(b"orders"))
     config = json.loads((await client.ask(codec_kv.get_cluster_config((1, 4)))).value)
     assert config["vBucketServerMap"]["vBucketMap"] == [[0]] * 4

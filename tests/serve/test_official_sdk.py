@@ -20,6 +20,7 @@ from couchbase.exceptions import (
     BucketNotFoundException,
     CouchbaseException,
     DocumentNotFoundException,
+    InternalServerFailureException,
     PathNotFoundException,
     ServiceUnavailableException,
     UnsupportedOperation,
@@ -167,8 +168,11 @@ def test_what_the_mirror_lacks_is_said_as_such(sdk: Cluster, mirror: MirrorThrea
     bucket = sdk.bucket("orders")
     with pytest.raises(CouchbaseException, match="collection"):
         bucket.scope("inventory").collection("none").get("a", GetOptions(timeout=timedelta(milliseconds=300)))
-    with pytest.raises(ServiceUnavailableException):  # not a timeout: no management service is named that could answer
+    with pytest.raises(InternalServerFailureException, match="no management service"):  # at once: not a timeout
         bucket.collections().get_all_scopes(GetAllScopesOptions(timeout=timedelta(seconds=5)))
+    with pytest.raises(ServiceUnavailableException):
+        list(sdk.query("SELECT 1"))
+    sdk.wait_until_ready(timedelta(seconds=10))  # a client that names no service does not wait for one
     with pytest.raises(AuthenticationException):
         connect(mirror.connection_string, "wrong")
     with pytest.raises(BucketNotFoundException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,24 +10,34 @@ import pytest
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
 from mirror.serve.kv_map import ServedMap, named_nodes
-from mirror.server.cluster_config import ConfigBucket, ConfigNode, render
+from mirror.server.cluster_config import NO_MANAGEMENT, ConfigBucket, ConfigNode, render
 from mirror.wire import codec_kv
 from storage.model import Identity
 from tests.sandbox.client import Client
 
 
 def identities(config: bytes) -> list[tuple[str | None, int]]:
-    """What JVM clients take for the identity of a node: its host and management port, without TLS or else with it."""
+    """A node's identity to JVM clients: its host and management port, without TLS or else with it."""
     nodes = json.loads(config)["nodesExt"]
     return [(node.get("hostname"), node["services"].get("mgmt") or node["services"]["mgmtSSL"]) for node in nodes]
+
+
+def usable_by_gocbcore(config: bytes) -> bool:
+    """`routeConfig.IsValid` (gocbcore v9.1 to v10.9): a key-value and a management endpoint of one kind, and a first
+    vbucket with a chain.
+    """
+    found = json.loads(config)
+    services = {name for node in found["nodesExt"] for name in node["services"]}
+    endpoints = {"kv", "mgmt"} <= services or {"kvSSL", "mgmtSSL"} <= services
+    return endpoints and ("vBucketServerMap" not in found or bool(found["vBucketServerMap"]["vBucketMap"][0]))
 
 
 def test_nodes_of_one_host_have_different_management_ports() -> None:
     """Clients refused such maps: "Cluster topology has nodes with non-unique IDs"."""
     nodes = [ConfigNode("a", 1), ConfigNode("b", 2), ConfigNode("a", 3)]
     config = render(7, 1, nodes, ConfigBucket("demo", "ab", [[0], [1], [2]]))
-    assert identities(config) == [("a", 18091), ("b", 18091), ("a", 18092)]
-    assert [each["hostname"] for each in json.loads(config)["nodes"]] == ["a:8091", "b:8091", "a:8092"]
+    assert identities(config) == [("a", 1), ("b", 2), ("a", 3)]
+    assert [each["hostname"] for each in json.loads(config)["nodes"]] == ["a:1", "b:2", "a:3"]
     seen = parse_cluster_map(config, "a")
     assert [(node.host, node.kv_port) for node in seen.nodes] == [("a", 1), ("b", 2), ("a", 3)]
 
@@ -34,18 +45,37 @@ def test_nodes_of_one_host_have_different_management_ports() -> None:
 def test_several_mirrors_on_one_host_are_distinguished() -> None:
     identity = Identity("cluster", "orders", "uuid", 8, 2)
     config = ServedMap(identity, named_nodes("127.0.0.1:1,127.0.0.1:2"), 1).of_bucket
-    assert identities(config) == [("127.0.0.1", 18091), ("127.0.0.1", 18092)]
+    assert identities(config) == [("127.0.0.1", 1), ("127.0.0.1", 2)]
 
 
-def test_no_client_is_sent_to_a_management_service_of_its_own_kind() -> None:
-    """Clients without TLS use `mgmt`, those with it `mgmtSSL`: a port of their own kind they try until a timeout."""
-    nodes = [ConfigNode("a", 1), ConfigNode("a", None, 2), ConfigNode("a", 3, 4)]
-    services = [each["services"] for each in json.loads(render(7, 1, nodes, None))["nodesExt"]]
-    assert services == [
-        {"mgmtSSL": 18091, "kv": 1},
-        {"mgmt": 8092, "kvSSL": 2},
-        {"mgmtSSL": 4, "kv": 3, "kvSSL": 4},  # the server hangs up on what is no request
-    ]
+@pytest.mark.parametrize("node", [ConfigNode(None, 1), ConfigNode("a", None, 2), ConfigNode("a", 3, 4)])
+@pytest.mark.parametrize("bucket", [None, ConfigBucket("demo", "ab", [[0]])])
+def test_a_node_satisfies_each_client_without_and_with_tls(node: ConfigNode, bucket: ConfigBucket | None) -> None:
+    config = render(7, 1, [node], bucket)
+    assert usable_by_gocbcore(config)
+    assert identities(config)
+    services = json.loads(config)["nodesExt"][0]["services"]
+    assert services.get("mgmt") == services.get("kv")
+    assert services.get("mgmtSSL") == services.get("kvSSL")
+
+
+@pytest.mark.parametrize("request_line", [b"GET /pools HTTP/1.1\r\n\r\n", b"P"])
+async def test_http_is_answered_at_once_that_there_is_no_management(request_line: bytes) -> None:
+    async with SandboxCluster(vbuckets=4) as cluster:
+        port = cluster.nodes[0].port
+        assert await answer_to(request_line, port) == NO_MANAGEMENT
+        assert await answer_to(b"\x40" + bytes(23), port) == b"", "neither a frame nor HTTP"
+    _, body = NO_MANAGEMENT.split(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}\r\n".encode() in NO_MANAGEMENT
+
+
+async def answer_to(sent: bytes, port: int | None) -> bytes:
+    """Everything that a server sends before it hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    received = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return received
 
 
 @pytest.mark.parametrize(("nodes", "hosts"), [(1, [None]), (3, ["127.0.0.1"] * 3)])
