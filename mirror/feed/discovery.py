@@ -1,12 +1,11 @@
-"""Which cluster map to begin with: that of the first node that answers, checked against all others that can be reached.
+"""The first cluster map: the newest of all nodes that can be reached.
 
-Knows in which order nodes are queried and how long the others are waited for; which map is newer is `topology`'s. A
-single node is not believed: one that was failed over and comes back still has its old map, and may be the first host
-of the connection string.
+Knows which nodes are queried and how long they are waited for; which map is newer is `topology`'s. A single node is not
+believed: one that was failed over and comes back still has its old map, and may be the first host of the connection
+string.
 
-Invariants: after the first map every other host of the source, and every node that any of the maps names, is queried
-once; they have `SURVEY_S` together, so that dead ones do not delay a start for longer; a refusal of user or bucket
-before the first map ends it, since all nodes share them.
+Invariants: every host of the source, and every node that any of the maps names, is queried once, side by side; after
+the first map, or refusal of user or bucket, the others have `SURVEY_S` together, so that silent ones delay no start.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, ConfigError, ConnectFailed, NotSupported, TlsFailed
+from mirror.errors import ClusterError, ConnectFailed, NotSupported, TlsFailed
 from mirror.feed.bootstrap import Access, enter, fetch_map
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.srv import first_addresses
@@ -26,7 +25,7 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 SURVEY_S = 2.0
-"""For all other nodes together, once a first map is there: a healthy one logs us in within a few round trips."""
+"""For all other nodes together, once one has answered: a healthy one logs us in within a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +60,29 @@ async def survey(
 ) -> Survey:
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
-    With `bucket_uuid`, maps of other buckets count only where there is no other. Where no node gives a map, this raises
-    what the nodes said: a refusal of user or bucket at once; else the error that waiting does not fix, as of one node's
+    With `bucket_uuid`, maps of other buckets count only where there is no other. If no node gives a map, this raises
+    what the nodes said: a refusal of user or bucket; else the error that waiting does not fix, as of one node's
     certificate, or the last one.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
-    hosts = list(dict.fromkeys(addresses))
-    answers: dict[NodeAddress, ClusterMap] = {}
-    last: ClusterError = ConnectFailed(f"no address in {access.source}")
-    queried: set[NodeAddress] = set()
-    for address in hosts:
-        queried.add(address)
-        try:
-            answers[address] = await ask_for_map(access, address, clock, network)
-            break
-        except ClusterError as error:
-            if not error.retryable and not isinstance(error, TlsFailed):
-                raise
-            if last.retryable:
-                last = error
+    answers, errors = await _ask_all(access, clock, addresses, network)
     if not answers:
-        raise last
-    await _ask_the_others(access, clock, [each for each in hosts if each not in queried], queried, answers)
+        raise _weightiest(errors) or ConnectFailed(f"no address in {access.source}")
     newest = newest_of(list(answers.values()), bucket_uuid)
     check_ports(newest, access, next(address for address, each in answers.items() if each is newest))
     return Survey(newest, answers)
+
+
+def _weightiest(errors: list[ClusterError]) -> ClusterError | None:
+    refusals = [error for error in errors if _is_refusal(error)]
+    final = [error for error in errors if not error.retryable]
+    return next(iter((*refusals, *final, *reversed(errors))), None)
+
+
+def _is_refusal(error: ClusterError) -> bool:
+    """True for an answer that all nodes share, unlike the certificate of one."""
+    return not error.retryable and not isinstance(error, TlsFailed)
 
 
 async def ask_for_map(access: Access, address: NodeAddress, clock: Clock, network: str | None) -> ClusterMap:
@@ -98,43 +94,47 @@ async def ask_for_map(access: Access, address: NodeAddress, clock: Clock, networ
         link.close()
 
 
-async def _ask_the_others(
-    access: Access,
-    clock: Clock,
-    hosts: list[NodeAddress],
-    queried: set[NodeAddress],
-    answers: dict[NodeAddress, ClusterMap],
-) -> None:
-    """Add the maps of `hosts`, and of all nodes that any map names, as far as they come within `SURVEY_S`."""
-    network = next(iter(answers.values())).network
+async def _ask_all(
+    access: Access, clock: Clock, hosts: Iterable[NodeAddress], network: str | None
+) -> tuple[dict[NodeAddress, ClusterMap], list[ClusterError]]:
+    """Return the maps of `hosts`, then of all nodes that any map names, and the errors of the others."""
+    answers: dict[NodeAddress, ClusterMap] = {}
+    errors: list[ClusterError] = []
+    queried: list[NodeAddress] = []
     waiting: dict[asyncio.Task[ClusterMap], NodeAddress] = {}
 
     def ask(addresses: Iterable[NodeAddress | None]) -> None:
         for address in addresses:
             if address is not None and address not in queried:
-                queried.add(address)
+                queried.append(address)
                 waiting[asyncio.create_task(ask_for_map(access, address, clock, network))] = address
 
     ask(hosts)
-    for found in list(answers.values()):
-        ask(map(access.address_of, found.nodes))
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + SURVEY_S
+    deadline_s = float("inf")
     try:
         while waiting and (left_s := deadline_s - loop.time()) > 0:
-            done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = None if left_s == float("inf") else left_s
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 address = waiting.pop(task)
                 try:
-                    answers[address] = task.result()
-                except (ClusterError, ConfigError) as error:
+                    found = task.result()
+                except ClusterError as error:
                     log.debug("no map from node", node=str(address), error=str(error))
+                    errors.append(error)
+                    if not _is_refusal(error):
+                        continue
                 else:
-                    ask(map(access.address_of, answers[address].nodes))
+                    answers[address] = found
+                    network = network or found.network
+                    ask(map(access.address_of, found.nodes))
+                deadline_s = min(deadline_s, loop.time() + SURVEY_S)
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+    return {address: answers[address] for address in queried if address in answers}, errors
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:

@@ -110,7 +110,7 @@ def is_http(data: bytes) -> bool:
 
 
 def _node(node: ConfigNode) -> dict[str, object]:
-    services = {}
+    services: dict[str, int] = {}
     if node.kv_port is not None:
         services |= {"mgmt": node.kv_port, "kv": node.kv_port}
     if node.tls_port is not None:

@@ -44,8 +44,8 @@ from mirror.supervise.systemd import Notifier
 TICK_S = 0.2
 """How often deadlines and restart pauses are looked at."""
 COMPLAINT_INTERVAL_S = 60.0
-SOURCE_PATIENCE_S = 1.0
-"""HTTP is served before the source has answered once it has not for this long: /readyz, metrics and the page say so."""
+SOURCE_PATIENCE_S = 0.5
+"""Readers are served what is there if the source has not answered for this long; of a new mirror that is HTTP alone."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
 """With `--until-caught-up` a caller waits for the end: give up on a source that cannot be reached."""
 
@@ -246,6 +246,9 @@ class Supervisor:
 
     def _source_unreachable(self, error: str) -> None:
         self._reports.source_answered(error)
+        self._serve_without_source()
+
+    def _serve_without_source(self) -> None:
         self._processes.serve_http()
         if self._context.identity is not None:
             self._begin_work()  # readers have what is there; workers try on by themselves
@@ -267,7 +270,7 @@ class Supervisor:
                 self._reports.add_due_events()
                 self._expire_leases()
                 if not self._processes.serves_http and self._clock.monotonic() >= self._started_s + SOURCE_PATIENCE_S:
-                    self._processes.serve_http()
+                    self._serve_without_source()
             case ChildMessage():
                 self._receive(event)
             case ChildExited():

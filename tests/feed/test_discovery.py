@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -67,7 +68,7 @@ async def test_discovery_looks_for_the_hosts_behind_a_name_each_time(tmp_path: P
             assert (await discover(access, SystemClock())).rev == 7
 
 
-async def test_discovery_goes_on_to_the_next_address_but_not_past_a_refusal(tmp_path: Path) -> None:
+async def test_one_address_that_answers_is_enough_and_a_refusal_is_raised(tmp_path: Path) -> None:
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(MAP).encode())}) as node:
         access = access_to(node, tmp_path)
         here = first(access)
@@ -122,6 +123,19 @@ async def test_a_host_that_does_not_answer_delays_the_start_for_a_bounded_time_o
         hosts = [first(access), NodeAddress("127.0.0.1", dead.port)]
         assert (await discover(access, SystemClock(), addresses=hosts)).rev == 7
         assert dead.connections == 1
+
+
+async def test_silent_hosts_delay_neither_a_map_nor_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "SURVEY_S", 0.3)
+    async with ScriptedNode() as node, ScriptedNode({Opcode.HELLO: silent}) as dead:
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        access = access_to(node, tmp_path, connect_timeout_s=600)
+        hosts = [NodeAddress(host, dead.port) for host in ("127.0.0.1", "127.0.0.2")] + [first(access)]
+        async with asyncio.timeout(60):
+            assert (await discover(access, SystemClock(), addresses=hosts)).rev == 7
+            wrong = access_to(node, tmp_path, password="wrong", connect_timeout_s=600)
+            with pytest.raises(AuthRejected):
+                await discover(wrong, SystemClock(), addresses=hosts)
 
 
 async def test_a_node_that_refuses_us_does_not_hide_the_maps_of_the_others(tmp_path: Path) -> None:
