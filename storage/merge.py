@@ -9,8 +9,10 @@ row is moved again only when what it lies on has at least doubled.
 Invariants:
 - a step is one transaction, after which the same rows are visible at the same seqnos; the next one may be another
   process's;
-- rows move only where the parent has none above the base of the branch, and the branch none that is not visible: those
+- rows move only if the parent has none above the base of the branch, and the branch none that is not visible: those
   that a rollback retracted are gone;
+- rows move only to above the base of the parent. A deeper rollback leaves an empty branch behind whose base lies above
+  that of its child: it becomes its own parent's first;
 - a position on the parent above that base was of a history that was lost: those that the moved rows make there are of a
   new history id;
 - each step draws a new chain id: anyone who has read chains before reads them again.
@@ -79,7 +81,9 @@ def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int,
 
 
 def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
-    """Whether nothing but the visible rows is left of both, and nothing else goes on from the branch."""
+    """True if both branches hold only visible rows and no other branch continues from this one."""
+    if known[pair.parent].base_seqno > pair.base_seqno:
+        return False
     if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
         return False
     cursor = txn.cursor(keys.rows_db(vbid))

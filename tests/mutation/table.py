@@ -249,6 +249,7 @@ MUTATIONS = (
         _OF_MERGE,
     ),
     Mutation(_MERGE, "    branches.draw_chain_id(txn, vbid)", "    pass", _OF_MERGE),
+    Mutation(_MERGE, "if known[pair.parent].base_seqno > pair.base_seqno:", "if False:", _OF_MERGE),
     Mutation(
         _MERGE,
         "for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))",

@@ -91,6 +91,7 @@ def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
         staged(writer, 0, 5, 7, 9)
         writer.commit(flush_open=True)
         writer.abandon(0)
+        assert (writer.state(0).staging_branch == writer.state(0).branch) is (leave == "nothing")
     crash(writer)
     writer = open_writer(path)
     with open_view(path) as view:

@@ -306,6 +306,29 @@ def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
         assert storage.merge.next_pair(txn, 0, links, 100, known) is None
 
 
+def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_left_empty(
+    writer: GroupWriter, view: View, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers in the order of seqnos look on a branch above its base alone: they missed what was moved there."""
+    for seqno in range(1, 11):
+        publish(writer, 0, [(NAMES[seqno], b"x", seqno)])
+    writer.rollback(0, 8)  # nothing comes on this branch
+    writer.rollback(0, 2)
+    for seqno in (3, 4):
+        publish(writer, 0, [(NAMES[seqno], b"y", seqno)])
+    writer.rollback(0, 3)
+    monkeypatch.setattr("storage.merge.LINKS_MAX", 1)
+    purger = writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
+    for newest in (5, 12):  # the second floor lies above all that was lost
+        publish(writer, 0, [(NAMES[0], b"newest", newest)])
+        while (vbid := purger.plan(writer.clock_ms())) is not None:
+            writer.background.purge(vbid, writer.clock_ms())
+            assert check(path).problems == []
+            assert {each.document.key for each in view.changes(0) if each.document} == set(shown(view))
+            assert {each.key for each in view.scan_seqno(0)} == set(shown(view)) == {*NAMES[:4]}
+    assert [link.branch for link in stream.served_state(view, 0).links] == [4, 1]
+
+
 def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
