@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -31,10 +32,16 @@ _BLANKS = b" \t\n\r"
 _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 ONE_BY_ONE_MAX = 16
 """Bodies that Arrow refuses are halved until they are so few: then one by one costs less than asking it again."""
-_LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE]\+?[0-9]"
-"""Digits that Arrow would multiply beyond 256 bits without noticing."""
-_HOUR_WITH_ZONE = "[ T][0-9]{2}[^:]"
-"""What Arrow takes for a time, and Spark does not."""
+DEEP_LENGTH = 1_000
+"""Longer bodies may be nested deeper than Python reads. Arrow passes over what no column asks for, so these are halved
+until each is alone: how a document is read does not depend on its neighbours."""
+_LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
+"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. In a text the characters of a
+number may be escaped."""
+_DECIMAL = pa.decimal256(75, 38)
+"""As decimals are read, before they are rounded. Of 75 digits, so that their differences have 76, Arrow's limit."""
+_NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
+"""Years, hours with a zone and offsets that Arrow takes for a time, and values.py does not (or looks at twice)."""
 
 Mode = Literal["failfast", "permissive", "dropmalformed"]
 MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
@@ -87,8 +94,8 @@ class Parsed(NamedTuple):
     """Columns of some bodies."""
 
     columns: list[Any]
-    misfits: list[int]
-    """Rows, in order."""
+    misfits: dict[int, str]
+    """Rows, in order, and why each does not fit."""
 
 
 class Bodies:
@@ -133,11 +140,12 @@ class Bodies:
             found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
         else:
             found = [pa.array([], each.type) for each in self._schema]
-        misfits = sorted(problems)
+        misfits = dict(sorted(problems.items()))
         if misfits and self._reading.mode == "failfast":
-            key = keys[misfits[0]].as_py().decode(errors="replace")
+            row, problem = next(iter(misfits.items()))
+            key = keys[row].as_py().decode(errors="replace")
             raise DocumentDoesNotFit(
-                f"document {key!r} does not fit the schema: {problems[misfits[0]]}",
+                f"document {key!r} does not fit the schema: {problem}",
                 hint="give the column another type, or read with mode=permissive (null in what does not fit) or "
                 "mode=dropmalformed (without such documents)",
             )
@@ -161,7 +169,7 @@ class Bodies:
                 slow = iter(self._one_by_one(objects, self._slow, self._read_slow, first, problems))
                 yield [next(slow if field.name in self._slow.names else columns) for field in self._schema]
                 return
-            if len(objects) > ONE_BY_ONE_MAX:
+            if len(objects) > (1 if _longest(objects) > DEEP_LENGTH else ONE_BY_ONE_MAX):
                 half = len(objects) // 2
                 yield from self._pieces(objects[:half], enclosed, first, problems)
                 yield from self._pieces(objects[half:], enclosed, first + half, problems)
@@ -209,6 +217,7 @@ class _ArrowReader:
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")
         lines = pc.binary_replace_slice(objects, _BEHIND_ALL, _BEHIND_ALL, _LINE_END)
+        lines.view(pa.string()).validate(full=True)  # Arrow would pass on bytes that are not UTF-8
         text = lines.buffers()[2]
         options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
         table = pj.read_json(pa.BufferReader(text), read_options=options, parse_options=self._options)
@@ -224,7 +233,7 @@ class _ArrowReader:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             return pa.int64() if self._is_number(kind) else pa.string()
         if pa.types.is_decimal(kind):
-            return pa.decimal256(76, 38)
+            return _DECIMAL
         if pa.types.is_struct(kind):
             return pa.struct([pa.field(each.name, self._readable(each.type)) for each in kind])
         if pa.types.is_list(kind):
@@ -244,9 +253,9 @@ class _ArrowReader:
             values = self._converted(found.values, kind.value_type)
             return pa.ListArray.from_arrays(found.offsets, values, kind, mask=found.is_null())
         if pa.types.is_decimal(kind):
-            return pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
-        if found.type == pa.string() and pc.any(pc.match_substring_regex(found, _HOUR_WITH_ZONE)).as_py():
-            raise pa.ArrowInvalid("a zone behind an hour without minutes")
+            return _rounded(found, kind)
+        if found.type == pa.string() and pc.any(pc.match_substring_regex(found, _NO_TIME)).as_py():
+            raise pa.ArrowInvalid("no time, or a time that is to be looked at")
         if pa.types.is_timestamp(kind) and kind.tz is not None:
             return self._times(found).cast(kind)
         return found.cast(kind)
@@ -269,6 +278,24 @@ def _contains(kind: Any, what: Any) -> bool:
 
 def _one_by_one(kind: Any) -> bool:
     return pa.types.is_map(kind) or is_variant(kind)
+
+
+def _rounded(found: Any, kind: Any) -> Any:
+    """Decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an integer
+    (pyarrow 26), so each result is compared with what it was made of. Raises ArrowInvalid.
+    """
+    rounded = pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
+    farther = pc.subtract(pc.abs(rounded.cast(found.type)), pc.abs(found))
+    half = Decimal(5).scaleb(-kind.scale - 1) if kind.scale < _DECIMAL.scale else Decimal(0)
+    least, most = (pc.min_max(farther)[each].as_py() for each in ("min", "max"))
+    if least is not None and not (-half < least and most <= half) and (least or most):
+        raise pa.ArrowInvalid("a number that Arrow does not round")
+    return rounded
+
+
+def _longest(bodies: Any) -> int:
+    longest: int | None = pc.max(pc.binary_length(bodies)).as_py()
+    return longest or 0
 
 
 def _enclosed(bodies: Any) -> bool:

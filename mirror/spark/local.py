@@ -216,7 +216,7 @@ class Maker:
             yield self._batch(rows)
 
     def _batch(self, rows: Documents) -> Any:
-        parsed = Parsed([], [])
+        parsed = Parsed([], {})
         if self._bodies is not None:
             parsed = self._bodies.columns(rows.values, rows.datatypes, rows.keys)
         body = iter(parsed.columns)

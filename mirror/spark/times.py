@@ -2,7 +2,7 @@
 
 Reads what Spark's from_json reads without a pattern: a date alone, a time with or without a zone, fractions of a second
 (cut off after microseconds), zones as offsets or names. A text without a zone is in the zone that the caller gives.
-Not read, although Spark does: a time without a date (it means today), and years that do not have four digits.
+Spark also reads times without a date, and years that are not 0001 to 9999.
 """
 
 from __future__ import annotations

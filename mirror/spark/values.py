@@ -4,7 +4,7 @@ This is what bodies.py uses where Arrow's reader gives up, and what its results 
 cannot take is a misfit: it becomes null, with the rest of the document kept; in an array or map the whole of it does,
 unless its elements are structs. Numbers keep the spelling that they have in the document.
 
-Where from_json differs: text behind the document, and numbers of -128 to 255 for a tinyint, are misfits here.
+docs/spark.md has a table of the differences from from_json, and tests/spark/test_values.py holds both to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
+from decimal import ROUND_HALF_UP, Context, Decimal, DecimalException
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +27,7 @@ Reader = Callable[[Any, Problems], Any]
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _EXACT = Context(prec=200, Emax=10_000, Emin=-10_000)
-_DOUBLES = {"NaN": "nan", "+INF": "inf", "INF": "inf", "-INF": "-inf"}
+_DOUBLES = {"NaN": "nan", "+INF": "inf", "-INF": "-inf"}
 _DOUBLES |= {"Infinity": "inf", "+Infinity": "inf", "-Infinity": "-inf"}
 """Texts that are numbers, and what Python calls these."""
 
@@ -37,7 +37,7 @@ class Misfit(Exception):
 
 
 class Spelled(str):
-    """A number that is no integer, as the document spells it."""
+    """A part of a document as the document spells it: a number that is no integer."""
 
 
 _DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled)
@@ -57,14 +57,26 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """A JSON value as compact JSON."""
-    if isinstance(value, Spelled):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{_quoted(name)}:{text_of(each)}" for name, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(text_of, value)) + "]"
-    return _quoted(value)
+    """A JSON value as compact JSON. Not recursive: a value may be nested as deep as the decoder reads."""
+    found: list[str] = []
+    left = [value]
+    while left:
+        each = left.pop()
+        if type(each) is Spelled:
+            found.append(each)
+        elif type(each) is dict:
+            found.append("{")
+            left.append(Spelled("}"))
+            for at, (name, member) in enumerate(reversed(each.items()), 1):
+                left += (member, Spelled(f"{',' if at < len(each) else ''}{_quoted(name)}:"))
+        elif type(each) is list:
+            found.append("[")
+            left.append(Spelled("]"))
+            for at, member in enumerate(reversed(each), 1):
+                left += (member, Spelled("," if at < len(each) else ""))
+        else:
+            found.append(_quoted(each))
+    return "".join(found)
 
 
 def _quoted(value: Any) -> str:
@@ -189,7 +201,7 @@ def _decimal_reader(kind: Any) -> Reader:
             raise Misfit(f"{_shown(value)} is no decimal number")
         try:
             found = _EXACT.quantize(_EXACT.create_decimal(text), step)
-        except InvalidOperation:
+        except DecimalException:
             raise Misfit(f"{_shown(value)} has too many digits for {kind}") from None
         if abs(found.scaleb(kind.scale, _EXACT)) >= limit:
             raise Misfit(f"{_shown(value)} has too many digits for {kind}")

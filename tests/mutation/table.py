@@ -52,6 +52,8 @@ _ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_en
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
+_BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
+_OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
@@ -475,6 +477,10 @@ MUTATIONS = (
         "mirror/spark/lake.py", "            table.mark(self._marks())", "            pass", "tests/spark/test_lake.py"
     ),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
+    Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),
+    Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "[0-9.][eE][+]?[0-9]|", _OF_NUMBERS),
+    Mutation(_BODIES, 'raise pa.ArrowInvalid("a number that Arrow does not round")', "pass", _OF_BODIES),
+    Mutation(_BODIES, "lines.view(pa.string()).validate(full=True)", "pass", _OF_BODIES),
     Mutation(_DOCUMENTS, "self._bodies_read += live.true_count", "pass", _OF_DOCUMENTS),
     Mutation(_DOCUMENTS, "overwrite=True, marks=marks)", "overwrite=True)", _OF_DOCUMENTS),
     # --- one judgement, and who hears it
