@@ -317,7 +317,8 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
                 where = int(document.branch), int(document.seqno)
                 names_lost |= names_of(positions.manifest_at(view, vbid, *where))
             name = _name(names_lost if retracted else names, document.collection_id)
-            yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], at)
+            here = (at[0], 0) if retracted else at
+            yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], here)
         else:
             while until is not None and until.seqno < document.seqno:
                 until = next(ahead, None)

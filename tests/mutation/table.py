@@ -53,6 +53,7 @@ _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_docum
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
+_OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
@@ -477,6 +478,7 @@ MUTATIONS = (
         "mirror/spark/lake.py", "            table.mark(self._marks())", "            pass", "tests/spark/test_lake.py"
     ),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
+    Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "", _OF_NUMBERS),
     Mutation(_BODIES, "[0-9.][eE][-+]?[0-9]|", "[0-9.][eE][+]?[0-9]|", _OF_NUMBERS),
     Mutation(_BODIES, 'raise pa.ArrowInvalid("a number that Arrow does not round")', "pass", _OF_BODIES),

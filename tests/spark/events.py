@@ -92,7 +92,7 @@ class History:
         self.branch += 1
         at = (self.branch, to_seqno)
         for name, lost in names.items():
-            self.log.append(lost | {"kind": "retraction", "at_branch": at[0], "at_seqno": at[1]})
+            self.log.append(lost | {"kind": "retraction", "at_branch": at[0], "at_seqno": 0})
             if name in after:
                 self.log.append(after[name] | {"kind": "restoration", "at_branch": at[0], "at_seqno": at[1]})
         for name in after.keys() - before.keys() - names.keys():  # back with their collection

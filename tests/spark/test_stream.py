@@ -45,7 +45,7 @@ class Table:
         for row in found:
             self.kinds.add(row["kind"])
             held = self.rows.get(row["key"])
-            if held is None or (row["at_branch"], row["at_seqno"]) >= (held["at_branch"], held["at_seqno"]):
+            if held is None or (row["at_branch"], row["at_seqno"]) > (held["at_branch"], held["at_seqno"]):
                 self.rows[row["key"]] = row
 
     @property
