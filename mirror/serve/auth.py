@@ -33,6 +33,8 @@ USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
 """Some ten thousand users."""
 
 EVERYTHING = frozenset(("*",))
+RIGHTS_CHANGED = "what this user may read was changed"
+"""Why a request that began by other rights is refused."""
 
 log = get_logger("auth")
 

@@ -184,8 +184,18 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
     return get_page
 
 
+class _RightsChanged(Exception):
+    """Ends an answer that was about to begin. No Problem: those are answered further in, before an answer begins."""
+
+    def __init__(self, refusal: Problem) -> None:
+        super().__init__(refusal.detail)
+        self.refusal = refusal
+
+
 class GuardedApp:
-    """The application, with its requests counted and unexpected errors answered."""
+    """The application, with its requests counted and unexpected errors answered. An answer that took time is judged by
+    its reader's rights when it begins.
+    """
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
         """`app` answers, with `document` the route of a document in it; `service` counts."""
@@ -228,6 +238,9 @@ class GuardedApp:
         async def counted(message: Message) -> None:
             nonlocal status, byte_count
             if message["type"] == "http.response.start":
+                reader = scope["state"].pop("reader", None)
+                if reader is not None and (refusal := self._service.rights_changed(reader)):
+                    raise _RightsChanged(refusal)
                 status = message["status"]
             else:
                 byte_count += len(message.get("body", b""))
@@ -240,6 +253,8 @@ class GuardedApp:
                 await problem.response()(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
+        except _RightsChanged as changed:
+            await changed.refusal.response()(scope, receive, counted)
         except Exception:
             log.exception("internal error", route=_route(scope))
             if not status:

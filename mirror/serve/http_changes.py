@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.log import get_logger
-from mirror.serve.auth import Reader, current
+from mirror.serve.auth import Reader
 from mirror.serve.http_documents import collection_id
 from mirror.serve.http_problems import Problem, internal, of_storage
 from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
@@ -263,8 +263,8 @@ class ChangeStream:
         now_s = self._service.clock.monotonic()
         if now_s - self._checked_s >= RIGHTS_CHECK_S:
             self._checked_s = now_s
-            if current(self._service.users, self._reader) != self._reader:
-                raise Problem("forbidden", "what this user may read was changed", hint="log in again")
+            if refusal := self._service.rights_changed(self._reader):
+                raise refusal
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
         view = self._service.view
@@ -335,6 +335,7 @@ class ChangeStream:
                 text = self._text_of(batch)
                 del batch
                 for at in range(0, len(text), BUDGETED_BYTES):  # each waits until those before are taken
+                    self._check_rights()
                     yield text[at : at + BUDGETED_BYTES]
                 del text
                 budget.give_back(held)

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
 from mirror.serve.admission import Slot
-from mirror.serve.auth import Reader, Users
+from mirror.serve.auth import RIGHTS_CHANGED, Reader, Users, current
 from mirror.serve.budget import Budget
 from mirror.serve.http_problems import Problem
 from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
@@ -233,14 +233,16 @@ class Service:
 
     async def reader(self, request: Request) -> Reader:
         """Who asks. Raises Problem."""
-        slot: Slot = request.scope["state"]["slot"]
+        state = request.scope["state"]
+        slot: Slot = state["slot"]
         found = self.reader_or_login(request)
         if isinstance(found, Credentials):
             reader = await self.logins.check(*found, slot.peer)
             if reader is None:
                 raise _not_logged_in()
             slot.establish()
-            return reader
+            found = reader
+        state["reader"] = found
         return found
 
     def reader_or_login(self, request: Request) -> Reader | Credentials:
@@ -270,6 +272,12 @@ class Service:
             return Credentials(name, password)
         state["slot"].establish()
         return proven
+
+    def rights_changed(self, reader: Reader) -> Problem | None:
+        """The refusal of a reader who may not read now what it could when its request began."""
+        if current(self.users, reader) == reader:
+            return None
+        return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
         """Refuse a collection that this reader may not read: a name as it is, an id by its name in these vbuckets."""

@@ -11,7 +11,8 @@ unordered execution (kv_engine docs/UnorderedExecution.md); with others their fu
   high-water mark and one answer; after `requests_per_turn` answers, or `TURN_S`, the others have their turn;
 - who used up a turn comes next when it is its turn among those who did (`turns`), and so does each step of a request
   that takes time: a client that wants little waits for one of them, not for one of each;
-- at most `LATER_MAX` requests that take time are under way, and they end with the connection.
+- at most `LATER_MAX` requests that take time are under way, and they end with the connection; each is judged by the
+  rights that its reader has when its answer is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Protocol, TypeVar
 from mirror.log import get_logger
 from mirror.serve import kv_documents, kv_scans
 from mirror.serve.admission import Slot
-from mirror.serve.auth import Reader
+from mirror.serve.auth import RIGHTS_CHANGED, Reader
 from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv_session import KvSession
 from mirror.serve.listener import Address
@@ -415,14 +416,16 @@ class KvConnection(asyncio.Protocol):
         elif reply is not None and not reply.pieces and not reply.more:
             later.done()
             return self._count(frame, reply, began)
-        task = self._loop.create_task(self._go_on(frame, later, began, reply))
+        task = self._loop.create_task(self._go_on(frame, later, began, reply, self.session.reader))
         if later.barrier or not self.session.unordered or reply is not None:
             self._held = task
         self._later.add(task)
         task.add_done_callback(self._later_done)
         return b""
 
-    async def _go_on(self, frame: Frame, later: Later, began: float, reply: Reply | None) -> None:
+    async def _go_on(
+        self, frame: Frame, later: Later, began: float, reply: Reply | None, reader: Reader | None
+    ) -> None:
         try:
             while reply is None or reply.more:
                 if reply is not None and not self._ended:
@@ -434,7 +437,10 @@ class KvConnection(asyncio.Protocol):
                 else:
                     await self._host.turns.turn()
                 await self._writable.wait()
-                found = self._guarded(frame, later.step)
+                if self.session.reader != reader:
+                    found: Reply | Later | None = self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
+                else:
+                    found = self._guarded(frame, later.step)
                 if isinstance(found, Later):
                     later, reply = found, None
                 else:

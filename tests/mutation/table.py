@@ -526,4 +526,17 @@ MUTATIONS = (
         "asyncio.timeout(None)",
         "tests/feed/test_map_poll.py -k alone_that_gets",
     ),
+    # --- who may read an answer is judged when it is made
+    Mutation(
+        "mirror/serve/http_api.py",
+        "if reader is not None and (refusal",
+        "if not reader and (refusal",
+        "tests/serve/test_http_api.py -k waited",
+    ),
+    Mutation(
+        "mirror/serve/kv_connection.py",
+        "if self.session.reader != reader:",
+        "if False:",
+        "tests/serve/test_kv_server.py -k waited",
+    ),
 )

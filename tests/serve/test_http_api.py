@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import socket
+import threading
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,9 +21,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from mirror.serve.auth import Reader, entry_of
 from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
+from mirror.serve.http_service import Service
 from storage import records
 from storage.model import Collection, ManifestChange, Seqno
-from tests.serve.http_site import VBUCKETS, Site, Source, events, judged, recorded_at_once, running, service_report
+from tests.serve.http_site import (
+    VBUCKETS,
+    VBUUID,
+    Site,
+    Source,
+    events,
+    judged,
+    recorded_at_once,
+    running,
+    service_report,
+)
 from tests.supervise.conftest import eventually_now
 
 
@@ -134,6 +148,72 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
             assert events(text)[-1]["event"] == "problem"
             assert "was changed" in text
         eventually_now(lambda: not site.server.service.streams)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "GET {documents}/{key}?token=4:{vbuuid}:2",
+        "GET {documents}?token=4:{vbuuid}:2&vbid=4",
+        "POST /v1/collections/_default/multi-get?token=4:{vbuuid}:2",
+        "GET /v1/changes?since=now&token=4:{vbuuid}:2",
+        "HEAD {documents}/{key}?token=4:{vbuuid}:2",
+    ],
+)
+def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_line: str
+) -> None:
+    """A removed user once got a document that was written 11 s after the removal."""
+    waits, after = threading.Event(), Service.after
+
+    def waiting(*arguments: Any, **more: Any) -> Any:
+        waits.set()
+        return after(*arguments, **more)
+
+    monkeypatch.setattr(Service, "after", waiting)
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": {"ann": entry_of("x")}}))
+    key = source.key_of(4)
+    source.put(key, b"1")
+    path = request_line.format(documents="/v1/collections/_default/documents", key=key.decode(), vbuuid=VBUUID)
+    with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
+        body = json.dumps({"keys": [key.decode()]})
+        login = base64.b64encode(b"ann:x").decode()
+        line.sendall(
+            f"{path}&timeout_ms=60000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Authorization: Basic {login}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert waits.wait(20)
+        file.write_text(json.dumps({"users": {}}))
+        source.put(key, b'"written after the removal"')
+        answer = line.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 403 "), answer
+        assert b"after the removal" not in answer
+        assert site.server.service.budget.out_bytes == 0
+        assert not site.server.service.streams
+
+
+def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on with the event that it was in, of up to 20 MiB."""
+    monkeypatch.setattr("mirror.serve.http_changes.RIGHTS_CHECK_S", 0.01)
+    file = tmp_path / "users.json"
+    file.write_text(json.dumps({"users": {"ann": entry_of("x")}}))
+    source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)
+    with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
+        login = base64.b64encode(b"ann:x").decode()
+        line.sendall(
+            f"GET /v1/changes?vbid=2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Authorization: Basic {login}\r\n\r\n".encode()
+        )
+        (connection,) = eventually_now(lambda: site.server.gate.state.connections)
+        eventually_now(lambda: connection.flow.write_paused)
+        file.write_text(json.dumps({"users": {}}))
+        text = line.makefile("rb").read()
+        assert len(text) < 15_000_000
+        assert b"event: problem" in text[-1000:]
+        assert b"was changed" in text[-1000:]
 
 
 def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Site) -> None:

@@ -15,6 +15,8 @@ from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
+from storage.keys import vbid_of
+from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving
 
 HUGE = 2_000_000
@@ -167,6 +169,36 @@ async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(
         assert await clients["eve"].receive() is None, "its password was changed"
         assert (await clients["bob"].get(b"huge")).status == Status.EACCESS
         assert len((await clients["dan"].get(b"huge")).value) == HUGE
+    store.close()
+
+
+async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_path: Path) -> None:
+    """A scan that waited for a seqno once began, and a large document was sent, by the rights of its request."""
+    file = tmp_path / "users.json"
+    users = {"ann": entry_of("pw")}
+    file.write_text(json.dumps({"users": users}))
+    vbid = vbid_of(b"huge", 16)
+    required = {"vb_uuid": "77", "seqno": 3, "timeout_ms": 20_000}
+    scan = {"range": {"start": "aHVnZQ==", "end": "aHVnZQ=="}, "snapshot_requirements": required}
+    scans = fr.request(Opcode.RANGE_SCAN_CREATE, value=json.dumps(scan).encode(), datatype=1, vbucket=vbid)
+    async with serving(store.path, readers=FileUsers(file)) as endpoint:
+        client, reading = await endpoint.connect(), await endpoint.connect()
+        for each in (client, reading):
+            assert await each.login("ann", "pw") == 0
+        await client.send(scans)
+        budget = endpoint.server.large.budget
+        assert budget.try_take(Limits().unsent_bytes_max)
+        await reading.send(fr.request(Opcode.GET, key=b"huge"))
+        await until(lambda: sum(len(each._later) for each in endpoint.server.connections) == 2)
+        users["ann"]["read"] = ["shop.*"]
+        file.write_text(json.dumps({"users": users}))
+        endpoint.server.sweep()
+        store.put(b"huge", b"written after the change", 3)
+        budget.give_back(Limits().unsent_bytes_max)
+        for each in (client, reading):
+            answer = await each.receive()
+            assert answer is not None
+            assert answer.status == Status.EACCESS
     store.close()
 
 
