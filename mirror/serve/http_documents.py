@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mirror.serve.auth import Reader
-from mirror.serve.http_problems import Problem
+from mirror.serve.http_problems import COLLECTIONS_HINT, Problem
 from mirror.serve.http_requests import (
     PAGE_LIMIT_DEFAULT,
     PAGE_LIMIT_MAX,
@@ -238,7 +238,7 @@ def collection_id(manifest: Manifest, collection: str | int) -> int:
         for entry in manifest.collections.values():
             if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
                 return entry.collection_id
-    raise Problem("no-collection", f"no collection {collection!r}", hint="GET /v1/collections lists them")
+    raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 
 async def _first_page(service: Service, reader: Reader, parameters: Parameters, collection: str | int) -> Page:

@@ -33,6 +33,8 @@ TYPE_PREFIX = "urn:dcp-mirror:"
 """A problem's `type` is this and its name; scripts compare it whole."""
 DETAIL_LENGTH_MAX = 1_000
 
+COLLECTIONS_HINT = "GET /v1/collections lists them"
+
 TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "Invalid request"),
     "not-authenticated": (401, "Log in first"),
@@ -108,6 +110,8 @@ def of_storage(error: StorageError) -> Problem:
     more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
     if name == "not-published":
         return Problem(name, "this mirror holds nothing yet", hint="ask again once it has met its source")
+    if name == "no-collection":  # the store's hint names collections that the reader may not know
+        return Problem(name, error.message, hint=COLLECTIONS_HINT, **more)
     return Problem(name, error.message, hint=error.hint, **more)
 
 

@@ -150,6 +150,22 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
         eventually_now(lambda: not site.server.service.streams)
 
 
+def test_an_error_names_no_collection_that_its_reader_may_not_read(guarded: Site) -> None:
+    """The hint once listed all that the store knows."""
+    shop = ("shop", "secret")
+    scan = "/v1/collections/shop.nosuch"
+    found = [
+        guarded.get(guarded.document("a", "shop.nosuch"), 404, auth=shop),
+        guarded.get(f"{scan}/documents", 404, auth=shop),
+        guarded.client.post(f"{scan}/multi-get", json={"keys": ["a"]}, auth=shop),
+        guarded.get("/v1/changes", 404, auth=shop, params={"collection": "shop.nosuch", "follow": "false"}),
+    ]
+    for answer in found:
+        assert answer.status_code == 404
+        assert "_default" not in answer.text
+        assert answer.json()["hint"] == "GET /v1/collections lists them"
+
+
 @pytest.mark.parametrize(
     "request_line",
     [
