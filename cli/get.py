@@ -23,7 +23,7 @@ def as_of_from(text: str | None) -> AsOf:
     """Digits are a seqno; anything else is a time in ISO 8601, local where it names no zone. Raises ConfigError."""
     if text is None:
         return None
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return int(text)
     try:
         return Time(int(datetime.fromisoformat(text).timestamp() * 1000))

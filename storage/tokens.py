@@ -21,8 +21,11 @@ class Time:
     ms: int
 
     def __str__(self) -> str:
-        """In ISO 8601."""
-        return datetime.fromtimestamp(self.ms / 1000, UTC).isoformat(timespec="milliseconds")
+        """In ISO 8601, or as the number if no date is so far away."""
+        try:
+            return datetime.fromtimestamp(self.ms / 1000, UTC).isoformat(timespec="milliseconds")
+        except (OverflowError, ValueError):
+            return f"{self.ms} ms"
 
 
 AsOf = int | Time | None

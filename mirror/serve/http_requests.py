@@ -14,7 +14,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -126,7 +126,7 @@ class Parameters:
         if moment.tzinfo is None:
             raise _bad(f"as_of {text!r} has no time zone", "end it with Z or +hh:mm")
         try:
-            return Time(int(moment.timestamp() * 1000))
+            return Time(int(moment.astimezone(UTC).timestamp() * 1000))
         except (OverflowError, ValueError):
             raise _bad(f"as_of {text!r} is out of range") from None
 

@@ -74,6 +74,8 @@ def test_as_of_is_a_seqno_or_a_time() -> None:
     assert as_of_from("1970-01-01T00:00:01+00:00") == Time(1000)
     with pytest.raises(ConfigError, match="neither"):
         as_of_from("yesterday")
+    with pytest.raises(ConfigError, match="neither a seqno nor a time"):
+        as_of_from("\xb2")
 
 
 @pytest.mark.parametrize(
