@@ -1,8 +1,8 @@
 """A copy of a mirror as checked parts: made next to a running service, and made into a mirror again elsewhere.
 
-Knows LMDB's compacting copy, the layout of a backup (FORMAT.md, "Backups") and what makes a copy another mirror than
-its original; `storage.archive` knows where the parts are kept. Invariants: one group is one read transaction, so every
-vbucket is copied with its state; the manifest is the last part, so a backup that was not finished has none; nothing is
+Knows the layout of a backup (FORMAT.md, "Backups") and what makes a copy another mirror than its original;
+`storage.archive` knows where the parts are kept. Invariants: one group is one read transaction, so every vbucket is
+copied with its state; the manifest is the last part, so a backup that was not finished has none; nothing is
 in place at the target before every checksum was compared, and `mirror.json` comes last; a copy gives positions above
 what it has published a history of its own, so that no token of the original is mistaken for one of the copy.
 """
@@ -14,15 +14,16 @@ import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import lmdb
 
 from storage import branches, directory, keys, map_record, seal
+from storage.compaction import Compaction
 from storage.environment import DATA_FILE, Environment, storage_error
 from storage.errors import CorruptedError, FormatTooNew, StorageError
 from storage.map_record import MapRecord
@@ -136,7 +137,7 @@ def _group_parts(
     if not vbids:
         return
     environment = view.groups.environment(vbids[0])
-    with environment.read() as txn:
+    with environment.read() as txn, closing(Compaction(environment, txn.raw)) as copy:
         for vbid in vbids:
             served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
             published[vbid] = served.seqno
@@ -146,33 +147,9 @@ def _group_parts(
                     raise StorageError("it is being resynced", vbid=vbid, hint="repeat it when that is published")
                 if boundary.seqno < state.published_seqno:
                     rollbacks[vbid] = int(boundary.seqno)
-        yield from _copied(environment, txn.raw)
-
-
-def _copied(environment: Environment, txn: Any) -> Iterator[bytes]:
-    """LMDB writes its copy to a pipe from a thread of its own; this reads it."""
-    reading, writing = os.pipe()
-    failed: list[Exception] = []
-
-    def copy() -> None:
-        try:
-            environment.env.copyfd(writing, compact=True, txn=txn)
-        except lmdb.Error as error:
-            failed.append(error)
-        finally:
-            os.close(writing)
-
-    thread = threading.Thread(target=copy, name="backup", daemon=True)
-    thread.start()
-    try:
-        with open(reading, "rb", closefd=False) as source:
-            while data := source.read(PART_BYTES):
-                yield data
-    finally:
-        os.close(reading)  # the copy ends where nobody reads it
-        thread.join()
-    if failed:
-        raise storage_error(failed[0], environment.path)
+        pages = copy.pages()
+        while part := b"".join(islice(pages, PART_BYTES // copy.page_bytes)):
+            yield part
 
 
 # -- making a mirror of one -------------------------------------------------------------------------------------------

@@ -45,6 +45,21 @@ REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
 """With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
 
+LMDB_VERSION_MIN = (3, 0)
+"""Of py-lmdb: older ones have no page verification, and trust page numbers and lengths of a damaged file."""
+DAMAGE = (
+    lmdb.BadTxnError,  # a page of this transaction was found damaged by a call that cannot return it
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,  # a tree deeper than any can be
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.ProblemError,
+    lmdb.VersionMismatchError,
+)
+"""Errors of LMDB that mean a damaged file, in readers and in the writer."""
+
 
 def storage_error(error: Exception, path: str) -> StorageError:
     """An LMDB or operating system error by the name this program uses for it."""
@@ -85,7 +100,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
         )
     if isinstance(error, lmdb.ReadersFullError):
         return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
-    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError)):
+    if isinstance(error, DAMAGE):
         return CorruptedError(
             f"the LMDB file is damaged or is none: {error}",
             path=path,
@@ -100,6 +115,20 @@ def storage_error(error: Exception, path: str) -> StorageError:
     hint = "run `dcp-mirror check`; a group that is damaged is filled again once its folder is set aside"
     text = f"{type(error).__name__}: {error}"
     return StorageError(text, path=path, hint=hint if isinstance(error, lmdb.Error) else "")
+
+
+def refuse_unsound_lmdb() -> None:
+    """Raise StorageError unless py-lmdb is new enough and uses the LMDB that it brings: with another one a damaged page
+    ends the process by a signal.
+    """
+    version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
+    is_patched = bool(lmdb.version(subpatch=True)[3])
+    if version < LMDB_VERSION_MIN or not is_patched:
+        found = f"lmdb {lmdb.__version__} with LMDB {'.'.join(map(str, lmdb.version()))}"
+        raise StorageError(
+            f"{found}{'' if is_patched else ' of the system'} may end the process where a file is damaged",
+            hint=f"install lmdb {'.'.join(map(str, LMDB_VERSION_MIN))} or newer, with the LMDB that it brings",
+        )
 
 
 def _identity_of(path: str) -> tuple[int, int]:
@@ -209,6 +238,7 @@ class Environment:
 
     def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
         """Open the file. Raises StorageError."""
+        refuse_unsound_lmdb()
         try:
             return lmdb.open(
                 path,
@@ -223,6 +253,7 @@ class Environment:
                 readahead=False,
                 meminit=False,
                 mode=0o600,
+                lib_version=0,
             )
         except lmdb.Error as error:
             found = storage_error(error, path)

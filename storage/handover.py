@@ -1,6 +1,6 @@
 """A group's environment as one closed file: what moves between machines and folders, and is a mirror's again there.
 
-Knows LMDB's compacting copy and a mirror's directory; never who made the environment or where it goes. LMDB itself must
+Knows a mirror's directory; never who made the environment or where it goes. LMDB itself must
 not work on network file systems, but a finished file may lie there: `pack` writes it in one stroke, `describe` makes a
 folder of such files a mirror, and neither opens LMDB there. Invariant: a group's folder under its own name is whole and
 synced; `mirror.json` is written last.
@@ -16,6 +16,7 @@ import uuid
 import lmdb
 
 from storage import directory
+from storage.compaction import Compaction
 from storage.environment import DATA_FILE, Environment, storage_error
 from storage.errors import CorruptedError
 from storage.model import Identity
@@ -33,8 +34,12 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
         path = os.path.join(unfinished, DATA_FILE)
         environment = Environment(folder, directory.group_vbids(identity, group), writable=False)
         try:
-            with open(path, "xb") as file:
-                environment.env.copyfd(file.fileno(), compact=True)
+            with (
+                open(path, "xb") as file,
+                environment.read() as txn,
+                contextlib.closing(Compaction(environment, txn.raw)) as copy,
+            ):
+                file.writelines(copy.pages())
                 file.flush()
                 os.fsync(file.fileno())
         finally:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import lmdb
 import pytest
@@ -38,10 +39,8 @@ from tests.storage.test_writer import Clock, open_writer, publish
         (OSError(errno.EROFS, "x"), ReadOnly, "permission denied"),
         (lmdb.ReadersFullError("x"), Locked, "reader slots"),
         (lmdb.LockError("mdb_txn_begin: Resource temporarily unavailable"), Locked, "same PID"),
-        (lmdb.CorruptedError("x"), CorruptedError, "damaged"),
-        (lmdb.InvalidError("x"), CorruptedError, "damaged"),
         (OSError(errno.ENXIO, "No such device"), StorageError, "No such device"),
-        (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN"), StorageError, "MDB_BAD_TXN (run `dcp-mirror check`"),
+        (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN"), CorruptedError, "is damaged or is none: mdb_get: MDB_BAD_TXN"),
     ],
 )
 def test_errors_of_the_system_get_our_names(error: Exception, kind: type[StorageError], text: str) -> None:
@@ -49,6 +48,37 @@ def test_errors_of_the_system_get_our_names(error: Exception, kind: type[Storage
     assert type(ours) is kind
     assert text in str(ours)
     assert str(ours).startswith("/somewhere: ")
+
+
+_NOT_DAMAGE = {
+    "BadDbiError", "BadRslotError", "BadValsizeError", "DbsFullError", "DiskError", "InvalidParameterError",
+    "KeyExistsError", "LockError", "MapFullError", "MapResizedError", "MemoryError", "NotFoundError", "PanicError",
+    "ReadersFullError", "ReadonlyError", "TlsFullError", "TxnFullError",
+    "BadChecksumError", "CryptoFailError", "EnvEncryptionError",  # of LMDB 1.0's encryption
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", lmdb.Error.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_each_error_of_lmdb_is_damage_or_is_not(kind: type[lmdb.Error]) -> None:
+    is_damage = isinstance(storage_error(kind("x"), "/somewhere"), CorruptedError)
+    assert is_damage is (kind.__name__ not in _NOT_DAMAGE)
+
+
+@pytest.mark.parametrize(("version", "patched", "text"), [("2.3.0", 1, "lmdb 2.3.0"), ("3.0.0", 0, "of the system")])
+def test_an_lmdb_that_trusts_damaged_pages_is_refused_in_one_line(
+    path: str, version: str, patched: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb, "__version__", version)
+    monkeypatch.setattr(lmdb, "version", lambda subpatch=False: (0, 9, 36, patched) if subpatch else (0, 9, 36))
+    with pytest.raises(StorageError, match=rf"{text}.*install lmdb 3\.0 or newer"):
+        open_view(path).state(0)
+
+
+def test_a_new_environment_is_of_lmdb_0_9_whatever_a_variable_prefers(tmp_path: Path) -> None:
+    command = "from storage.environment import Environment; Environment('.', [], writable=True, create=True)"
+    variables = os.environ | {"LMDB_DEFAULT_LIB_VERSION": "1", "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", command], check=True, cwd=tmp_path, env=variables)
+    assert lmdb.open(str(tmp_path)).lib_version()[:2] == (0, 9)
 
 
 def test_a_write_that_was_cut_short_is_a_full_disk_only_where_there_is_no_space(
