@@ -26,11 +26,21 @@ from rich.text import Text
 from mirror.config_reader import Description
 
 DASH = "-"
-GOOD_STATES = {"streaming", "caught up", "running", "catching up", "up"}
-BUSY_STATES = {"backfilling", "requesting", "starting", "stopping", "stored", "waiting", "resyncing", "rolling-back"}
+GOOD_STATES = {"streaming", "following", "running", "up"}
+BUSY_STATES = {
+    "catching up",
+    "backfilling",
+    "requesting",
+    "starting",
+    "stopping",
+    "stored",
+    "waiting",
+    "resyncing",
+    "rolling-back",
+}
 PLAIN_INTERVAL_S = 2.0
-VBUCKET_ROWS_MAX = 8
-"""Vbuckets that a summary names: the worst; `--all` shows every one."""
+TROUBLES_MAX = 8
+"""Troubles with an error that a summary shows: the worst."""
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -72,9 +82,9 @@ def duration(seconds: float | None) -> str:
     """Seconds as people read them."""
     if seconds is None:
         return DASH
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
@@ -269,28 +279,10 @@ def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return plain_table(headers, lines, right=(0, 3, 4, 5, 6, 7, 8, 9))
 
 
-def trouble_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Vbuckets that somebody should look at, and why."""
-    lines: list[list[str | Text]] = [
-        [
-            str(row["vbid"]),
-            state_text(row["state"]),
-            number(row["published_seqno"]),
-            number(row["lag_seqnos"]),
-            duration(row["lag_s"]),
-            str(row["detail"] or ""),
-        ]
-        for row in rows
-    ]
-    return plain_table(["vbid", "state", "published", "lag", "for", "why"], lines, right=(0, 2, 3, 4))
-
-
-def worst_vbuckets(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that somebody should look at first: in trouble, then behind."""
-    settled = GOOD_STATES | {"stored"}
-    troubled = [row for row in rows if row["state"] not in settled or (row["lag_s"] or 0) >= 1]
-    troubled.sort(key=lambda row: (row["state"] in GOOD_STATES, -(row["lag_s"] or 0), row["vbid"]))
-    return troubled
+def trouble_table(troubles: Sequence[Mapping[str, Any]]) -> Table:
+    """The error of each trouble, and the vbuckets that it concerns."""
+    lines = [[trouble["where"] or "all", duration(trouble["lag_s"]), str(trouble["error"])] for trouble in troubles]
+    return plain_table(["vbuckets", "lag", "error"], lines, right=(1,))
 
 
 def processes_text(document: Mapping[str, Any]) -> Table:
@@ -311,7 +303,7 @@ def status_view(
     *,
     every_vbucket: bool = False,
     brief: bool = False,
-    vbucket_rows_max: int = VBUCKET_ROWS_MAX,
+    troubles_max: int = TROUBLES_MAX,
 ) -> RenderableType:
     """The whole status; `brief`: without what hardly changes, and processes as sums."""
     parts: list[RenderableType] = [summary(document, brief=brief)]
@@ -326,24 +318,22 @@ def status_view(
         parts += ["", vbucket_table(rows)]
     elif rows:
         states = ", ".join(f"{count} {state}" for state, count in sorted(document["totals"]["states"].items()))
-        worst = worst_vbuckets(rows)
         parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
-        if worst and vbucket_rows_max:
-            parts += ["", trouble_table(worst[:vbucket_rows_max])]
-        if len(worst) > vbucket_rows_max:
-            parts.append(
-                f"[dim]... and {len(worst) - vbucket_rows_max} more behind (status --all shows every one)[/dim]"
-            )
+        troubles = [trouble for trouble in document["troubles"] if trouble["vbuckets"] and trouble["error"]]
+        if troubles and troubles_max:
+            parts += ["", trouble_table(troubles[:troubles_max])]
+        if len(troubles) > troubles_max:
+            parts.append(f"[dim]... and {len(troubles) - troubles_max} more errors (status --all)[/dim]")
     return Group(*parts)
 
 
 def top_view(document: Mapping[str, Any]) -> RenderableType:
     """As much of the status as the terminal has lines for: what is cut off there is what somebody should look at."""
     view = status_view(document)
-    for rows_max in range(VBUCKET_ROWS_MAX, -1, -1):
+    for troubles_max in range(TROUBLES_MAX, -1, -1):
         if len(stdout.render_lines(view)) < stdout.height:
             break
-        view = status_view(document, brief=True, vbucket_rows_max=rows_max)
+        view = status_view(document, brief=True, troubles_max=troubles_max)
     return view
 
 
@@ -522,8 +512,12 @@ class Screen:
 
 
 def show(view: RenderableType) -> None:
-    """Draw once on stdout."""
-    if not stdout.is_terminal and "COLUMNS" not in os.environ:
-        Console(highlight=False, width=160, file=sys.stdout).print(view)
-    else:
+    """Draw once on stdout; in a pipe without padding, and 160 columns wide unless COLUMNS says otherwise."""
+    if stdout.is_terminal:
         stdout.print(view)
+        return
+    width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 160
+    console = Console(highlight=False, width=width, file=sys.stdout)
+    with console.capture() as drawn:
+        console.print(view)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().splitlines()))

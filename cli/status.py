@@ -45,6 +45,7 @@ class DocumentCounter:
             return
         if self._view is None:
             self._view = open_view(self._data)
+        failures: list[str] = []
         for row in rows:
             if row["state"] == "damaged":
                 continue
@@ -52,9 +53,10 @@ class DocumentCounter:
                 try:
                     self._counted[row["vbid"]] = (self._position(row), self._view.count(row["vbid"]))
                 except StorageError as error:
-                    row["last_error"] = row["last_error"] or str(error)
+                    failures.append(f"documents of vbucket {row['vbid']} cannot be counted: {error}")
                     continue
             row["documents"] = self._counted[row["vbid"]][1]
+        document["warnings"] += failures[:1]
         document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
 
     def _position(self, row: dict[str, Any]) -> tuple[int, int]:

@@ -1,24 +1,25 @@
-"""How a mirror stands, judged from the rows of its status: one state, the reasons, readiness. Pure.
+"""How a mirror stands, judged from the rows of its status: one state, what is wrong, readiness. Pure.
 
 The only judgement: `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show what it says
-(docs/operations.md has the table). Invariants: what is not known is never taken for good; `caught up` only without a
-reason against it; ready only while every vbucket is published, followed, and no further behind than the limit.
+(docs/operations.md has the table). Invariants: the unknown is never good; a mirror is ready only while it is
+`following`, that is, while every vbucket is published, streams, and lags less than the limit; a vbucket has one trouble
+at most, its worst.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-VBIDS_NAMED = 10
-"""Vbuckets that a reason names; it counts the others."""
+RANGES_NAMED = 10
+"""Ranges of vbuckets that a text names."""
 
 STARTING, UNREACHABLE, DEGRADED, DISK_FULL = "starting", "source unreachable", "degraded", "disk full"
-CATCHING_UP, CAUGHT_UP = "catching up", "caught up"
-STATES = (STARTING, UNREACHABLE, DEGRADED, DISK_FULL, CATCHING_UP, CAUGHT_UP, "stopping", "stored")
-"""Every state of a mirror: those judged here, and two that the service knows by itself."""
+CATCHING_UP, FOLLOWING, STOPPING, STORED = "catching up", "following", "stopping", "stored"
+STATES = (STARTING, UNREACHABLE, DEGRADED, DISK_FULL, CATCHING_UP, FOLLOWING, STOPPING, STORED)
+"""Every state of a mirror: those judged here, and `stopping`, which the service knows by itself."""
 
 BROKEN = {
     "damaged": "damaged",
@@ -28,7 +29,7 @@ BROKEN = {
     "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
-"""States of vbuckets that do not go on by themselves, in words."""
+"""States of vbuckets that do not go on by themselves, in words, worst first."""
 
 HELD_UP_S = 1.0
 """A vbucket that waits after an error for longer than this is named; shorter waits are retries."""
@@ -39,32 +40,83 @@ HEARD_S = 2.0
 SILENT_S = 5.0
 """A worker that has sent nothing for this long is named."""
 
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A reason why the mirror is not ready: of some vbuckets, or of the whole mirror."""
+
+    state: str
+    """The state of the mirror that it amounts to."""
+    what: str
+    error: str | None = None
+    rows: tuple[Row, ...] = ()
+    """The vbuckets that it concerns; empty: the whole mirror."""
+    held_count: int = 0
+    where: str = ""
+    """The vbuckets as `group 3` or `0-31, 40`; empty: all."""
+
+    @property
+    def text(self) -> str:
+        """The trouble in a sentence, without the error of single vbuckets."""
+        if not self.rows:
+            return f"{self.what}: {self.error}" if self.error else self.what
+        text = f"{len(self.rows)} of {self.held_count} vbuckets {self.what}"
+        return f"{text}: {self.where}" if self.where else text
+
+    @property
+    def reason(self) -> str:
+        """The whole trouble in a sentence."""
+        return f"{self.text} ({self.error})" if self.rows and self.error else self.text
+
+    def row(self) -> dict[str, Any]:
+        """The trouble as the status shows it (cli/JSON.md)."""
+        lags = [row["lag_s"] for row in self.rows]
+        return {
+            "what": self.what,
+            "vbuckets": len(self.rows),
+            "where": self.where,
+            "error": self.error,
+            "lag_s": max(lags) if lags and None not in lags else None,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """The judgement."""
 
     state: str
-    reasons: tuple[str, ...]
+    troubles: tuple[Trouble, ...] = ()
     """What keeps the mirror from being ready, worst first; empty: it is ready."""
 
     @property
     def ready(self) -> bool:
         """True if readers may be sent here."""
-        return not self.reasons
+        return not self.troubles
+
+    @property
+    def message(self) -> str:
+        """All troubles in a line."""
+        return "; ".join(trouble.text for trouble in self.troubles)
+
+    @property
+    def reasons(self) -> list[str]:
+        """A sentence for each trouble."""
+        return [trouble.reason for trouble in self.troubles]
 
 
-def heard(row: Mapping[str, Any]) -> bool:
+def heard(row: Row) -> bool:
     """True if the worker of this vbucket was heard recently enough for its figures to count."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
 def assess(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     held_count: int | None,
     *,
     lag_limit_s: float,
-    groups: Sequence[Mapping[str, Any]] = (),
+    groups: Sequence[Row] = (),
     source_error: str | None = None,
 ) -> Health:
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md), and what workers say of their groups.
@@ -73,72 +125,93 @@ def assess(
     bucket it has.
     """
     if source_error is not None:
-        return Health(UNREACHABLE, (f"the source cannot be reached: {source_error}",))
+        return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
     if held_count is None:
-        return Health(STARTING, ("the source has not answered yet",))
+        return of_mirror(STARTING, "the source has not answered yet")
     if len(rows) < held_count:
-        return Health(STARTING, (f"{len(rows)} of {held_count} vbuckets reported",))
+        return of_mirror(STARTING, f"{len(rows)} of {held_count} vbuckets reported")
     failed = {row["group"]: bool(row.get("full")) for row in groups if row.get("error")}
     """Groups whose store failed; True: because the disk is full. Their vbuckets have no streams meanwhile."""
-    unwritten = [row for row in rows if row["state"] not in BROKEN and row["group"] in failed]
     going = [row for row in rows if row["state"] not in BROKEN and row["group"] not in failed]
     away = [row for row in going if row["node"] is None and heard(row)]
     if away and len(away) == len(going):
         error = next((row["last_error"] for row in away if row["last_error"]), None)
         if error is None and all(row["lag_s"] is None for row in away):
-            return Health(STARTING, ("no contact with the source yet",))
-        return Health(UNREACHABLE, (f"no contact with the source{f': {error}' if error else ''}",))
-    degraded = _silent_workers(rows)
-    degraded += [_named(rows, [row for row in rows if row["state"] == state], what) for state, what in BROKEN.items()]
-    degraded.append(_named(rows, [row for row in unwritten if not failed[row["group"]]], "whose store failed"))
-    degraded.append(_named(rows, away, "without contact to the source"))
-    held_up = [row for row in going if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S)]
-    degraded.append(_named(rows, [row for row in held_up if row["node"] is not None], "waiting after an error"))
-    disk_full = _named(rows, [row for row in unwritten if failed[row["group"]]], "cannot be written, the disk is full")
-    behind = [
-        _named(rows, [row for row in (*going, *unwritten) if not _published(row)], "not published"),
-        _named(rows, [row for row in rows if _late(row, lag_limit_s)], f"more than {lag_limit_s:g} s behind"),
-        _named(
-            rows, [row for row in going if row["node"] and not _lag_known(row) and not _silent(row)], "of unknown lag"
-        ),
-    ]
-    reasons = tuple(each for each in (*degraded, disk_full, *behind) if each)
-    if any(degraded) or disk_full:
-        return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)
-    caught_up = not reasons and all(row["lag_seqnos"] == 0 for row in rows)
-    return Health(CAUGHT_UP if caught_up else CATCHING_UP, reasons)
+            return of_mirror(STARTING, "no contact with the source yet")
+        return of_mirror(UNREACHABLE, "no contact with the source", error)
+    troubles = _collected(rows, [(row, _trouble(row, failed, lag_limit_s)) for row in rows])
+    return Health(troubles[0].state if troubles else FOLLOWING, troubles)
 
 
-def _lag_known(row: Mapping[str, Any]) -> bool:
-    return row["lag_seqnos"] is not None and heard(row)
+def assess_stored(rows: Sequence[Row]) -> Health:
+    """Judge a mirror whose service does not run."""
+    damage = (DEGRADED, "damaged")
+    damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows])
+    return Health(STORED, (Trouble(STORED, "no service runs: nothing follows the source"), *damaged))
 
 
-def _silent(row: Mapping[str, Any]) -> bool:
-    return (row["report_age_s"] or 0) > SILENT_S
+def of_mirror(state: str, what: str, error: str | None = None) -> Health:
+    """Judge the mirror as a whole."""
+    return Health(state, (Trouble(state, what, error),))
 
 
-def _silent_workers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A reason for each worker that has sent nothing for longer than SILENT_S."""
-    counts = Counter((row["worker"], row["report_age_s"]) for row in rows if _silent(row))
-    return [
-        f"worker {worker} has sent nothing for {age_s:.0f} s ({count} of {len(rows)} vbuckets)"
-        for (worker, age_s), count in sorted(counts.items())
-    ]
+def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[str, str] | None:
+    """The worst trouble of a vbucket: the state that it amounts to, and its words."""
+    if (row["report_age_s"] or 0) > SILENT_S:
+        return DEGRADED, f"of worker {row['worker']}, silent for {row['report_age_s']:.0f} s"
+    if row["state"] in BROKEN:
+        return DEGRADED, BROKEN[row["state"]]
+    if row["group"] in failed:
+        full = failed[row["group"]]
+        return (DISK_FULL, "cannot be written, the disk is full") if full else (DEGRADED, "whose store failed")
+    if row["node"] is None and heard(row):
+        return DEGRADED, "without contact to the source"
+    if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S):
+        return DEGRADED, "waiting after an error"
+    if not row["published_seqno"] and row["lag_seqnos"] != 0:
+        return CATCHING_UP, "not published"
+    if _late(row, lag_limit_s):
+        return CATCHING_UP, f"more than {lag_limit_s:g} s behind"
+    if row["lag_seqnos"] is None or not heard(row):
+        return CATCHING_UP, "of unknown lag"
+    return None
 
 
-def _published(row: Mapping[str, Any]) -> bool:
-    return bool(row["published_seqno"]) or row["lag_seqnos"] == 0
-
-
-def _late(row: Mapping[str, Any], limit_s: float) -> bool:
+def _late(row: Row, limit_s: float) -> bool:
     return row["lag_s"] is not None and row["lag_s"] > limit_s
 
 
-def _named(rows: Sequence[Any], found: Sequence[Mapping[str, Any]], what: str) -> str:
-    """A reason, with the error of the first vbucket that has one; empty where there is none."""
-    if not found:
+def _collected(rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]]) -> tuple[Trouble, ...]:
+    """One trouble for all vbuckets with the same words, worst first."""
+    together: dict[tuple[str, str], list[Row]] = {}
+    for row, trouble in found:
+        if trouble is not None:
+            together.setdefault(trouble, []).append(row)
+    troubles = [
+        Trouble(state, what, _error_of(concerned), tuple(concerned), len(rows), _places(rows, concerned))
+        for (state, what), concerned in together.items()
+    ]
+    rank = (DEGRADED, DISK_FULL, CATCHING_UP).index
+    return tuple(sorted(troubles, key=lambda each: (rank(each.state), -len(each.rows))))
+
+
+def _error_of(rows: Sequence[Row]) -> str | None:
+    return next((row["detail"] or row["last_error"] for row in rows if row["state"] in (*BROKEN, "waiting")), None)
+
+
+def _places(rows: Sequence[Row], concerned: Sequence[Row]) -> str:
+    """Name the vbuckets concerned: by group if they are whole groups, else as ranges; empty for all."""
+    if len(concerned) == len(rows):
         return ""
-    vbids = ", ".join(str(row["vbid"]) for row in found[:VBIDS_NAMED]) + (", ..." if len(found) > VBIDS_NAMED else "")
-    text = f"{len(found)} of {len(rows)} vbuckets {what}: {vbids}"
-    error = next((row["detail"] or row["last_error"] for row in found if row["state"] in (*BROKEN, "waiting")), None)
-    return f"{text} ({error})" if error else text
+    groups = sorted({row["group"] for row in concerned})
+    if len(groups) < len(concerned) == sum(row["group"] in groups for row in rows):
+        return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+    named = list(ranges(sorted(row["vbid"] for row in concerned)))
+    return ", ".join(named[:RANGES_NAMED]) + (", ..." if len(named) > RANGES_NAMED else "")
+
+
+def ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """Yield rising numbers as ranges: `0-31`, `40`."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        first, *rest = [number for _, number in run]
+        yield f"{first}-{rest[-1]}" if rest else str(first)

@@ -6,13 +6,20 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 
 def end_group(number: int) -> None:
     """SIGKILL to all that is left of a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(number, signal.SIGKILL)
+
+
+def caught_up(status: Mapping[str, Any] | None) -> bool:
+    """True if a status says that the mirror follows its source and has published everything."""
+    return status is not None and status["state"] == "following" and status["totals"]["lag_seqnos"] == 0
 
 
 class ProcessGroup(subprocess.Popen[str]):

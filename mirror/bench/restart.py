@@ -30,6 +30,7 @@ from mirror.bench.limits import Row, bare_get
 from mirror.bench.stores import append_rows, document_rows, store_each
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
+from mirror.health import FOLLOWING
 from mirror.messages import GetStatus
 from mirror.serve.dcp_server import DcpServer
 from mirror.supervise import logs
@@ -124,7 +125,7 @@ def _until(service: Any, look: Any) -> None:
 def _caught_up(data: str, highs: dict[int, int]) -> bool:
     """The service says so, and these vbuckets are published as far as this."""
     answer = client.ask(Path(data), GetStatus())
-    if answer is None or answer["status"]["state"] != "caught up":
+    if answer is None or answer["status"]["state"] != FOLLOWING:
         return False
     rows = {row["vbid"]: row["published_seqno"] for row in answer["status"]["vbuckets"]}
     return all(rows[vbid] >= seqno for vbid, seqno in highs.items())

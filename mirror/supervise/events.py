@@ -15,7 +15,7 @@ Level = Literal["info", "warning", "error"]
 
 def _counted(count: int, what: str) -> str:
     """`1 vbucket`, `33 vbuckets`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class VbucketsRolledBack(_OfVbuckets):
     @property
     def text(self) -> str:
         """The sentence."""
-        span = "" if self.to_seqno is None else f" from seqno {self.from_seqno} to {self.to_seqno}"
+        span = "" if self.to_seqno is None else f" from seqno {self.from_seqno:,} to {self.to_seqno:,}"
         return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} taken back"
 
 
@@ -89,7 +89,7 @@ class FirstFillDone:
     @property
     def text(self) -> str:
         """The sentence."""
-        return f"the first fill is done: {self.vbuckets} vbuckets, {self.seqnos} seqnos"
+        return f"the first fill is done: {self.vbuckets:,} vbuckets, {self.seqnos:,} seqnos"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +277,7 @@ class LeaseExpired:
     @property
     def text(self) -> str:
         """The sentence."""
-        return f"the lease of {self.reader!r} on {self.vbuckets} vbuckets has expired: its reader may lose its moment"
+        return f"the lease of {self.reader!r} on {self.vbuckets:,} vbuckets has expired: its reader may lose its moment"
 
 
 Event = (

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.health import VBIDS_NAMED
 from mirror.supervise.events import (
     DamageFound,
     DiskFree,
@@ -29,6 +28,8 @@ from mirror.supervise.events import (
 )
 from mirror.supervise.status import Row
 
+VBIDS_NAMED = 10
+"""Vbuckets that an event names; it counts the others."""
 COLLECT_MS = 1_000
 """News of one kind are collected for this long."""
 CONTACT_LOST_MS = 1_000

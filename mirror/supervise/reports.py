@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
-from mirror.health import CATCHING_UP, HEARD_S, STARTING, assess, heard
+from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
 from mirror.messages import GetStatus, ProcessReport
 from mirror.supervise.children import Child
@@ -77,9 +77,8 @@ class Reports:
         """Requests for a report that are not answered yet."""
         self._trend = Trend()
         self._observer = Observer()
-        self._state = STARTING
+        self._health = of_mirror(STARTING, "no vbucket reported")
         self._message = ""
-        self._reasons: tuple[str, ...] = ("no vbucket reported",)
         self._since_ms = context.clock.wall_ms()
         self._source_error: str | None = None
         self._started = context.clock.monotonic()
@@ -87,14 +86,14 @@ class Reports:
         self.was_ready = False
         """All workers have run at once."""
 
-    def set_state(self, state: str, message: str, reasons: tuple[str, ...]) -> None:
-        """Show a state from now on, here and to systemd."""
-        if state != self._state:
+    def set_health(self, health: Health, figures: str = "") -> None:
+        """Show a judgement from now on, here and to systemd; `figures` is the message of a mirror without trouble."""
+        if health.state != self._health.state:
             self._since_ms = self._context.clock.wall_ms()
-        self._reasons = reasons
-        if (state, message) != (self._state, self._message):
-            self._state, self._message = state, message
-            self._notifier.status(f"{state}: {message}" if message else state)
+        message = health.message or figures
+        if (health.state, message) != (self._health.state, self._message):
+            self._notifier.status(f"{health.state}: {message}" if message else health.state)
+        self._health, self._message = health, message
 
     def work_begins(self) -> None:
         """The bucket is known, and workers are planned."""
@@ -216,10 +215,8 @@ class Reports:
             rows, self._context.vbucket_count, lag_limit_s=limit_s, groups=groups, source_error=self._source_error
         )
         sums = totals(rows)
-        figures = f"{sums['published_seqnos']:,} seqnos published"
-        if health.state == CATCHING_UP and sums["lag_seqnos"] is not None:
-            figures = f"{sums['lag_seqnos']:,} seqnos behind"
-        self.set_state(health.state, "; ".join(health.reasons) or figures, health.reasons)
+        figures = f"{sums['published_seqnos']:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"
+        self.set_health(health, figures)
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)
 
@@ -243,9 +240,10 @@ class Reports:
         leases = context.leases.active(clock.wall_ms()) if context.leases is not None else ()
         return {
             "service": "up",
-            "state": self._state,
+            "state": self._health.state,
             "message": self._message,
-            "reasons": list(self._reasons),
+            "reasons": self._health.reasons,
+            "troubles": [trouble.row() for trouble in self._health.troubles],
             "since_ms": self._since_ms,
             "pid": os.getpid(),
             "uptime_s": round(clock.monotonic() - self._started, 1),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mirror.health import assess_stored
 from mirror.supervise.status import Row, bucket_fields, stored_row, totals, unreadable_row
 from storage import directory
 from storage.errors import StorageError
@@ -20,13 +21,13 @@ def stored_status(data: Path) -> dict[str, Any]:
     identity = directory.load(str(data))
     with open_view(str(data)) as view:
         rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
-    unreadable = [row["detail"] for row in rows if row["state"] == "damaged"]
-    damage = f"{len(unreadable)} of {len(rows)} vbuckets cannot be read: {unreadable[0]}" if unreadable else ""
+    health = assess_stored(rows)
     return {
         "service": "down",
-        "state": "stored",
-        "message": damage,
-        "reasons": ["no service runs: nothing follows the source", *([damage] if damage else ())],
+        "state": health.state,
+        "message": health.message,
+        "reasons": health.reasons,
+        "troubles": [trouble.row() for trouble in health.troubles],
         "since_ms": None,
         "pid": None,
         "uptime_s": None,

@@ -21,6 +21,7 @@ from typing import Any
 from mirror.clock import Clock
 from mirror.config import Settings, to_wire
 from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
+from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, UseKvNodes
@@ -190,7 +191,7 @@ class Supervisor:
             self._failure = failure
         if not self._context.stopping:
             self._context.stopping = True
-            self._reports.set_state("stopping", "", ("the service stops",))
+            self._reports.set_health(of_mirror(STOPPING, "the service stops"))
             self._notifier.stopping()
             workers = sum(kind_of(child.slot) is None for child in self._processes.alive())
             if self._failure is None or workers:  # else the error alone says all

@@ -21,6 +21,7 @@ from mirror.sandbox.thread import SandboxThread
 from storage.tokens import Token
 from storage.view import open_view
 from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes
+from tests.processes import caught_up
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -28,7 +29,7 @@ JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 def is_caught_up(data: Path) -> bool:
     """Whether the service on a data directory says so; there may be no mirror yet."""
     status = call("status", "--data", data, "--json")
-    return bool(status.out) and status.json["state"] == "caught up"
+    return bool(status.out) and caught_up(status.json)
 
 
 @contextmanager

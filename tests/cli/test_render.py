@@ -52,7 +52,11 @@ def document(**more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "service": "up",
         "state": "catching up",
-        "message": "45 seqnos behind",
+        "message": "2 of 3 vbuckets not published: 0-1",
+        "troubles": [
+            {"what": "refused", "vbuckets": 1, "where": "2", "error": "no [bold]privilege", "lag_s": 90.0},
+            {"what": "not published", "vbuckets": 2, "where": "0-1", "error": None, "lag_s": None},
+        ],
         "pid": 1,
         "uptime_s": 10.0,
         "data": "/data/[red]mirror",
@@ -78,7 +82,15 @@ def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
     text = drawn(render.status_view(document()))
     assert max(map(len, text.splitlines())) <= 80
     assert text.rindex("refused") < text.rindex("1 min 30 s")
-    for shown in ("catching up", "45 seqnos behind", "1,234,572 seqnos", "1,500 docs/s", "4711", "31.0 MiB", "SIGKILL"):
+    for shown in (
+        "catching up",
+        "2 of 3 vbuckets not",
+        "1,234,572 seqnos",
+        "1,500 docs/s",
+        "4711",
+        "31.0 MiB",
+        "SIGKILL",
+    ):
         assert shown in text
 
 
@@ -93,6 +105,8 @@ def test_top_shows_on_a_small_terminal_what_is_in_trouble_and_on_a_large_one_all
     server = document()["workers"][0] | {"kind": "kv", "counters": {}}
     found = document(vbuckets=rows, workers=document()["workers"] * 4, servers=[server] * 3)
     found["totals"] = totals(rows) | {"documents_per_s": None, "bytes_per_s": None}
+    trouble = {"what": "refused", "vbuckets": 2, "where": "0-1", "error": "no privilege", "lag_s": None}
+    found["troubles"] = [trouble] * 10
     drawn_at = {}
     for height in (24, 12, 60):
         monkeypatch.setattr(render, "stdout", Console(width=80, height=height, file=io.StringIO()))
@@ -105,10 +119,10 @@ def test_top_shows_on_a_small_terminal_what_is_in_trouble_and_on_a_large_one_all
         "3 of 3 running",
         "20 refused",
         "no privilege",
-        "more behind",
+        "more errors",
     ):
         assert shown in text
-    assert "... and 20 more behind" in drawn_at[12][-1], "as short as it gets"
+    assert "... and 10 more errors" in drawn_at[12][-1], "as short as it gets"
     assert drawn_at[60] == drawn(render.status_view(found)).splitlines()
 
 
@@ -170,7 +184,7 @@ def test_progress_shows_share_rate_and_time_left() -> None:
     line = render.progress_line(document(catch_up=catch_up), elapsed_s=10)
     assert line == "25.0% done | 250 of 1,000 seqnos | 1 of 4 vbuckets | 1,500/s | 30 s left"
     assert "25.0%" in drawn(render.progress_view(document(catch_up=catch_up), 10))
-    assert render.progress_line(document(), 1) == "catching up: 45 seqnos behind"
+    assert render.progress_line(document(), 1) == "catching up: 2 of 3 vbuckets not published: 0-1"
 
 
 def test_the_demo_fits_eighty_columns() -> None:

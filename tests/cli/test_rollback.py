@@ -14,6 +14,7 @@ import pytest
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill
+from tests.processes import caught_up
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -84,7 +85,7 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
     contents = documents(data)
     with background("run", "--source", source.connection_string, "--data", data) as service:
         deadline = time.monotonic() + 60
-        while call("status", "--data", data, "--json").json["state"] != "caught up":
+        while not caught_up(call("status", "--data", data, "--json").json):
             assert time.monotonic() < deadline
         result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--json")
         assert result.code == 0, result.err

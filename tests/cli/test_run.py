@@ -19,6 +19,7 @@ from mirror.messages import GetStatus
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call
+from tests.processes import caught_up
 
 NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
@@ -105,7 +106,7 @@ def test_it_runs_until_stopped_and_answers_meanwhile(
 ) -> None:
     with background("run", "--source", source.connection_string, "--data", tmp_path, "--workers", "2") as service:
         status = eventually(lambda: (client.ask(tmp_path, GetStatus()) or {}).get("status", {}))
-        eventually(lambda: (client.ask(tmp_path, GetStatus()) or {})["status"]["state"] == "caught up")
+        eventually(lambda: caught_up((client.ask(tmp_path, GetStatus()) or {})["status"]))
         status = call("status", "--data", tmp_path, "--json").json
         assert (status["service"], status["pid"]) == ("up", service.pid)
         assert [worker["phase"] for worker in status["workers"]] == ["running", "running"]

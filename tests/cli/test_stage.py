@@ -9,6 +9,7 @@ import pytest
 from cli.stage import Stage
 from mirror.errors import SupervisionError
 from tests.cli.test_run import eventually
+from tests.processes import caught_up
 
 
 def stage(tmp_path: Path) -> Stage:
@@ -18,7 +19,7 @@ def stage(tmp_path: Path) -> Stage:
 def test_source_and_mirror_come_and_go_together(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with stage(tmp_path) as both:
-        status = eventually(lambda: (found := both.status()) and found["state"] == "caught up" and found)
+        status = eventually(lambda: caught_up(found := both.status()) and found)
         assert both.ask_source("status")["documents"] == 10
         assert status["totals"]["published_seqnos"] == 10
         pid = status["workers"][0]["pid"]
@@ -44,5 +45,5 @@ def test_settings_of_the_user_who_runs_the_demo_do_not_reach_it(
     monkeypatch.setitem(os.environ, "DCP_MIRROR_WORKERS", "nonsense")
     monkeypatch.setitem(os.environ, "DCP_MIRROR_PASSWORD", "another")
     with stage(tmp_path) as both:
-        eventually(lambda: (found := both.status()) and found["state"] == "caught up")
+        eventually(lambda: caught_up(both.status()))
         assert both.connection_string.startswith("couchbase://demo@")

@@ -17,7 +17,7 @@ from tests.terminal import Terminal, plain
 
 JSON_MD = Path(status.__file__).with_name("JSON.md").read_text()
 FIELDS = [
-    "service", "state", "message", "reasons", "since_ms", "pid", "uptime_s", "time_ms", "data", "source",
+    "service", "state", "message", "reasons", "troubles", "since_ms", "pid", "uptime_s", "time_ms", "data", "source",
     "source_error", "bucket",
     "bucket_uuid", "cluster_uuid", "vbucket_count", "vbuckets_held", "group_count", "selection", "sync", "warnings",
     "supervisor", "workers", "servers", "listeners", "leases", "readers", "totals", "catch_up", "events", "vbuckets",
@@ -127,11 +127,12 @@ def test_what_cannot_be_read_is_a_row_that_says_so(mirrored: Path, tmp_path: Pat
     assert {row["group"] for row in damaged} == {1}
     assert all("group-0001" in row["detail"] for row in damaged)
     assert result.json["totals"]["documents"] is None, "a part of them is not their number"
-    assert "vbuckets cannot be read: " in result.json["message"]
+    assert "4 of 16 vbuckets damaged: group 1" in result.json["message"]
+    assert [each["vbuckets"] for each in result.json["troubles"]] == [0, 4]
     for command in (("status",), ("status", "--all"), ("top", "--count", "1")):
         shown = call(*command, "--data", data)
         assert shown.code == 0
-        assert "group-0001" in shown.out
+        assert "damaged" in shown.out
     assert call("status", "--data", data, "--ready").code == 1
 
 
@@ -141,5 +142,6 @@ def test_what_cannot_be_counted_has_no_count(mirrored: Path, tmp_path: Path) -> 
     status.DocumentCounter(damaged_copy(mirrored, tmp_path / "data", 1)).fill(document)
     broken = [row for row in document["vbuckets"] if row["documents"] is None]
     assert {row["group"] for row in broken} == {1}
-    assert all("group-0001" in row["last_error"] for row in broken)
+    assert len(document["warnings"]) == 1
+    assert "group-0001" in document["warnings"][0]
     assert document["totals"]["documents"] is None

@@ -17,6 +17,7 @@ from mirror.sandbox.thread import SandboxThread
 from storage import directory, keys, seal
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.cli.test_run import eventually
+from tests.processes import caught_up
 
 ALTERED = 3
 JSON_MD = Path(cli.__file__).with_name("JSON.md")
@@ -185,7 +186,7 @@ def test_the_running_service_says_how_its_source_is_reached(
             source.connection_string,
             "1.3",
         )
-        eventually(lambda: call("status", "--data", data, "--json").json["state"] == "caught up")
+        eventually(lambda: caught_up(call("status", "--data", data, "--json").json))
         for command in ("verify", "doctor"):
             result = call(command, "--data", data, "--json")
             assert (result.code, result.json["source"]) == (0, source.connection_string), result.err

@@ -24,6 +24,7 @@ from storage.view import open_view
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, until
+from tests.processes import caught_up
 
 NODES, VBUCKETS, GROUPS, WORKERS = 3, 24, 4, 2
 RATE, KEYS = 300, 3000
@@ -247,5 +248,5 @@ def the_idle_cost_nothing(campaign: Campaign) -> None:
     service.kill_supervisor()
     service.start()
     campaign.wait_requested_again(list(range(VBUCKETS)), requested, campaign.high_seqnos())
-    until("the status to say that it is caught up", lambda: (service.status() or {}).get("state") == "caught up")
+    until("the status to say that everything is published", lambda: caught_up(service.status()))
     assert campaign.source.call(bytes_sent) == before

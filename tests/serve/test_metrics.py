@@ -45,7 +45,7 @@ def test_workers_and_servers_have_their_names(source: Source) -> None:
     assert found["dcp_mirror_server_kv_connections", (("server", "http-1"),)] == 3
     assert found["dcp_mirror_ready", ()] == 1
     assert {labels[0][1]: value for (name, labels), value in found.items() if name == "dcp_mirror_state"} == (
-        dict.fromkeys(STATES, 0) | {"caught up": 1}
+        dict.fromkeys(STATES, 0) | {"following": 1}
     )
 
 

@@ -251,7 +251,7 @@ def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Si
     site.stands(report() | {"vbuckets": [], "state": "disk full"})
     opened(page, site)
     assert page.locator("#headline.bad").count() == 1
-    site.stands(report() | {"vbuckets": [], "state": "caught up"} | {"totals": report()["totals"] | {"stale": 0}})
+    site.stands(report() | {"vbuckets": [], "state": "following"} | {"totals": report()["totals"] | {"stale": 0}})
     opened(page, site)
     assert page.locator("#headline.bad").count() == 0
 

@@ -20,7 +20,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.crash.service import Service, until
-from tests.processes import ProcessGroup
+from tests.processes import ProcessGroup, caught_up
 from tests.whole.test_source_away import fetched
 
 ASSETS = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
@@ -75,7 +75,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         flags = ("--workers", "1", "--groups", "2", "--http", "0", "--kv", "0")
         service = stack.enter_context(Service(source.connection_string, folder / "data", *flags))
         service.start()
-        until("the mirror to be filled", lambda: (service.status() or {}).get("state") == "caught up")
+        until("the mirror to be filled", lambda: caught_up(service.status()))
         listeners = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
         target = listeners[0].removeprefix("http://")
         config = {

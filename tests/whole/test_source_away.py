@@ -18,6 +18,7 @@ from mirror.feed.session import SILENCE_MAX_S
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.cli.conftest import background, call
 from tests.crash.service import Service, until
+from tests.processes import caught_up
 
 VBUCKETS = 8
 
@@ -41,7 +42,7 @@ def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Pat
         flags = ("--workers", "1", "--http", "0")
         service = stack.enter_context(Service(source.connection_string, data, *flags))
         service.start()
-        until("all to be published", lambda: (service.status() or {}).get("state") == "caught up")
+        until("all to be published", lambda: caught_up(service.status()))
         status = service.status()
         assert status is not None
         assert status["reasons"] == []
@@ -61,7 +62,7 @@ def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Pat
         metrics = fetched(f"{url}/metrics")[1].splitlines()
         assert "dcp_mirror_ready 0.0" in metrics
         assert 'dcp_mirror_state{state="source unreachable"} 1.0' in metrics
-        assert 'dcp_mirror_state{state="caught up"} 0.0' in metrics
+        assert 'dcp_mirror_state{state="following"} 0.0' in metrics
         assert not [line for line in metrics if line.startswith("dcp_mirror_lag_seqnos ")]
         shown = call("status", "--data", data).out
         assert "source unreachable since 20" in shown

@@ -22,7 +22,7 @@ const BAD = ["dead", "rolled", "stalled", "lagging"];
 const ATTENTION = [...BAD, "waiting"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
 const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "resyncing"]);
-const WELL = new Set(["starting", "catching up", "caught up", "stopping"]);
+const WELL = new Set(["starting", "catching up", "following", "stopping"]);
 
 const $ = (id) => document.getElementById(id);
 const make = (tag, text, name) => {
