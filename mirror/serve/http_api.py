@@ -26,7 +26,8 @@ from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
 from mirror.serve.http_service import Service, refuse_websites
-from mirror.serve.metrics import CONTENT_TYPE, exposition
+from mirror.serve.http_status import Report
+from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
 
@@ -83,7 +84,7 @@ async def get_status(request: Request) -> Response:
     service: Service = request.state.service
     await service.reader(request)
     Parameters(request, ())
-    return _answer(await service.status.whole())
+    return Response(await service.status.rendered(dumps), 200, FRESH, "application/json")
 
 
 async def get_samples(request: Request) -> Response:
@@ -99,8 +100,11 @@ async def get_vbuckets(request: Request) -> Response:
     service: Service = request.state.service
     await service.reader(request)
     Parameters(request, ())
-    report = await service.status.report()
-    return _answer({"vbuckets": report["vbuckets"]})
+    return Response(await service.status.rendered(_vbucket_rows), 200, FRESH, "application/json")
+
+
+def _vbucket_rows(report: Report) -> bytes:
+    return dumps({"vbuckets": report["vbuckets"]})
 
 
 async def get_vbucket(request: Request) -> Response:
@@ -142,10 +146,10 @@ async def get_metrics(request: Request) -> Response:
     service: Service = request.state.service
     await service.reader(request)
     try:
-        report = await service.status.whole()
+        text = await service.status.rendered(exposition)
     except StorageError:
-        report = None
-    return Response(exposition(report, service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
+        text = b""
+    return Response(text + own_exposition(service.requests), 200, FRESH | {"Content-Type": CONTENT_TYPE})
 
 
 async def get_livez(request: Request) -> Response:

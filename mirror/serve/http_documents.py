@@ -22,11 +22,12 @@ from mirror.serve.http_requests import (
     PAGE_LIMIT_MAX,
     Page,
     Parameters,
+    body_of,
     collection_name,
     document_key,
     document_key_bytes,
     header,
-    json_body,
+    json_of,
     requested_keys,
     vbucket,
 )
@@ -183,9 +184,14 @@ async def get_documents(request: Request) -> Response:
     collection = collection_name(request.path_params["collection"])
     as_of = parameters.as_of()
     tokens, timeout_s = service.tokens(parameters)
-    keys = requested_keys(await json_body(request))
+    body = await body_of(request)
     view = service.view
-    vbids = {view.vbid_of(key) for key in keys}
+
+    def parse() -> tuple[list[bytes], set[Vbid]]:
+        keys = requested_keys(json_of(body))
+        return keys, {view.vbid_of(key) for key in keys}
+
+    keys, vbids = await service.read_in_bulk(parse)
     service.refuse_unavailable(vbids)
 
     def read() -> tuple[bytes, int]:
@@ -196,12 +202,12 @@ async def get_documents(request: Request) -> Response:
         missing = [key for key in keys if key not in found]
         service.refuse_unpublished({view.vbid_of(key) for key in missing})
         rows = b",".join(document_json(found[key]) for key in keys if key in found)
-        body = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
-        return body, len(found)
+        answer = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
+        return answer, len(found)
 
-    body, count = await service.after(tokens, timeout_s, read, in_bulk=True)
+    answer, count = await service.after(tokens, timeout_s, read, in_bulk=True)
     service.requests.gave(count)
-    return Budgeted(service, body, PRIVATE, JSON)
+    return Budgeted(service, answer, PRIVATE, JSON)
 
 
 async def scan_documents(request: Request) -> Response:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from uvicorn.server import ServerState
 
 from mirror.serve.admission import Slot
 from mirror.serve.http_problems import Problem
+from mirror.serve.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024
 """Request line and headers; the position of a reader of 1,024 vbuckets is some 10 KiB."""
@@ -56,6 +58,7 @@ class Gate:
     changed: Callable[[int], None] = lambda _: None
     answer_now: Callable[[Any], Response | None] = lambda _: None
     """The answer to a request that needs nothing to be waited for and is sent whole; None: call the application."""
+    turns: Turns = field(default_factory=Turns)
     state: ServerState = field(default_factory=ServerState)
 
 
@@ -84,6 +87,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
+        self._is_waiting = False
+        """The next request waits for its turn."""
+        self._is_busy = False
+        """More than one request came at a time: the next ones wait for their turns too."""
         self._wrong: str | None = None
         """Why nothing more is read: it is sent once the requests before are answered."""
 
@@ -124,10 +131,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Let uvicorn read on; a request has so long to be whole."""
         if self._refused or self._wrong is not None or self.transport.is_closing():
             return
+        self._unparsed += data
+        if self._is_waiting:
+            return
+        if self._is_busy and not self._answering:
+            self._wait_for_turn()
+            return
         self._answered_now = False
         self._answer_now = self._gate.answer_now
-        self._unparsed += data
         self._parse()
+        self._is_busy = bool(self.pipeline or self._unparsed)
         self._answer_now = None
         if self._answered_now and not (self._answering or self._request_begun or self._refused):
             self._stop_waiting()
@@ -232,25 +245,38 @@ class BoundedProtocol(HttpToolsProtocol):
         self._request_begun = False
 
     def on_response_complete(self) -> None:
-        """The next request may take its time, but not for ever."""
+        """The next request may take its time, but not for ever; one that is here already waits for its turn."""
+        parsed, self.pipeline = self.pipeline, deque()  # uvicorn would answer the next one at once
         super().on_response_complete()
+        self.pipeline = parsed
         if self.transport.is_closing():
             return
         if self._wrong and not self._answering:
             self.send_400_response(self._wrong)
-        elif self._unparsed:
-            self.flow.pause_reading()  # uvicorn has just begun to read on
-            self._unset_keepalive_if_required()
-            self.loop.call_soon(self._go_on)
+        elif self.pipeline or self._unparsed:
+            self._wait_for_turn()
         elif not self._answering:
             self._stop_waiting()
 
+    def _wait_for_turn(self) -> None:
+        self.flow.pause_reading()
+        self._unset_keepalive_if_required()
+        self._is_waiting = True
+        self._gate.turns.call(self._go_on)
+
     def _go_on(self) -> None:
-        if not self.transport.is_closing():
+        """Answer the next request of those that came ahead of their answers."""
+        self._is_waiting = False
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif not self._answering:
             self._wait_for_request()
             self._parse()
             if not self._unparsed and not self._answering:
                 self.flow.resume_reading()
+        self._is_busy = bool(self.pipeline or self._unparsed)
 
     def pause_writing(self) -> None:
         """The reader takes nothing for now."""

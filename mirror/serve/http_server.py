@@ -98,6 +98,7 @@ class HttpServer:
             limits.send_timeout_s,
             changed=requests.open_connections.set,
             answer_now=app.answer_now,
+            turns=self.service.turns,
         )
         self.admission = Admission(limits)
         self._settings = settings

@@ -50,7 +50,8 @@ async def ask_service(data: Path) -> Report | None:
                 reader, writer = await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
                 try:
                     writer.write(json.dumps(encode(GetStatus())).encode() + b"\n")
-                    answer = json.loads(await reader.readline())
+                    line = await reader.readline()
+                    answer = await asyncio.to_thread(json.loads, line)
                 finally:
                     writer.close()
     except (OSError, ValueError, TimeoutError, SupervisionError):
@@ -108,6 +109,11 @@ class StatusReporter:
         self._report_at = float("-inf")
         self._disk_and_history: Report = {}
         self._disk_and_history_at = float("-inf")
+        self._whole: tuple[Report, Report, Report] = ({}, {}, {})
+        """The last `whole`, and what it was made of."""
+        self._rendering = asyncio.Lock()
+        self._rendered: tuple[Report, dict[Callable[[Report], bytes], bytes]] = ({}, {})
+        """What was made of the last `whole`."""
         self._samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 
@@ -130,14 +136,30 @@ class StatusReporter:
             self._report = None
             self._disk_and_history_at = float("-inf")
 
+    async def rendered(self, render: Callable[[Report], bytes]) -> bytes:
+        """What `render` makes of the whole report: in a thread, once for each report."""
+        whole = await self.whole()
+        async with self._rendering:
+            if self._rendered[0] is not whole:
+                self._rendered = whole, {}
+            kept = self._rendered[1]
+            if render not in kept:
+                kept[render] = await asyncio.to_thread(render, whole)
+            return kept[render]
+
     async def whole(self) -> Report:
-        """The report with disk, history, rollbacks and resyncs, and the lag that counts as too much."""
+        """The report with disk, history, rollbacks and resyncs, and the lag that counts as too much: the same object
+        until one of these is another.
+        """
         report = await self.report()
         async with self._lock:
             if self._clock.monotonic() - self._disk_and_history_at >= HISTORY_FRESH_S:
                 self._disk_and_history = await asyncio.to_thread(self._read_disk_and_history, report)
                 self._disk_and_history_at = self._clock.monotonic()
-        return report | self._disk_and_history | {"lag_limit_s": self.lag_limit_s}
+            if self._whole[0] is not report or self._whole[1] is not self._disk_and_history:
+                whole = report | self._disk_and_history | {"lag_limit_s": self.lag_limit_s}
+                self._whole = report, self._disk_and_history, whole
+            return self._whole[2]
 
     def _read_disk_and_history(self, report: Report) -> Report:
         data = self._mirror.data

@@ -203,7 +203,7 @@ def _json_body(data: bytes) -> Any:
         return {"type": "http.request", "body": data, "more_body": False}
 
     async def read() -> Any:
-        return await http_requests.json_body(Request(scope, receive))
+        return http_requests.json_of(await http_requests.body_of(Request(scope, receive)))
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mirror.serve.latency import Latencies
-from mirror.serve.metrics import Requests, exposition
+from mirror.serve.metrics import Requests, exposition, own_exposition
 from tests.serve.http_site import Source, service_report
 
 FOLDER = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
@@ -114,7 +114,7 @@ def scraped(source: Source) -> str:
     source.put("a")
     requests = Requests("http-0")
     requests.answered("get_document", 200, 0.002, 100)
-    return exposition(whole_report(Path(source.path)), requests).decode()
+    return (exposition(whole_report(Path(source.path))) + own_exposition(requests)).decode()
 
 
 def exported(text: str) -> set[str]:

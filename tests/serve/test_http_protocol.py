@@ -7,6 +7,8 @@ import contextlib
 import re
 import socket
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,6 +317,30 @@ def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
         answer = read_all(line)
     assert answer.count(b"HTTP/1.1 200 OK") == 51
     assert answer.endswith(b'{"status":"alive"}')
+
+
+def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 clients that pipelined once kept others waiting for 0.4 s."""
+    site.source.put("a", b"1")
+    one = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    turns = site.server.gate.turns
+    assert turns is site.server.service.turns, "large answers take them too"
+    taken: list[None] = []
+
+    def counted(step: Callable[[], object]) -> None:
+        taken.append(None)
+        turns.call(step)
+
+    monkeypatch.setattr(site.server.gate, "turns", SimpleNamespace(call=counted))
+    with site.connect() as line:
+        for _ in range(5):
+            line.sendall(one)
+            assert b"200 OK" in line.recv(4096)
+        assert not taken, "a client that waits for its answers is answered at once"
+        line.sendall(one * 49 + last)
+        assert read_all(line).count(b"HTTP/1.1 200 OK") == 50
+    assert len(taken) == 48, "all but the one that is answered at once, and the first that is not"
 
 
 def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mirror.serve import http_status
 from mirror.serve.http_status import StatusReporter, _together, ask_service
 from mirror.serve.http_view import Mirror
+from mirror.serve.objects import dumps
 from mirror.supervise.control import ControlServer
 from mirror.supervise.stored import stored_status
 from storage.errors import NotAMirror
@@ -48,6 +50,25 @@ async def test_the_service_is_queried_when_it_runs_and_the_store_otherwise(sourc
         await control.stop()
     clock.advance(1)
     assert (await status.report())["service"] == "down"
+
+
+async def test_what_is_made_of_a_report_is_made_once(source: Source) -> None:
+    """The metrics of 1,024 vbuckets once took 47 ms of the event loop in each scrape."""
+    clock = ManualClock()
+    status = status_of(Path(source.path), clock)
+    threads: list[threading.Thread] = []
+
+    def render(report: dict[str, Any]) -> bytes:
+        threads.append(threading.current_thread())
+        return str(report["service"]).encode()
+
+    assert [await status.rendered(render) for _ in range(5)] == [b"down"] * 5
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+    assert (await status.rendered(dumps))[:1] == b"{"
+    clock.advance(1)
+    await status.rendered(render)
+    assert len(threads) == 2
 
 
 @pytest.mark.parametrize("said", [b"", b"garbage\n", b"[]\n", b'{"ok": false}\n', b'{"ok": true, "status": 1}\n'])

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.health import STATES
-from mirror.serve.metrics import Requests, exposition
+from mirror.serve.metrics import Requests, exposition, own_exposition
 from mirror.supervise.stored import stored_status
 from tests.serve.http_site import Source, service_report
 
@@ -22,7 +22,7 @@ def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def test_what_is_not_known_is_left_out(source: Source) -> None:
-    found = samples(exposition(stored_status(Path(source.path)), Requests("http-0")))
+    found = samples(exposition(stored_status(Path(source.path))) + own_exposition(Requests("http-0")))
     assert found["dcp_mirror_up", ()] == 0
     assert found["dcp_mirror_ready", ()] == 0
     names = {name for name, _ in found}
@@ -37,7 +37,7 @@ def test_workers_and_servers_have_their_names(source: Source) -> None:
     }  # fmt: skip
     server = worker | {"slot": 2001, "kind": "http", "counters": {"http_documents": 5, "kv_connections": 3}}
     report = service_report(Path(source.path), workers=[worker], servers=[server])
-    found = samples(exposition(report, Requests("http-0")))
+    found = samples(exposition(report))
     assert found["dcp_mirror_worker_running", (("worker", "0"),)] == 1
     assert found["dcp_mirror_worker_restarts_total", (("worker", "0"),)] == 2
     assert found["dcp_mirror_worker_commits_total", (("worker", "0"),)] == 9
@@ -55,7 +55,7 @@ def test_a_process_counts_its_own() -> None:
     requests.answered("get_changes", 200, None, 50)
     requests.gave(4)
     requests.stream_began()
-    found = samples(exposition(None, requests))
+    found = samples(own_exposition(requests))
     own = ("server", "http-3")
     assert found["dcp_mirror_http_requests_total", (("code", "200"), ("route", "get_document"), own)] == 1
     assert found["dcp_mirror_http_request_seconds_count", (("route", "get_document"), own)] == 1
