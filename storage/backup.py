@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-import lmdb
-
 from storage import branches, directory, keys, map_record, seal
 from storage.compaction import Compaction
 from storage.environment import DATA_FILE, Environment, storage_error
@@ -238,7 +236,7 @@ def _prepare(
     for group in range(identity.group_count):
         if check_rows:
             _check_rows(work, identity, group)
-        _begin_history(work, identity, group, rollbacks, clock_ms)
+        _open_once(work, identity, group, rollbacks, clock_ms)
         progress(group + 1, total)
     if manifest["map"] is not None:
         map_record.save(work, MapRecord(identity.bucket_uuid, **manifest["map"]))
@@ -343,24 +341,15 @@ def _check_rows(work: str, identity: Identity, group: int) -> None:
         )
 
 
-def _begin_history(
+def _open_once(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
-    """Make a copied group one of its own: positions above what it has published are of another history than those of
-    the original, which may go on. Then go back to the requested boundaries.
+    """Make a copied group one of its own, as every writer does that opens one (FORMAT.md, "Positions"). Then go back to
+    the requested boundaries.
     """
     path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
     if not vbids:
         return
-    environment = Environment(path, vbids, writable=True, sync="full")
-    try:
-        environment.open_all()
-        with environment.begin(write=True) as txn:  # the next writer finds itself in another place, wherever it is
-            txn.put(b"place", b"", db=environment.db(keys.DB_META))
-    except lmdb.Error as error:
-        raise storage_error(error, path) from error
-    finally:
-        environment.close()
     writer = GroupWriter.open(path, group=group, vbids=vbids, identity=identity, sync="full", clock_ms=clock_ms)
     try:
         for vbid in vbids:

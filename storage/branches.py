@@ -30,7 +30,8 @@ from storage.model import (
 from storage.transaction import Transaction
 
 HISTORY_IDS_MAX = 64
-"""Histories of one branch that are kept apart: one for each power cut. Positions of older ones are refused."""
+"""Histories of one branch that are kept apart: one for each owner that published on it. Positions of older ones are
+refused."""
 
 
 class Moment(NamedTuple):
@@ -434,8 +435,9 @@ def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: 
 def begin_history(txn: Transaction, vbid: int) -> None:
     """Let positions above what is published be of a new history.
 
-    To be called where commits that readers saw may have been undone (a power cut, an older copy of the file): positions
-    that were given out above what is published now must not be taken for those that the next commits make.
+    Each owner begins with it. Commits that readers saw may have been undone before (a power cut, an older copy of the
+    file, a volume that was set back): positions that were given out above what is published now must not be taken for
+    those that the next commits make. Readers that stayed open read their chains again.
     """
     history_id = txn.environment.history_id
     pub = txn.pub(vbid)
@@ -445,6 +447,7 @@ def begin_history(txn: Transaction, vbid: int) -> None:
     if staging != pub.branch:  # never published as far as this file knows
         row = get_branch(txn, vbid, staging)
         put_branch(txn, vbid, staging, row._replace(history_ids=((history_id, 0),)))
+    draw_chain_id(txn, vbid)
 
 
 def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, **changes: Any) -> None:

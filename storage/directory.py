@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
@@ -88,7 +87,6 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
             meta = environment.db(keys.DB_META)
             txn.put(b"identity", identity_bytes(identity, group), db=meta)
             txn.put(b"fence", (0).to_bytes(8, "big"), db=meta)
-            txn.put(b"place", place(path), db=meta)
     finally:
         environment.close()
 
@@ -96,24 +94,6 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
 def identity_bytes(identity: Identity, group: int) -> bytes:
     """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
     return bytes(msgpack.packb([FORMAT, group, *_fields(identity).values()]))
-
-
-def boot_id() -> str:
-    """Which start of the system this is."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:  # no Linux: nobody knows, so each writer counts as the first after a power cut
-        return uuid.uuid4().hex
-
-
-def place(path: str) -> bytes:
-    """What `meta` holds under `place`: on which start of the system, and into which file, the environment was written.
-
-    Where a writer finds another place, commits that readers saw may have been undone: by a power cut, or because the
-    file is an older copy.
-    """
-    return bytes(msgpack.packb([1, boot_id(), os.stat(os.path.join(path, DATA_FILE)).st_ino]))
 
 
 def _fields(identity: Identity) -> dict[str, object]:

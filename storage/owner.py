@@ -89,11 +89,9 @@ class GroupOwner:
         )
         try:
             self.environment.open_all()
-            moved = self._check_file(claim=claim)
+            self._check_file()
             if claim:
-                self.write_while_opening(lambda txn: txn.put(keys.DB_META, b"fence", self.fence.to_bytes(8, "big")))
-            if moved:
-                self.write_while_opening(self._begin_history)
+                self.write_while_opening(self._claim)
             if self._load():  # the newest meta page was lost with a sync that failed
                 self.write_while_opening(self._begin_history)
             if claim:
@@ -106,18 +104,18 @@ class GroupOwner:
             self.environment.close()
             raise
 
-    def _check_file(self, *, claim: bool) -> bool:
-        """Check whose file it is; True where it is not at the place where its last owner had it."""
+    def _check_file(self) -> None:
         with self.environment.read() as txn:
             directory.check_identity(txn.get(keys.DB_META, b"identity"), self._identity, self.group, self.path)
-            if claim:
-                self.fence = int.from_bytes(txn.get(keys.DB_META, b"fence") or b"", "big") + 1
-            return txn.get(keys.DB_META, b"place") != directory.place(self.path)
+
+    def _claim(self, txn: Transaction) -> None:
+        self.fence = int.from_bytes(txn.get(keys.DB_META, b"fence") or b"", "big") + 1
+        txn.put(keys.DB_META, b"fence", self.fence.to_bytes(8, "big"))
+        self._begin_history(txn)
 
     def _begin_history(self, txn: Transaction) -> None:
         for vbid in self.vbids:
             branches.begin_history(txn, vbid)
-        txn.put(keys.DB_META, b"place", directory.place(self.path))
 
     def _open_clock(self) -> HistoryClock:
         """The history clock, continued from the newest time that is stored in the group.

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from storage import background, commit, directory, index, keys, purge, records, removal
+from storage import background, branches, commit, directory, index, keys, purge, records, removal
 from storage.check import check
 from storage.environment import Environment
 from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
@@ -292,7 +292,7 @@ CASES = {
 
 
 def dump(data: str) -> list[tuple[bytes, bytes, bytes]]:
-    """Every keyspace, sorted, without what belongs to one owner: its fencing number, its place and its history ids."""
+    """Every keyspace, sorted, without what belongs to one owner: its fencing number, history ids and chain ids."""
     environment = Environment(directory.group_path(data, 0), directory.group_vbids(IDENTITY, 0))
     try:
         environment.open_all()
@@ -305,18 +305,16 @@ def dump(data: str) -> list[tuple[bytes, bytes, bytes]]:
                 found += [(name, bytes(key), bytes(value)) for key, value in txn.cursor(name).iternext()]
     finally:
         environment.close()
-    return sorted((name, key, _without_ids(name, value)) for name, key, value in found if key not in _OF_ONE_OWNER)
-
-
-_OF_ONE_OWNER = (b"fence", b"place")
+    return sorted((name, key, _without_ids(name, value)) for name, key, value in found if key != b"fence")
 
 
 def _without_ids(name: bytes, value: bytes) -> bytes:
-    """A branch row without the random ids of its positions; from which seqno each counts stays."""
-    if name != keys.DB_BRANCH:
-        return value
-    row = records.decode_branch(value)
-    return repr(row._replace(history_ids=tuple((0, above) for _, above in row.history_ids))).encode()
+    """A row without random ids. Each owner adds one to a branch, and one that was killed is followed by another."""
+    if name == keys.DB_PURGE:
+        return repr(branches.PurgeRow(*keys.PURGE.unpack(value))._replace(chain_id=0)).encode()
+    if name == keys.DB_BRANCH:
+        return repr(records.decode_branch(value)._replace(history_ids=())).encode()
+    return value
 
 
 def seen(data: str) -> tuple[int, tuple[tuple[bytes, bytes, int], ...]]:

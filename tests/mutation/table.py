@@ -313,10 +313,11 @@ MUTATIONS = (
         "return state.published_seqno >= seqno and not state.rollback_deferred",
         "tests/feed/test_consumer_commands.py -k old_copy",
     ),
+    Mutation(_OWNER, "        self._begin_history(txn)", "        pass", "tests/storage/test_branches.py"),
     Mutation(
-        _OWNER,
-        'return txn.get(keys.DB_META, b"place") != directory.place(self.path)',
-        "return False",
+        _BRANCHES,
+        "history_ids=((history_id, 0),)))\n    draw_chain_id(txn, vbid)",
+        "history_ids=((history_id, 0),)))",
         "tests/storage/test_branches.py",
     ),
     Mutation(

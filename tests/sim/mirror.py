@@ -328,8 +328,6 @@ class Mirror:
         self.wires: list[Wire | None] = [None, None]
         self._view: View | None = None
         self.lives = 0
-        self.boots = 0
-        """How often the system was started again."""
         self.alive = False
         self.leases: dict[str, HeldLease] = {}
         self.dead_readers: list[tuple[int, int]] = []
@@ -419,7 +417,6 @@ class Mirror:
     def lose_power(self) -> None:
         """The process is gone, and what was not synced, or part of it. The system starts again."""
         self.die()
-        self.boots += 1
         self.dead_readers.clear()
         for disk in self.disks.disks.values():
             disk.cut()

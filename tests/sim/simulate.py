@@ -12,7 +12,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -858,10 +857,6 @@ class World:
         self.checker.check_store()
 
 
-def _boot_id(world: World) -> str:
-    return f"start {world.mirror.boots} of the system"
-
-
 class Failed(AssertionError):
     """A world went wrong; says how to see it again."""
 
@@ -875,7 +870,6 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
         with small_limits(Random(rng.random())) as patch:
             world = World(seed, path, counts)
             patch.setattr("storage.environment.os", world.mirror.disks)
-            patch.setattr("storage.directory.boot_id", partial(_boot_id, world))
             try:
                 world.run(steps)
             except BaseException as error:

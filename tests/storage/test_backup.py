@@ -105,13 +105,9 @@ def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWr
     ]
 
 
-@pytest.mark.parametrize("same_place", [False, True], ids=["elsewhere", "in a file of the same number"])
 def test_a_token_that_is_newer_than_the_backup_is_refused_even_when_its_seqno_has_come_again(
-    path: str, filled: GroupWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_place: bool
+    path: str, filled: GroupWriter, tmp_path: Path
 ) -> None:
-    if same_place:
-        monkeypatch.setattr(directory, "place", lambda _: b"place")
-        filled.owner.write_while_opening(lambda txn: txn.put(b"meta", b"place", b"place"))
     parts = made(path)
     with open_view(path) as view:
         at_backup = view.token(0)

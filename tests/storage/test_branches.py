@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from storage import branches, directory
 from storage.check import check
 from storage.errors import ViewInvalidated
 from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
-from storage.view import Token, open_view
+from storage.view import Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row
 from tests.storage.test_writer import crash, open_writer, publish
@@ -186,48 +185,58 @@ def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) 
     assert refused(path, *seen) == [False, True, True]
 
 
-@pytest.mark.parametrize("event", ["power cut", "older copy"])
-def test_a_commit_that_was_undone_leaves_no_position_behind(
-    path: str, event: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("event", ["power cut", "copy in the same file", "copy by another name"])
+def test_a_commit_that_was_undone_leaves_no_position_behind(path: str, event: str) -> None:
     """What was published up to then stays a position; what was seen above it is none of the next commits'."""
     fill(path, range(1, 3))
     before = data_of(path).read_bytes()
-    fill(path, range(3, 6))
+    if event == "power cut":  # in the middle of what one writer publishes
+        writer = open_writer(path)
+        publish(writer, 0, [(KEY, b"2", 3)])
+        before = data_of(path).read_bytes()
+        publish(writer, 0, [(KEY, b"2", 5)])
+        writer.close()
+    else:
+        fill(path, range(3, 6))
+    kept = 3 if event == "power cut" else 2
     with open_view(path) as view:
         seen = [view.token(0, 1, seqno) for seqno in (1, 2, 3, 5)]
-    if event == "power cut":
-        data_of(path).write_bytes(before)
-        monkeypatch.setattr(directory, "boot_id", lambda: "another")
-    else:
+    if event == "copy by another name":
         data_of(path).with_name("copy").write_bytes(before)
         os.rename(data_of(path).with_name("copy"), data_of(path))
-    fill(path, range(3, 6))
-    assert refused(path, *seen) == [False, False, True, True]
+    else:
+        data_of(path).write_bytes(before)
+    assert refused(path, *seen) == [False, False, kept < 3, True], "before there is another writer"
+    fill(path, range(kept + 1, 6))
+    assert refused(path, *seen) == [False, False, kept < 3, True]
     assert check(path).problems == []
     with open_view(path) as view:
         now = view.token(0, 1, 4)
-        assert len(view.history_ids(0, 1)) == 2
-    fill(path, range(6, 8))  # a restart is no power cut
+    fill(path, range(6, 8))
     assert refused(path, seen[1], now) == [False, False]
-    with open_view(path) as view:
-        assert len(view.history_ids(0, 1)) == 2
 
 
-def test_power_cuts_without_number_keep_a_branch_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cut in range(branches.HISTORY_IDS_MAX + 10):
-        monkeypatch.setattr(directory, "boot_id", partial(str, cut))
-        fill(path, range(2 * cut + 1, 2 * cut + 3))
-        monkeypatch.setattr(directory, "boot_id", partial(str, f"{cut} again"))
-        fill(path, range(2 * cut + 3, 2 * cut + 3))  # nothing is published between two cuts: one more id, not two
-        fill(path, range(2 * cut + 3, 2 * cut + 3))
+def test_a_reader_that_stays_open_gives_positions_of_the_new_history(writer: GroupWriter, view: View) -> None:
+    publish(writer, 0, [(KEY, b"1", 1)])
+    assert view.token(0).history_id == writer.environment.history_id
+    writer.environment.history_id = 7  # as the next owner draws its own
+    writer.owner.write(lambda txn: branches.begin_history(txn, 0))
+    publish(writer, 0, [(KEY, b"2", 2)])
+    assert view.token(0).history_id == 7
+
+
+def test_restarts_without_number_keep_a_branch_small(path: str) -> None:
+    for start in range(branches.HISTORY_IDS_MAX + 10):
+        fill(path, range(2 * start + 1, 2 * start + 3))
+        fill(path, range(2 * start + 3, 2 * start + 3))  # nothing is published between two starts: one more id, not two
+        fill(path, range(2 * start + 3, 2 * start + 3))
     with open_view(path) as view:
         assert len(view.history_ids(0, 1)) == branches.HISTORY_IDS_MAX
         newest = view.token(0)
     assert refused(path, newest) == [False]
 
 
-def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:
     fill(path, range(1, 3))
     writer = open_writer(path)
     writer.begin_resync(0)
@@ -237,6 +246,5 @@ def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str, mo
     with open_view(path) as view:
         seen = view.token(0, 2, 5)
     data_of(path).write_bytes(before)
-    monkeypatch.setattr(directory, "boot_id", lambda: "another")
     fill(path, range(1, 6))
     assert refused(path, seen) == [True]
