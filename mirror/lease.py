@@ -54,7 +54,8 @@ class Lease:
         self._renewing.start()
 
     def _ask(self) -> None:
-        ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
+        if self._positions:  # of an empty mirror there is no history to hold
+            ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
         """A worker that was killed a moment ago is back in a second: wait for it."""

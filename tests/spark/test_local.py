@@ -10,13 +10,17 @@ import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
+from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark import local
 from mirror.spark.columns import DOCUMENTS
+from mirror.spark.export import export
 from mirror.spark.local import Restriction, Shape, dealt, plan, read
 from mirror.spark.options import Options, parse
+from mirror.spark.runner import LocalRunner
 from storage.errors import NotAMirror, UnknownCollection, ViewInvalidated
 from storage.purge import Window
 from storage.view import open_view
+from tests.crash.service import Service, until
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
 
 SEVEN = Restriction(key=b"order::000007", start=b"order::000007", end=b"order::000007\0")
@@ -145,3 +149,14 @@ def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
         plan(options(small, collection="shop.orders"), Restriction())
     with pytest.raises(NotAMirror):
         local.opened(str(tmp_path / "nowhere"))
+
+
+def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_runs(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with SandboxThread(SandboxCluster(vbuckets=8)) as source, Service(source.connection_string, data) as service:
+        service.start()
+        until("the mirror", lambda: (data / "mirror.json").exists())
+        for restriction in (Restriction(), Restriction(vbid_tests=[lambda vbid: vbid == -1])):
+            assert rows(parse({"path": str(data)}), restriction) == []
+        done = export(data, tmp_path / "export", LocalRunner(1))
+        assert (done.documents, done.vbuckets) == (0, 8)
