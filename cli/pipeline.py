@@ -176,7 +176,7 @@ def check_destination(text: str) -> None:
     need("pyarrow", "deltalake")
     from mirror.spark.places import folder_at
 
-    folder_at(text)
+    folder_at(text).check_access()
 
 
 def under_spark_submit() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -12,6 +13,7 @@ import pytest
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
+from cli.pipeline import check_destination
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark import export as exports
 from mirror.spark.columns import CHANGES
@@ -241,3 +243,19 @@ def test_sync_to_s3_requires_a_checkpoint_here_and_files_kept_for_a_day(tmp_path
         checkpoint_for(folder, How(checkpoint=tmp_path, keep_hours=1))
     assert checkpoint_for(folder, How(checkpoint=tmp_path)) == tmp_path
     assert checkpoint_for(folder_at(tmp_path), How(keep_hours=0)) == tmp_path / "_checkpoint"
+
+
+def test_without_credentials_an_object_store_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last that is asked is the metadata service of a cloud's machines; elsewhere it may never answer."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"no AWS credentials were found \(set AWS_ACCESS_KEY_ID and "):
+            check_destination("s3://lake/orders")
+        monkeypatch.setenv("AWS_PROFILE", "lake")
+        check_destination("s3://lake/orders")
+    check_destination(str(tmp_path))
