@@ -49,10 +49,13 @@ from mirror.spark.places import local_path
 from mirror.spark.times import EPOCH_UNITS, zone_of
 
 VBUCKETS_MAX = 65_536
-CATALOG_PROPERTIES = frozenset(
-    ("owner", "location", "provider", "external", "is_managed_location", "comment", "collation")
+OF_CREATE_TABLE = "provider"
+"""Spark's own property of a table: CREATE TABLE without columns makes a source to ask for them, and gives it this."""
+OF_SQL = (
+    "pass a table's options on to its queries: CREATE TABLE name (_key string, ...) USING mirror, and "
+    "SELECT ... FROM name WITH (path = '...'), for example in a view; or CREATE TEMPORARY VIEW name USING mirror "
+    "OPTIONS (path '...')"
 )
-"""Of tables in SQL: reserved by Spark (TableCatalog.PROP_*). A LOCATION is also given as path."""
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -96,13 +99,10 @@ class Options:
 def parse(given: Mapping[str, str]) -> Options:
     """Options from text. Raises ConfigError."""
     values = {name.lower(): text.strip() for name, text in given.items()}
-    values = {name: text for name, text in values.items() if not _of_catalog(name)}
+    if OF_CREATE_TABLE in values:
+        raise ConfigError("a table in SQL needs columns and has no options", hint=f"Spark does not {OF_SQL}")
     if not values:
-        raise ConfigError(
-            "no options were given",
-            hint="give path or connection. Spark does not pass a table's options on to its queries: "
-            "SELECT ... FROM table WITH (path = '...'), for example in a view",
-        )
+        raise ConfigError("no options were given", hint=f"give path or connection. Spark does not {OF_SQL}")
     if "paths" in values:
         raise ConfigError("several paths were given", hint="a mirror is one: load each, and join them with unionByName")
     if "password" in values:
@@ -148,11 +148,6 @@ def _fields(values: Mapping[str, str], names: Set[str]) -> dict[str, Any]:
             except ValueError as error:
                 raise ConfigError(f"option {name}={values[name.lower()]!r}: {error}") from None
     return found
-
-
-def _of_catalog(name: str) -> bool:
-    """True for what Spark's catalog adds to the options of a table, and what it repeats of them."""
-    return name in CATALOG_PROPERTIES or name.startswith("option.")
 
 
 def ranges(text: str) -> frozenset[int]:
