@@ -7,6 +7,8 @@ is accepted, before a TLS handshake costs memory. Invariants:
   out, and no connection with a login is closed for one without;
 - a connection that has not logged in after `login_timeout_s` is closed, whatever it sends; a handshake is part of that;
 - another machine, or another user of a Unix socket, has no more than `connections_per_peer_max`;
+- TLS handshakes of clients that have said something begin one in each turn of the loop, in turn with the large work of
+  those who are logged in, and of one peer after the other; one whose client is gone does not begin;
 - a failure to accept is one line in the log a minute and a new attempt a second later, never the end of the process.
 """
 
@@ -16,10 +18,11 @@ import asyncio
 import ipaddress
 import os
 import resource
+import select
 import socket
 import ssl
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +30,10 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.serve.listener import Limits
+from mirror.serve.turns import Turns
 
 ACCEPTS_PER_TURN = 4
-"""Connections accepted before those that are open have their turn: with TLS each takes half a millisecond."""
+"""Connections accepted before those that are open have their turn."""
 RETRY_S = 1.0
 """Pause after a failure to accept, as asyncio's own servers have it."""
 LOG_INTERVAL_S = 60.0
@@ -119,12 +123,44 @@ class Slot:
             self._deadline = None
 
 
+class Handshakes:
+    """Clients whose TLS handshake is to begin. Its signature takes the event loop 0.6 ms by RSA with 2,048 bits."""
+
+    def __init__(self, turns: Turns) -> None:
+        """Nobody waits."""
+        self._turns = turns
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By peer; the first peer is next."""
+
+    async def turn(self, peer: str) -> None:
+        """Return when a handshake with this peer may begin."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._turns.call(self._grant)
+        self._waiting.setdefault(peer, deque()).append(granted)
+        await granted
+
+    def _grant(self) -> None:
+        peer = next(iter(self._waiting))
+        queue = self._waiting.pop(peer)
+        while queue:
+            granted = queue.popleft()
+            if not granted.done():  # else its connection was closed
+                granted.set_result(None)
+                break
+        if queue:
+            self._waiting[peer] = queue
+        if self._waiting:
+            self._turns.call(self._grant)
+
+
 class Admission:
     """The connections of one process."""
 
-    def __init__(self, limits: Limits) -> None:
-        """No connections yet."""
+    def __init__(self, limits: Limits, turns: Turns | None = None) -> None:
+        """No connections yet. `turns` are those of the process's large work."""
         self.limits = limits
+        self.handshakes = Handshakes(turns or Turns())
         self.accepted_count = 0
         self.rejected_count = 0
         """Closed when they were accepted: there were too many."""
@@ -292,6 +328,11 @@ class Acceptor:
 
     async def _connect(self, connected: socket.socket, slot: Slot) -> None:
         try:
+            if self._tls is not None:
+                await self._spoken(connected)
+                await self._admission.handshakes.turn(slot.peer)
+                if _is_gone(connected):
+                    raise ConnectionResetError("the client is gone")
             await self._loop.connect_accepted_socket(
                 lambda: self._factory(slot),
                 connected,
@@ -306,6 +347,21 @@ class Acceptor:
             slot.release()
             connected.close()
             log.debug("a client did not connect", peer=slot.peer, error=str(error))
+
+    async def _spoken(self, connected: socket.socket) -> None:
+        """Return when the client has said something, or is gone."""
+        spoken = asyncio.Event()
+        self._loop.add_reader(connected.fileno(), spoken.set)
+        try:
+            await spoken.wait()
+        finally:
+            self._loop.remove_reader(connected.fileno())
+
+
+def _is_gone(connected: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connected, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def raise_descriptor_limit(settings: Settings, group_count: int) -> None:

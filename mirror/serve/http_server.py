@@ -100,7 +100,7 @@ class HttpServer:
             answer_now=app.answer_now,
             turns=self.service.turns,
         )
-        self.admission = Admission(limits)
+        self.admission = Admission(limits, self.service.turns)
         self._settings = settings
         self._listening = list(listening)
         self._tls = server_tls(settings) if any(each.tls for each in listening) else None

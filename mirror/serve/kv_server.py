@@ -69,7 +69,7 @@ class KvServer:
         self._map = cluster_map
         self._clock = clock
         self._limits = limits or Limits()
-        self.admission = Admission(self._limits)
+        self.admission = Admission(self._limits, self.turns)
         self.large = LargeAnswers(self.turns, self._limits.unsent_bytes_max)
         self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []

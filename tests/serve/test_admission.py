@@ -20,16 +20,28 @@ from structlog.testing import capture_logs
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.admission import LOCAL, REFUSALS_MAX, Acceptor, Admission, Slot, peer_of, raise_descriptor_limit
+from mirror.serve.admission import (
+    LOCAL,
+    REFUSALS_MAX,
+    Acceptor,
+    Admission,
+    Handshakes,
+    Slot,
+    peer_of,
+    raise_descriptor_limit,
+)
 from mirror.serve.auth import Reader, SourceUser
 from mirror.serve.listener import Address, Limits
 from mirror.serve.tls import server_tls
+from mirror.serve.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
 
 LIMITS = Limits(connections_max=40)
+BEGUN = b"\x16\x03\x01\x02\x00"
+"""The first bytes of a TLS handshake."""
 
 
 class NoStrangers(SourceUser):
@@ -136,12 +148,61 @@ async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, 
         gc.collect()
         gc.disable()
         try:
-            await silent(endpoint, 100)
+            for client in await silent(endpoint, 100):
+                client.writer.write(BEGUN)
             await accepted(endpoint, 100)
-            await until(lambda: sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) <= 16)
+            await until(lambda: any(isinstance(each, SSLProtocol) for each in gc.get_objects()))
+            await silent(endpoint, 16)
+            await until(lambda: sum(isinstance(each, SSLProtocol) for each in gc.get_objects()) == 0)
             assert not gc.isenabled(), "nothing else freed them"
         finally:
             gc.enable()
+
+
+async def test_handshakes_begin_one_in_each_turn_and_peers_take_turns() -> None:
+    """A burst of 1,000 hellos once kept a client who was logged in waiting for up to 0.65 s."""
+    handshakes, begun = Handshakes(Turns()), [""]
+
+    async def client(peer: str) -> None:
+        await handshakes.turn(peer)
+        begun[-1] += peer
+
+    clients = [asyncio.create_task(client(peer)) for peer in "aaaaaabbc"]
+    await asyncio.sleep(0)
+    clients[1].cancel()
+    while not all(each.done() for each in clients):
+        begun.append("")
+        await asyncio.sleep(0)
+    assert max(map(len, begun)) == 1
+    assert "".join(begun) == "abcabaaa"
+
+
+async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: Store, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    assert context is not None
+    wrap = context.wrap_bio
+    begun: list[None] = []
+
+    def wrapped(*args: Any, **more: Any) -> ssl.SSLObject:
+        begun.append(None)
+        return wrap(*args, **more)
+
+    context.wrap_bio = wrapped  # type: ignore[method-assign]
+    async with serving(store.path, addresses=(Address(tls=True),), tls=context) as endpoint:
+        admission = endpoint.server.admission
+        for _ in range(10):
+            with socket.create_connection(("127.0.0.1", endpoint.port)) as line:
+                line.sendall(BEGUN)
+        silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(10)]
+        await until(lambda: admission.accepted_count == 20 and admission.open_count == 10)
+        assert not begun
+        trusting = ssl.create_default_context(cafile=cert)
+        client = await endpoint.connect(ssl=trusting, server_hostname="localhost")
+        assert await client.login() == 0
+        assert len(begun) == 1
+        for line in silent:
+            line.close()
 
 
 async def test_another_machine_has_its_share_and_no_more() -> None:
