@@ -64,6 +64,9 @@ def code_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ProtocolError):
         return ExitCode.FAILED, str(error)
     if isinstance(error, UsageError):
+        if type(error).__name__ == "NoArgsIsHelpError":  # typer does not export it
+            typer.echo(str(error))
+            return ExitCode.USAGE, ""
         context: Any = getattr(error, "ctx", None)
         where = context.command_path if context else "dcp-mirror"
         return ExitCode.USAGE, f"{_message_of(error)} (`{where} --help` shows what it takes)"

@@ -119,6 +119,6 @@ def keep(call: tuple[list[str], dict[str, str], str], files: list[int], reply: i
 if __name__ == "__main__":
     from cli.main import application, main
 
-    application([])
+    application("")
     serve(socket.socket(fileno=int(sys.argv[1])))
     main()
