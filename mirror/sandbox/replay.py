@@ -28,7 +28,7 @@ from mirror.errors import ConfigError
 from mirror.inspection.recording import Passed, Recording
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server.errors import Refused
-from mirror.server.session import Operation, Reply, Revision, Session, VbucketHistory
+from mirror.server.session import CheckedAtOnce, LoginAttempt, Operation, Reply, Revision, Session, VbucketHistory
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
@@ -361,9 +361,9 @@ class _Session(Session):
         """Whether there is a user."""
         return bool(self._user)
 
-    def check_password(self, username: str, password: str) -> bool:
-        """Whether this is the password of the user."""
-        return (username, password) == (self.source.user, self.source.password)
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
+        """A login by user and password."""
+        return CheckedAtOnce(lambda: (username, password) == (self.source.user, self.source.password) or None)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""

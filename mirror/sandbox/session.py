@@ -20,7 +20,15 @@ from mirror.sandbox.vbucket import Vbucket
 from mirror.server.document_requests import DocumentSession, FoundDocument
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.privileges import SYSTEM_COLLECTIONS
-from mirror.server.session import Handler, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.session import (
+    CheckedAtOnce,
+    Handler,
+    LoginAttempt,
+    Reply,
+    Revision,
+    VbucketHistory,
+    failover_statistics,
+)
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
@@ -111,9 +119,9 @@ class SandboxSession(DocumentSession):
         """None for a client with a certificate (kv_engine: no SASL on such a connection)."""
         return () if self.certified else super().mechanisms
 
-    def check_password(self, username: str, password: str) -> bool:
-        """Whether this is the password of the user."""
-        return self.bucket.users.password_of(username) == password
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
+        """A login by user and password."""
+        return CheckedAtOnce(lambda: self.bucket.users.password_of(username) == password or None)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""

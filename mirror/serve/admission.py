@@ -3,8 +3,8 @@
 Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection is counted when it
 is accepted, before a TLS handshake costs memory. Invariants:
 - no more than `connections_max` connections are open, and on no more than `pending_max` of them nobody has logged in.
-  For one more of these the oldest is closed, of the peer that has most of them: clients that do not log in keep nobody
-  out, and no connection with a login is closed for one without;
+  For one more of these the oldest is closed, of the peer that has most of them, and one whose login is being checked
+  last: clients that do not log in keep nobody out, and no connection with a login is closed for one without;
 - a connection that has not logged in after `login_timeout_s` is closed, whatever it sends; a handshake is part of that;
 - another machine, or another user of a Unix socket, has no more than `connections_per_peer_max`;
 - TLS handshakes of clients that have said something begin one in each turn of the loop, in turn with the large work of
@@ -85,7 +85,7 @@ class Periodic:
 class Slot:
     """The place of one connection."""
 
-    __slots__ = ("_admission", "_deadline", "abort", "peer", "pending", "refused")
+    __slots__ = ("_admission", "_deadline", "abort", "logging_in", "peer", "pending", "refused")
 
     def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
         """`Admission.admit` makes it."""
@@ -96,6 +96,8 @@ class Slot:
         """Nobody has logged in on the connection."""
         self.refused = refused
         """The connection is open only to be answered that there are too many."""
+        self.logging_in = False
+        """A login is being checked: the connection is not closed for one on which nobody tries."""
         self.abort: Callable[[], object] = bool
         """Closes the connection now."""
 
@@ -215,8 +217,11 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close the oldest connection of a peer that has not logged in; False: there is none."""
-        oldest = next(iter(self._pending.get(peer or "", ())), None)
+        """Close the oldest connection of a peer that has not logged in, of those that do not try to if there are any;
+        False: there is none.
+        """
+        slots = self._pending.get(peer or "", {})
+        oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
         if oldest is None:
             return False
         self.drop(oldest, "others connected")

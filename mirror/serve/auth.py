@@ -150,6 +150,8 @@ class FileUsers:
         self._stamp = self._stamp_now()
         self._readers: dict[str, Reader] = {}
         self._verifiers: dict[str, dict[str, ScramVerifier]] = {}
+        self._models: dict[str, list[ScramVerifier]] = {}
+        """The verifiers of a mechanism: the unknown are challenged by what looks like one of them."""
         self._anonymous: Reader | None = None
         self._other_secret = secret or secrets.token_bytes(16)
         self._secret = self._other_secret
@@ -167,6 +169,9 @@ class FileUsers:
     def _take(self, document: Mapping[str, Any]) -> None:
         readers, verifiers, anonymous = parse_users(document, self._path)
         self._readers, self._verifiers, self._anonymous = readers, verifiers, anonymous
+        self._models = {
+            mechanism: [kept[mechanism] for kept in verifiers.values() if mechanism in kept] for mechanism in HASHES
+        }
         self._secret = _secret(document, self._path) or self._other_secret
 
     def _refresh(self) -> None:
@@ -194,16 +199,19 @@ class FileUsers:
 
     def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
         """The verifiers of one mechanism."""
-        self._refresh()
-        return lambda name: self._verifiers.get(name, {}).get(mechanism)
+
+        def verifier_of(name: str) -> ScramVerifier | None:
+            self._refresh()
+            return self._verifiers.get(name, {}).get(mechanism)
+
+        return verifier_of
 
     def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
         """A verifier like that of some user of the file, always the same one for a name."""
         self._refresh()
-        verifiers, secret = self._verifiers, self._secret
+        models, secret = self._models[mechanism], self._secret
 
         def verifier_of(name: str) -> ScramVerifier:
-            models = [kept[mechanism] for kept in verifiers.values() if mechanism in kept]
             if not models:
                 return ScramVerifier.decoy(mechanism, name, secret)
             model = models[int.from_bytes(salt_of(mechanism, name, secret + b"model", 8)) % len(models)]
@@ -223,11 +231,13 @@ class FileUsers:
         """A user of the file, if this is the password: the same work for a user who does not exist."""
         self._refresh()
         verifier = self._verifier(name)
-        mechanism = next(iter(self._verifiers.get(name, HASHES)))
-        if not (verifier or self.decoys(mechanism)(name)).proves(mechanism, password) or verifier is None:
+        best = next((each for each in HASHES if self._models[each]), next(iter(HASHES)))
+        mechanism = next(iter(self._verifiers.get(name, (best,))))
+        decoy = self.decoys(mechanism)(name)
+        if not (verifier or decoy).proves(mechanism, password) or verifier is None:
             return None
         self._proven[name] = (verifier, self._digest(password))
-        return self._readers.get(name)
+        return self.proven(name, password)
 
     def _verifier(self, name: str) -> ScramVerifier | None:
         """The one that passwords are checked against."""

@@ -102,6 +102,8 @@ class DcpConnection(KvConnection):
         self._dcp_host = host
         super().__init__(host, address, slot)
         self.producer: DcpProducer | None = None
+        self.name_key: tuple[str, str] | None = None
+        """User and name by which the process knows the connection."""
         self._answer_bytes = 0
         """Answers written since the client stopped taking."""
 

@@ -1,9 +1,10 @@
 """The DCP endpoint of one process: a KV endpoint whose connections can become producers.
 
 Knows what differs from the KV endpoint: names of connections, the watch over the store, and who may be silent. The
-rest (listeners, limits, login, the sweep) is the KV endpoint's. Invariants: of two connections of one name in this
-process the newer one lives (kv_engine docs/dcp/documentation/commands/open-connection.md); a client that only listens
-is not idle; what the users file takes from a reader, his open streams lose within a second.
+rest (listeners, limits, login, the sweep) is the KV endpoint's. Invariants: of a user's two connections of one name in
+this process the newer one lives (kv_engine docs/dcp/documentation/commands/open-connection.md), and other users'
+connections of that name are not touched; a client that only listens is not idle; what the users file takes from a
+reader, his open streams lose within a second.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DcpServer(KvServer):
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
-        self._names: dict[str, DcpConnection] = {}
+        self._names: dict[tuple[str, str], DcpConnection] = {}
+        """By user and name."""
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
         """Serve what connects to these sockets."""
@@ -73,19 +75,24 @@ class DcpServer(KvServer):
         return DcpSession(connection, self.bucket, self._users, self._map, self._logins, self.large, **options)
 
     def named(self, connection: DcpConnection, name: str) -> None:
-        """The connection took a name; another one that has it is hung up on."""
-        older = self._names.get(name)
+        """The connection took a name; another one of its user that has it is hung up on."""
+        self._forget(connection)
+        key = connection.name_key = connection.session.known_reader.name, name
+        older = self._names.get(key)
         if older is not None and older is not connection:
             log.info("a client took the name of another", name=name)
             older.abort()
-        self._names[name] = connection
+        self._names[key] = connection
 
     def closed(self, connection: KvConnection) -> None:
         """A client is gone."""
-        producer = connection.producer if isinstance(connection, DcpConnection) else None
-        if producer is not None and self._names.get(producer.name) is connection:
-            del self._names[producer.name]
+        if isinstance(connection, DcpConnection):
+            self._forget(connection)
         super().closed(connection)
+
+    def _forget(self, connection: DcpConnection) -> None:
+        if connection.name_key is not None and self._names.get(connection.name_key) is connection:
+            del self._names[connection.name_key]
 
     # -- the sweep
 

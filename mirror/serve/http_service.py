@@ -237,7 +237,11 @@ class Service:
         slot: Slot = state["slot"]
         found = self.reader_or_login(request)
         if isinstance(found, Credentials):
-            reader = await self.logins.check(*found, slot.peer)
+            slot.logging_in = True
+            try:
+                reader = await self.logins.check(*found, slot.peer)
+            finally:
+                slot.logging_in = False
             if reader is None:
                 raise _not_logged_in()
             slot.establish()
@@ -267,10 +271,11 @@ class Service:
             name = separator = password = ""
         if not separator:
             raise _not_logged_in()
-        proven = self.users.proven(name, password)
+        slot: Slot = state["slot"]
+        proven = None if slot.pending and self.logins.guesses(slot.peer) else self.users.proven(name, password)
         if proven is None:
             return Credentials(name, password)
-        state["slot"].establish()
+        slot.establish()
         return proven
 
     def rights_changed(self, reader: Reader) -> Problem | None:

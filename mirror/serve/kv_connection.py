@@ -416,6 +416,7 @@ class KvConnection(asyncio.Protocol):
         elif reply is not None and not reply.pieces and not reply.more:
             later.done()
             return self._count(frame, reply, began)
+        self.slot.logging_in = self.slot.pending  # nothing else takes time before a login
         task = self._loop.create_task(self._go_on(frame, later, began, reply, self.session.reader))
         if later.barrier or not self.session.unordered or reply is not None:
             self._held = task
@@ -455,6 +456,7 @@ class KvConnection(asyncio.Protocol):
                 if self._goodbye:
                     self.hang_up()
         finally:
+            self.slot.logging_in = False
             later.done()
 
     async def _send(self, frame: Frame, reply: Reply, began: float) -> None:

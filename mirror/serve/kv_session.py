@@ -144,9 +144,9 @@ class KvSession(DocumentSession):
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
-    def check_password(self, username: str, password: str) -> bool:
-        """Whether this is the password of the user."""
-        return self.users.check(username, password) is not None
+    def password_attempt(self, username: str, password: str) -> Attempt[Reader]:
+        """Checked in a thread, unless it was proven before."""
+        return self._logins.by_password(username, password, self._peer)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         """The server's side of a SCRAM login."""
@@ -154,7 +154,7 @@ class KvSession(DocumentSession):
         return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
-        """Checked in a thread, and later after others failed."""
+        """Checked in a thread, and refused later after others failed."""
         return self._logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:

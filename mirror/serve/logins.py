@@ -1,9 +1,12 @@
-"""Checking who a client says that it is: outside of the event loop, and later the more often it was wrong.
+"""Checking who a client says that it is: outside of the event loop, and answered later the more often it was wrong.
 
 Knows users, peers and how often each failed lately; never a protocol or a socket. One home for all ports. Invariants:
 - what costs time (PBKDF2) runs in a thread of its own, never in the event loop: those who are logged in notice nothing;
-- after some failures of a user, or from a peer, each further attempt waits before it is checked, twice as long as the
-  last one, up to `DELAY_MAX_S`; so does one with the right password, unless it was proven to this process before;
+- the right password does not wait for those who guess: a check comes first, and after some failures of a user, or from
+  a peer, the refusal is told later, twice as late as the last one, up to `DELAY_MAX_S`;
+- attempts of peers that guess are checked in turn, one in `PACE_S`, so that to hang up instead of waiting for a refusal
+  makes guessing no faster; a password that was proven to this process before is not checked again for other peers, and
+  over HTTP on a connection that has logged in;
 - an attempt of a connection that was closed is not checked; failures are events in the log, one line a minute at most;
 - an unknown user costs as much work as a known one (`Users.check`).
 """
@@ -18,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mirror.clock import Clock
 from mirror.serve.admission import Periodic
@@ -34,7 +37,9 @@ PEER_FAILURES_FREE = 20
 """Failures from a peer that cost nothing: many users may share one."""
 DELAY_MIN_S = 0.1
 DELAY_MAX_S = 4.0
-"""Short enough that somebody with the right password still gets in within `reader_login_timeout_s`."""
+PACE_S = 0.01
+"""Pause before each check for peers that guess: 256 attempts at a time, as many as there may be connections without a
+login, are checked well within `reader_login_timeout_s`."""
 FORGET_S = 5.0
 """One failure is forgotten in this time."""
 REMEMBERED_MAX = 4096
@@ -65,7 +70,7 @@ class Failures:
         self._found.pop(name, None)
 
     def delay_s(self, name: str, now_s: float) -> float:
-        """How long its next attempt waits."""
+        """How late its next refusal is told."""
         excess = int(self._count(name, now_s)) - self._free
         return 0.0 if excess < 0 else min(DELAY_MIN_S * 2 ** min(excess, 20), DELAY_MAX_S)
 
@@ -80,53 +85,61 @@ def _step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def _look_at(checked: asyncio.Future[Any]) -> None:
-    if not checked.cancelled():
-        checked.exception()
-
-
 class Attempt(Generic[T]):
-    """One attempt to log in. `poll` and `wait` until it is done, or let go of it."""
+    """One attempt to log in. `wait`, then `poll`; a connection that closes cancels its `wait`."""
 
     def __init__(self, logins: Logins, user: str, peer: str, check: Callable[[], T | None]) -> None:
         """`Logins.begin` makes it."""
         self._logins = logins
         self._user, self._peer = user, peer
         self._check = check
-        self._starts_s = logins.starts_s(user, peer)
-        self._future: Future[T | None] | None = None
+        self._refusal: SaslError | None = None
+        self.done: tuple[T | None] | None = None
+        """What the check returned, once it may be told."""
 
     def poll(self) -> tuple[T | None] | None:
         """None: not yet. Else what the check returned (None: refused). Raises what the check raised."""
-        future = self._begun()
-        if future is None or not future.done():
-            return None
-        if future.cancelled():  # the process stops
-            return (None,)
+        if self._refusal is not None:
+            raise self._refusal
+        return self.done
+
+    async def wait(self) -> None:
+        """Return when the outcome may be told."""
+        if self.done is not None:
+            return
         try:
-            found = future.result()
-        except SaslError:
+            await self._logins.turn(self._peer)
+        except asyncio.CancelledError:
             self._logins.failed(self._user, self._peer)
             raise
+        future = self._logins.submit(self._check)
+        checked = asyncio.wrap_future(future)
+        checked.add_done_callback(self._count)  # also for a client that does not wait to hear that it was wrong
+        try:
+            await asyncio.wait([checked])
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if checked.cancelled():  # the process stops
+            self.done = (None,)
+            return
+        error = checked.exception()
+        if isinstance(error, SaslError):
+            await self._logins.refusal_due(self._user, self._peer)
+            self._refusal = error
+            return
+        found = checked.result()
         if found is None:
+            await self._logins.refusal_due(self._user, self._peer)
+        self.done = (found,)
+
+    def _count(self, checked: asyncio.Future[T | None]) -> None:
+        if checked.cancelled():
+            return
+        if checked.exception() is not None or checked.result() is None:
             self._logins.failed(self._user, self._peer)
         else:
             self._logins.succeeded(self._user)
-        return (found,)
-
-    async def wait(self) -> None:
-        """Return when the check is done. Nothing is polled: a thousand attempts that wait cost nobody anything."""
-        while (future := self._begun()) is None:
-            await self._logins.clock.sleep(self._starts_s - self._logins.clock.monotonic())
-        checked = asyncio.wrap_future(future)
-        checked.add_done_callback(_look_at)  # or asyncio writes a traceback into the log: `poll` looks at `future`
-        await asyncio.wait([checked])
-
-    def _begun(self) -> Future[T | None] | None:
-        """The check, once its time has come."""
-        if self._future is None and self._logins.clock.monotonic() >= self._starts_s:
-            self._future = self._logins.submit(self._check)
-        return self._future
 
 
 class Logins:
@@ -139,6 +152,8 @@ class Logins:
         self._users = users
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="login", initializer=_step_back)
         self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
+        self._line = asyncio.Lock()
+        """Held by the next attempt of peers that guess."""
         self._events = Periodic("warning", "logins failed")
 
     def close(self) -> None:
@@ -151,13 +166,14 @@ class Logins:
 
     def by_password(self, name: str, password: str, peer: str) -> Attempt[Reader]:
         """An attempt by user and password."""
-        return self.begin(name, peer, partial(self._users.check, name, password))
+        attempt = self.begin(name, peer, partial(self._users.check, name, password))
+        proven = None if self.guesses(peer) else self._users.proven(name, password)
+        if proven is not None:
+            attempt.done = (proven,)
+        return attempt
 
     async def check(self, name: str, password: str, peer: str) -> Reader | None:
         """The user of a name and a password; None where either is wrong."""
-        proven = self._users.proven(name, password)
-        if proven is not None:
-            return proven
         attempt = self.by_password(name, password, peer)
         while (done := attempt.poll()) is None:
             await attempt.wait()
@@ -165,10 +181,22 @@ class Logins:
 
     # -- what attempts ask
 
-    def starts_s(self, user: str, peer: str) -> float:
-        """When an attempt that comes now is checked."""
+    def guesses(self, peer: str) -> bool:
+        """True after too many failures from a peer."""
+        return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
+
+    async def turn(self, peer: str) -> None:
+        """Return when an attempt may be checked: at once, but for peers that guess, whose attempts stand in line."""
+        if self.guesses(peer):
+            async with self._line:
+                await self.clock.sleep(PACE_S)
+
+    async def refusal_due(self, user: str, peer: str) -> None:
+        """Return when a refusal may be told."""
         now_s = self.clock.monotonic()
-        return now_s + max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
+        delay_s = max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
+        if delay_s:
+            await self.clock.sleep(delay_s)
 
     def submit(self, check: Callable[[], T]) -> Future[T]:
         """Check in a thread."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.privileges import META_READ
-from mirror.server.session import JSON, Handler, Later, Operation, Reply, Session
+from mirror.server.session import JSON, Handler, Later, LoginAttempt, Operation, Reply, Session
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.errormap import error_map
@@ -57,14 +57,18 @@ def _auth(session: Session, frame: Frame) -> Reply | Later:
     if not session.mechanisms:
         raise Refused(Status.NOT_SUPPORTED)
     name = mechanism[:40].decode(errors="replace")
-    session.scram = None
+    abandoned, session.scram = session.scram, None
     session.log_out()
+    if abandoned is not None and session.login_failed():
+        reply = session.refuse(Status.AUTH_ERROR, with_reference=True)
+        reply.hang_up = True
+        return reply
     try:
         if name not in session.mechanisms:
             raise SaslError("no such mechanism")
         if name not in HASHES:
             username, password = plain_decode(data)
-            return _later(session, username, lambda: session.check_password(username, password) or None, lambda _: b"")
+            return _later(session, username, session.password_attempt(username, password), lambda _: b"")
         server = session.scram_server(name)
         session.scram = (name, server)
         return Reply(Status.AUTH_CONTINUE, value=server.challenge(data))
@@ -78,12 +82,11 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
     if exchange is None or exchange[0].encode() != mechanism:
         return _login_failed(session)
     username = exchange[1].username
-    return _later(session, username, partial(exchange[1].outcome, data), bytes)
+    return _later(session, username, session.login_attempt(username, partial(exchange[1].outcome, data)), bytes)
 
 
-def _later(session: Session, username: str, check: Callable[[], T | None], answered: Callable[[T], bytes]) -> Later:
+def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: Callable[[T], bytes]) -> Later:
     """The answer to the last message of a login, once the server has checked it."""
-    attempt = session.login_attempt(username, check)
 
     def step() -> Reply | None:
         try:

@@ -263,8 +263,8 @@ class Session(ABC):
         return MECHANISMS if self.plain_allowed else tuple(HASHES)
 
     @abstractmethod
-    def check_password(self, username: str, password: str) -> bool:
-        """Whether this is the password of the user."""
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[object]:
+        """A login by user and password."""
 
     @abstractmethod
     def scram_server(self, mechanism: str) -> ScramServer:

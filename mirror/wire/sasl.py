@@ -69,6 +69,8 @@ def plain_decode(message: bytes) -> tuple[str, str]:
     parts = message.split(b"\0")
     if len(message) > MESSAGE_BYTES_MAX or len(parts) != 3:
         raise SaslError("bad PLAIN message")
+    if parts[0] not in (b"", parts[1]):
+        raise SaslError("PLAIN message for another user")
     try:
         return parts[1].decode(), parts[2].decode()
     except UnicodeDecodeError:
@@ -147,7 +149,8 @@ class ScramVerifier:
     def proves(self, mechanism: str, password: str) -> bool:
         """Whether this is the password."""
         other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
-        return hmac.compare_digest(other.stored_key, self.stored_key)
+        # HMAC pads its key with zeros: "password" and "password\0" have one verifier
+        return hmac.compare_digest(other.stored_key, self.stored_key) and not password.endswith("\0")
 
 
 def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> bytes:
@@ -208,9 +211,9 @@ class ScramServer:
         if not fields.get("r") or "n" not in fields:
             raise SaslError("first SCRAM message without user or nonce")
         self.username = _unescape(fields["n"])
-        found = self._find(self.username)
+        found, decoy = self._find(self.username), self._decoy_of(self.username)  # the same work for everybody
         self._known = found is not None
-        self._verifier = found or self._decoy_of(self.username)
+        self._verifier = found or decoy
         self._nonce = fields["r"] + self._own_nonce
         reply = f"r={self._nonce},s={_base64(self._verifier.salt)},i={self._verifier.iterations}"
         self._exchange = f"{bare},{reply}"
@@ -232,6 +235,8 @@ class ScramServer:
         claimed = hashlib.new(self._hash, _xor(proof, signature)).digest()
         if not hmac.compare_digest(claimed, verifier.stored_key) or not self._known:
             raise SaslError("wrong user or password")
+        if self._verifier_of is not None and self._verifier_of(self.username) != verifier:
+            raise SaslError("wrong user or password")  # changed since the challenge
         return f"v={_base64(_hmac(self._hash, verifier.server_key, auth_message))}".encode()
 
 
@@ -259,9 +264,9 @@ def _text(message: bytes) -> str:
 
 
 def _fields(text: str) -> dict[str, str]:
-    fields = {}
+    fields: dict[str, str] = {}
     for part in text.split(","):
-        if part[1:2] != "=":
+        if part[1:2] != "=" or part[0] in fields:
             raise SaslError("bad SCRAM message")
         fields[part[0]] = part[2:]
     if "e" in fields:

@@ -55,6 +55,7 @@ _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_ch
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
 _OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
+_OF_LOGINS = "tests/serve/test_logins.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
@@ -539,5 +540,15 @@ MUTATIONS = (
         "if self.session.reader != reader:",
         "if False:",
         "tests/serve/test_kv_server.py -k waited",
+    ),
+    # --- nobody is recognised, delayed or cut off by another
+    Mutation("mirror/wire/sasl.py", "self._verifier_of(self.username) != verifier", "not verifier", _OF_LOGINS),
+    Mutation("mirror/serve/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
+    Mutation("mirror/serve/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),
+    Mutation(
+        "mirror/serve/dcp_server.py",
+        "connection.session.known_reader.name, name",
+        '"", name',
+        "tests/serve/test_dcp_server.py -k belongs",
     ),
 )

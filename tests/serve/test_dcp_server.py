@@ -14,7 +14,7 @@ from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
-from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event
+from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event, until
 from tests.serve.kv_rig import DEFAULT, Store
 
 
@@ -78,6 +78,28 @@ async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path
         assert await clients[2].login("bob", "wrong") != 0
         assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "who failed to log in again is nobody"
         assert (await clients[2].stream(0)).status == Status.EACCESS
+    store.close()
+
+
+async def test_a_name_belongs_to_the_user_who_opened_a_connection(tmp_path: Path) -> None:
+    """A user of one collection once cut off another's connection by taking its name."""
+    users_file = tmp_path / "users.json"
+    users_file.write_text(json.dumps({"users": {name: entry_of("pw") for name in ("ann", "bob")}}))
+    store = Store(tmp_path, vbuckets=1)
+    store.logs()
+    async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
+        clients = []
+        for user in ("ann", "bob", "ann"):
+            client = await endpoint.connect()
+            assert await client.login(user, "pw") == 0
+            await client.open("orders", login=False)
+            clients.append(client)
+        assert await clients[0].receive() is None
+        for client in clients[1:]:
+            assert await client.alive()
+        for client in clients[1:]:
+            await client.close()
+        await until(lambda: not endpoint.server._names)
     store.close()
 
 

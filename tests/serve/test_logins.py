@@ -7,17 +7,21 @@ import gc
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of
+from mirror.serve.kv_session import FAILED_LOGINS_MAX
+from mirror.serve.listener import Limits
 from mirror.serve.logins import (
     DELAY_MAX_S,
     DELAY_MIN_S,
     FORGET_S,
+    PACE_S,
     PEER_FAILURES_FREE,
     REMEMBERED_MAX,
     USER_FAILURES_FREE,
@@ -27,13 +31,12 @@ from mirror.serve.logins import (
 )
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
-from mirror.wire.sasl import SaslError
+from mirror.wire.sasl import SaslError, ScramClient
 from tests.manual_clock import ManualClock
+from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.http_site import Source, running
 from tests.serve.kv_rig import ALL_FEATURES, Store, serving
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -58,8 +61,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def users_file(tmp_path: Path) -> Path:
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {"ann": entry_of("pw")}}))
+    return with_password(tmp_path / "users.json", "pw")
+
+
+def with_password(file: Path, password: str) -> Path:
+    """A file of one user."""
+    file.write_text(json.dumps({"users": {"ann": entry_of(password)}}))
     return file
 
 
@@ -87,45 +94,80 @@ def test_no_more_names_are_remembered_than_may_be() -> None:
     assert str(REMEMBERED_MAX) in failures._found
 
 
-def finish(attempt: Attempt[T]) -> T | None:
+async def finish(attempt: Attempt[Any]) -> Any:
     """The outcome of an attempt that need not wait for the clock."""
     while (done := attempt.poll()) is None:
-        assert attempt._future is not None, "it waits for the clock"
-        attempt._future.exception()
+        await asyncio.wait_for(attempt.wait(), 20)
     return done[0]
 
 
-def test_a_user_that_fails_waits_and_others_do_not(logins: Logins, clock: ManualClock) -> None:
+async def begun(attempt: Attempt[Any]) -> asyncio.Task[Any]:
+    """An attempt that waits for the clock."""
+    task = asyncio.create_task(finish(attempt))
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+    assert not task.done()
+    return task
+
+
+async def test_refusals_come_later_each_time_and_the_right_password_does_not(
+    logins: Logins, clock: ManualClock
+) -> None:
+    """Eight that guessed a user's password once kept that user out: every attempt waited before it was checked."""
     with capture_logs() as logged:
-        for _ in range(USER_FAILURES_FREE):
-            assert finish(logins.by_password("ann", "wrong", "10.0.0.1")) is None
+        for _ in range(USER_FAILURES_FREE - 1):
+            assert await finish(logins.by_password("ann", "wrong", "10.0.0.1")) is None
     assert [(each["event"], each["user"], each["peer"]) for each in logged] == [("logins failed", "ann", "10.0.0.1")]
-    assert logins.failed_count == USER_FAILURES_FREE
-    waiting = logins.by_password("ann", "right", "10.0.0.2")
-    assert waiting.poll() is None
-    assert waiting._future is None, "it is not even checked"
-    assert finish(logins.by_password("bob", "wrong", "10.0.0.1")) is None
+    assert logins.failed_count == USER_FAILURES_FREE - 1
+    guess = await begun(logins.by_password("ann", "wrong", "10.0.0.1"))
+    for peer in ("10.0.0.1", "10.0.0.2"):
+        assert await finish(logins.begin("ann", peer, lambda: "right")) == "right"
+    assert await finish(logins.by_password("bob", "wrong", "10.0.0.1")) is None
     clock.advance(DELAY_MIN_S)
-    assert finish(waiting) == Reader("ann")
-    assert finish(logins.by_password("ann", "right", "10.0.0.2")) == Reader("ann"), "a success forgives"
+    assert await guess is None
 
 
-def test_a_peer_that_tries_many_users_waits(logins: Logins) -> None:
+async def test_peers_that_guess_stand_in_line_and_others_do_not(logins: Logins, clock: ManualClock) -> None:
+    checked: list[int] = []
     for number in range(PEER_FAILURES_FREE):
-        assert finish(logins.by_password(f"user{number}", "x", "10.0.0.1")) is None
-    waiting = logins.by_password("ann", "right", "10.0.0.1")
-    assert waiting.poll() is None
-    assert waiting._future is None
-    assert finish(logins.by_password("ann", "right", "10.0.0.2")) == Reader("ann")
+        logins.failed(f"user{number}", "10.0.0.1")
+    tasks = [await begun(logins.begin("ann", "10.0.0.1", partial(checked.append, each))) for each in range(3)]
+    right = await begun(logins.by_password("ann", "right", "10.0.0.1"))
+    assert checked == [], "one waits for the other"
+    assert await finish(logins.by_password("ann", "right", "10.0.0.2")) == Reader("ann")
+    tasks[1].cancel()
+    await asyncio.wait([tasks[1]])
+    assert logins.failed_count == PEER_FAILURES_FREE + 1, "to hang up is a failure as well"
+    for _ in range(3):
+        clock.advance(PACE_S)
+        await asyncio.sleep(0.05)
+    assert checked == [0, 2]
+    assert await right == Reader("ann"), "it waits for no refusal"
+    for task in (tasks[0], tasks[2]):
+        task.cancel()
 
 
-def test_a_scram_login_that_fails_counts_as_well(logins: Logins) -> None:
+async def test_a_client_that_does_not_wait_for_its_refusal_has_failed_as_well(logins: Logins) -> None:
+    checking, release = threading.Event(), threading.Event()
+
+    def wrong() -> None:
+        checking.set()
+        release.wait(20)
+
+    waiting = asyncio.create_task(logins.begin("ann", "10.0.0.1", wrong).wait())
+    await asyncio.to_thread(checking.wait, 20)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    release.set()
+    await until(lambda: logins.failed_count == 1)
+
+
+async def test_a_scram_login_that_fails_counts_as_well(logins: Logins) -> None:
     def refuse() -> bytes | None:
         raise SaslError("wrong user or password")
 
-    attempt = logins.begin("ann", "10.0.0.1", refuse)
     with pytest.raises(SaslError):
-        finish(attempt)
+        await finish(logins.begin("ann", "10.0.0.1", refuse))
     assert logins.failed_count == 1
 
 
@@ -139,18 +181,13 @@ async def test_a_refused_proof_leaves_no_traceback_in_the_log(logins: Logins) ->
         checking.wait(10)
         raise SaslError("wrong user or password")
 
-    attempt = logins.begin("ann", "local", check)
-    waiting = asyncio.create_task(attempt.wait())
+    waiting = asyncio.create_task(logins.begin("ann", "local", check).wait())
     await asyncio.sleep(0)
     waiting.cancel()
     checking.set()
     await asyncio.wait([waiting])
-    future = attempt._future
-    assert future is not None
-    await until(future.done)
-    for _ in range(2):  # the loop hears of it
-        await asyncio.sleep(0)
-    del attempt, waiting, future
+    await until(lambda: logins.failed_count == 1)
+    del waiting
     gc.collect()
     await asyncio.sleep(0)
     assert received == []
@@ -164,16 +201,12 @@ async def test_attempts_at_the_end_of_a_process_are_refused_without_an_error(log
         release.wait(20)
         return b"done"
 
-    running, queued = (logins.begin("ann", "local", slow) for _ in range(2))
-    assert running.poll() is None
-    assert queued.poll() is None
-    assert started.wait(20)
+    attempts = [logins.begin("ann", "local", slow) for _ in range(3)]
+    tasks = [asyncio.create_task(finish(attempt)) for attempt in attempts[:2]]
+    await asyncio.to_thread(started.wait, 20)
     logins.close()
     release.set()
-    late = logins.begin("ann", "local", slow)
-    for attempt, found in ((running, b"done"), (queued, None), (late, None)):
-        await attempt.wait()
-        assert attempt.poll() == (found,)
+    assert await asyncio.gather(*tasks, finish(attempts[2])) == [b"done", None, None]
     assert logins.failed_count == 0
 
 
@@ -222,6 +255,7 @@ async def test_an_attempt_whose_connection_was_closed_is_not_checked(store: Stor
     async with serving(store.path, readers=Counted(users_file)) as endpoint:
         for _ in range(50):
             endpoint.server._logins.failed("ann", "local")
+        await endpoint.server._logins._line.acquire()
         client = await endpoint.connect()
         await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"))
         await until(lambda: any(each._later for each in endpoint.server.connections))
@@ -233,6 +267,46 @@ async def test_an_attempt_whose_connection_was_closed_is_not_checked(store: Stor
         assert checked == []
 
 
+async def test_challenges_that_are_not_answered_are_failed_logins(store: Store, users_file: Path) -> None:
+    """One connection once got 600 of them."""
+    async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
+        client = await endpoint.connect()
+        for number in range(4):
+            first = ScramClient("SCRAM-SHA512", "ann", "pw").first()
+            answer = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", first))
+            assert answer.status == (Status.AUTH_CONTINUE if number < FAILED_LOGINS_MAX else Status.AUTH_ERROR)
+        assert await client.receive() is None
+
+
+async def test_a_login_that_began_before_the_password_was_changed_is_refused(store: Store, users_file: Path) -> None:
+    async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
+        client, exchange = await endpoint.connect(), ScramClient("SCRAM-SHA512", "ann", "pw")
+        challenge = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", exchange.first()))
+        with_password(users_file, "another")
+        answer = await client.ask(kv_client.sasl_step(b"SCRAM-SHA512", exchange.final(challenge.value)))
+        assert answer.status == Status.AUTH_ERROR
+
+
+async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Path) -> None:
+    """Eight guessers of one user's password, and others that connect and say nothing, once did."""
+    limits = Limits(connections_max=64)
+    async with serving(store.path, readers=FileUsers(users_file), limits=limits) as endpoint:
+        logins = endpoint.server._logins
+        for _ in range(50):
+            logins.failed("ann", "local")
+        for _ in range(8):
+            client = await endpoint.connect()
+            await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0wrong"))
+        late = await endpoint.connect()
+        await late.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"))
+        await until(lambda: sum(each.slot.logging_in for each in endpoint.server.connections) == 9)
+        for _ in range(limits.pending_max * 2):
+            await endpoint.connect()
+        answer = await late.receive()
+        assert answer is not None, "it was closed for those who say nothing"
+        assert answer.status == Status.SUCCESS
+
+
 def test_a_proven_password_does_not_wait_for_those_who_guess(source: Source, tmp_path: Path, users_file: Path) -> None:
     source.put("a", b"1")
     with running(tmp_path / "data", source, users_file=users_file) as site:
@@ -240,7 +314,7 @@ def test_a_proven_password_does_not_wait_for_those_who_guess(source: Source, tmp
         logins = site.server.service.logins
         for _ in range(50):
             logins.failed("ann", "local")
-        assert logins.starts_s("ann", "local") > logins.clock.monotonic() + DELAY_MAX_S / 2
+        assert logins.guesses("local")
 
         def begin(*_: object) -> None:
             raise AssertionError("it waits with the others")

@@ -106,6 +106,7 @@ def test_client_refuses_an_impostor() -> None:
         (b"r=abcd,s=AAAA,i=-5", "iteration"),
         (b"r=abcd,s=*,i=4096", "base64"),
         (b"e=other-error", "refused"),
+        (b"r=abcd,s=AAAA,i=4096,i=4096", "bad SCRAM message"),
         (b"\xff\xfe", "UTF-8"),
         (b"r=" + b"a" * 5000, "too long"),
     ],
@@ -116,7 +117,9 @@ def test_bad_challenge_is_one_clear_error(challenge: bytes, said: str, monkeypat
         ScramClient("SCRAM-SHA1", "demo", "demo", nonce="abc").final(challenge)
 
 
-@pytest.mark.parametrize("first", [b"", b"p=x,,n=a,r=b", b"n,,r=b", b"n,,n=a", b"n,,garbage", b"\xff"])
+@pytest.mark.parametrize(
+    "first", [b"", b"p=x,,n=a,r=b", b"n,,r=b", b"n,,n=a", b"n,,garbage", b"\xff", b"n,,n=a,r=b,n=c"]
+)
 def test_bad_first_message_is_refused(first: bytes) -> None:
     with pytest.raises(SaslError):
         ScramServer("SCRAM-SHA1", PASSWORDS.get).challenge(first)
@@ -141,7 +144,8 @@ def test_steps_out_of_order_are_refused() -> None:
 
 def test_plain_both_ways() -> None:
     assert plain_decode(plain_encode("demo", "pä")) == ("demo", "pä")
-    for bad in (b"", b"demo", b"\0demo", b"\0a\0b\0c", b"\0\xff\0x"):
+    assert plain_decode(b"demo\0demo\0x") == ("demo", "x")
+    for bad in (b"", b"demo", b"\0demo", b"\0a\0b\0c", b"\0\xff\0x", b"bob\0ann\0x"):
         with pytest.raises(SaslError):
             plain_decode(bad)
 
@@ -171,6 +175,7 @@ def test_a_server_that_keeps_verifiers_knows_no_password(mechanism: str) -> None
         exchange(ScramClient(mechanism, user, password), ScramServer(mechanism, verifier_of=kept.get))
         assert kept[user].proves(mechanism, password)
         assert not kept[user].proves(mechanism, password + "x")
+        assert not kept[user].proves(mechanism, password + "\0"), "HMAC takes it for the same key"
         with pytest.raises(SaslError, match="wrong user or password"):
             exchange(ScramClient(mechanism, user, "wrong"), ScramServer(mechanism, verifier_of=kept.get))
     with pytest.raises(SaslError, match="wrong user or password"):
