@@ -6,7 +6,7 @@ is wrong. Works next to a running service: it reads.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -20,7 +20,6 @@ PLAIN_INTERVAL_S = 5.0
 
 def check(
     data: options.DataOption = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Walk the pages of the LMDB files too; slower.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -32,10 +31,10 @@ def check(
             line = f"checked {done} of {of} vbuckets"
             screen.show(line, line)
 
-        report = storage_check.check(path, deep=deep, progress=progress)
+        report = storage_check.check(path, progress=progress)
     found: list[str] = [str(problem) for problem in report.problems]
     if as_json:
-        shape: dict[str, Any] = {"data": path, "deep": deep, "ok": not found, "problems": found}
+        shape: dict[str, Any] = {"data": path, "ok": not found, "problems": found}
         looked_at = {name: getattr(report, name) for name in ("vbuckets", "rows", "key_rows", "boundaries")}
         output.print_json(shape | looked_at)
     else:

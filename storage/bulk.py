@@ -8,9 +8,9 @@ the purger nor memory suffers from a long read.
 
 Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
 looking each row up; but it needs the keys remembered, and it walks over older versions and over what is not requested.
-It begins so, and goes on by keys where that does not pay. A damaged row is an error either way, unless nothing
-distinguishes it from one that is not requested; a row that is not there at all is missed by keys alone (and by
-`check`).
+It begins so, and goes on by keys where that does not pay. Each row that is met is verified, also one that hides another
+or is not requested. A row that is not there at all is noticed by keys (and by `check`, `scan` and `get`), but not in
+the order of rows: promised is every document whose row is there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from operator import lt
+from typing import NamedTuple
 
 from storage import keys, seal, validity
 from storage.collection_names import names_of
 from storage.errors import CorruptedError
-from storage.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, kind_of
+from storage.index import not_in_order
+from storage.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
 from storage.scan import CHUNK_BYTES
 from storage.tokens import Pin
 from storage.transaction import Transaction
+from storage.vbucket_reader import KINDS
 from storage.view import View
 
 ROWS_MAX = 2_000
@@ -64,7 +67,7 @@ class Chunk(NamedTuple):
 
     collection_id: int
     stored: list[bytes]
-    """Each a message with its checksum behind it (`seal.SIZE` bytes), which was verified where the view verifies."""
+    """Each a message with its checksum behind it (`seal.SIZE` bytes), which was verified if the view verifies."""
     byte_count: int
 
     @property
@@ -126,9 +129,8 @@ class _Read:
                 taken: list[list[bytes]] = [[] for _ in self._collections]
                 byte_counts = [0 for _ in self._collections]
                 with self._transaction() as txn:
-                    cursor = txn.raw.cursor(self._reader.rows)
                     for _ in range(0, self._rows_max, GET_ROWS):
-                        frames, position = self._run(cursor, position, first)
+                        frames, position = self._run(txn, position, first)
                         row_count += len(frames)
                         for number, mine in enumerate(self._newest(frames, seen)):
                             taken[number] += mine
@@ -137,23 +139,28 @@ class _Read:
                             break
                 for (_, collection_id, _), rows, byte_count in zip(self._collections, taken, byte_counts, strict=True):
                     if rows:
-                        yield self._chunk(collection_id, rows, byte_count)
+                        yield Chunk(collection_id, rows, byte_count)
                 if len(seen) > REMEMBERED_MAX or row_count > ROWS_PER_DOCUMENT * len(seen) + self._rows_max:
                     yield from self.in_order_of_keys(seen)
                     return
 
-    @staticmethod
-    def _run(cursor: Any, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
+    def _run(self, txn: Transaction, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
         """Some rows below `position` and above `first`, oldest first, and the position below them (empty: the end)."""
+        cursor = txn.raw.cursor(self._reader.rows)
         if not (cursor.prev() if cursor.set_range(position) else cursor.last()):
             return [], b""
         frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
         following: bytes = cursor.key()
+        is_row = len(following) == keys.ROW_KEY_SIZE
+        if following >= position or (is_row and frames[-1][24:32] != following[SEQNO]):
+            raise not_in_order(txn, self._vbid)
         if following <= first:
-            following = b""
+            following, newest_bytes = b"", len(frames[0])
             frames.clear()  # they are read again: large ones must not be held twice
             rest = cursor.iternext() if cursor.set_range(first) else ()
             frames = [frame for _, frame in takewhile(lambda entry: entry[0] < position, rest)]
+            if frames and len(frames[-1]) != newest_bytes:
+                raise not_in_order(txn, self._vbid)
         else:
             frames.reverse()
         return frames, following
@@ -163,23 +170,21 @@ class _Read:
         later version takes the place of an earlier one. What is left out must be known for what it is.
         """
         all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
+        rows = frames if all_mutations else self._without_boundaries(frames)
+        self._check(rows)
         try:
             if all_mutations:
-                newest = {frame[_KEYS[frame[3]]]: frame for frame in frames}
+                newest = {frame[_KEYS[frame[3]]]: frame for frame in rows}
             else:
-                newest = {
-                    frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame
-                    for frame in frames
-                    if (len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC)
-                    and (frame[1] != SYSTEM_EVENT or frame[4] != 13)
-                }
+                rows = [frame for frame in rows if frame[1] != SYSTEM_EVENT or frame[4] != 13]
+                newest = {frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame for frame in rows}
         except IndexError:
             raise self._cut_short() from None
         if b"" in newest:
             raise self._cut_short()
-        oldest_seqno = next(
-            (frame[24:32] for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC), b""
-        )
+        if len(newest) < len(rows) and (seqnos := [frame[24:32] for frame in rows]) != sorted(seqnos):
+            raise CorruptedError("rows do not rise in seqno", path=self._environment.path, vbid=self._vbid)
+        oldest_seqno = rows[0][24:32] if rows else b""
         for prefix, _, begin_seqno in self._collections:
             if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
                 mine = newest  # so does all that is between them
@@ -196,6 +201,20 @@ class _Read:
             else:
                 yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
+    def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
+        """The rows. Some are as long as a boundary: a damaged one of those is not taken for one."""
+        rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
+        if len(rows) < len(frames):
+            for frame in frames:
+                if len(frame) == keys.BOUNDARY.size and frame[0] != _MAGIC and frame[1:5:3] in _TOMBSTONES:
+                    raise seal.damaged(frame, b"", self._vbid, self._environment.path)
+        return rows
+
+    def _check(self, rows: list[bytes]) -> None:
+        """Raise CorruptedError unless all rows are what was stored."""
+        if self._reader.verify_reads:
+            seal.check_all(rows, self._vbid, self._environment.path)
+
     def _cut_short(self) -> CorruptedError:
         return CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid)
 
@@ -211,8 +230,10 @@ class _Read:
                     found = [
                         key
                         for key, dup in versions.items()
-                        if kind_of(dup) == MUTATION and dup[SEQNO] > begin_seqno and key not in done
+                        if dup[KIND] == MUTATION and dup[SEQNO] > begin_seqno and key not in done
                     ]
+                    if len(found) < len(versions):
+                        self._check_kinds(versions)
                     frames: list[bytes] = []
                     byte_count = 0
                     rows = txn.raw.cursor(self._reader.rows)
@@ -223,20 +244,25 @@ class _Read:
                             raise CorruptedError(
                                 "a key points to a row that is missing", path=self._environment.path, vbid=self._vbid
                             )
-                        frames += [frame for _, frame in got]
-                        byte_count += sum(map(len, frames[-len(run) :]))
+                        stored = [frame for _, frame in got]
+                        self._check(stored)
+                        if [frame[_KEYS[frame[3]]] for frame in stored] != run:
+                            raise CorruptedError(
+                                "a key points to another document's row", path=self._environment.path, vbid=self._vbid
+                            )
+                        frames += stored
+                        byte_count += sum(map(len, stored))
                         if byte_count > CHUNK_BYTES and len(frames) < len(found):
                             following = found[len(frames)]
                             break
                 position = following
                 if frames:
-                    yield self._chunk(collection_id, frames, byte_count)
+                    yield Chunk(collection_id, frames, byte_count)
 
-    def _chunk(self, collection_id: int, stored: list[bytes], byte_count: int) -> Chunk:
-        """Stored rows, verified."""
-        if self._reader.verify_reads:
-            seal.check_all(stored, self._vbid, self._environment.path)
-        return Chunk(collection_id, stored, byte_count)
+    def _check_kinds(self, versions: dict[bytes, bytes]) -> None:
+        for key, dup in versions.items():
+            if dup[KIND] not in KINDS:
+                raise self._reader.mismatch(key)
 
     @contextmanager
     def _transaction(self) -> Iterator[Transaction]:
@@ -265,9 +291,16 @@ class _Read:
         if not (pairs[-1][0].startswith(prefix) and (end is None or pairs[-1][0] < end)):
             pairs = [each for each in pairs if each[0].startswith(prefix) and (end is None or each[0] < end)]
             following = b""
+        if not all(map(lt, pairs, islice(pairs, 1, None))):
+            raise self._reader.mismatch(pairs[0][0])
         # The versions of a key rise along the chain, so the last visible one is the newest.
         limits = self._limits
-        return {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}, following
+        newest = {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}
+        if len(newest) < len(pairs):
+            for key, dup in pairs:
+                if dup > limits.get(dup[BRANCH], b""):
+                    self._reader.check_named(txn.raw, key, dup)
+        return newest, following
 
 
 def collection_names(view: View, pin: Pin) -> dict[int, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import lmdb
 
 from storage import branches, chain, directory, keys, prepares, records, seal
-from storage.environment import DATA_FILE, MAP_SIZE, SHARED
+from storage.environment import DATA_FILE, MAP_SIZE, READER_TRIES, SHARED
 from storage.errors import CorruptedError, StorageError
 from storage.model import SEQNO_MAX, Identity, Kind, Vbid
 from storage.transaction import Transaction
@@ -49,8 +49,8 @@ class CheckReport:
 Progress = Callable[[int, int], None]
 
 
-def check(path: str, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
-    """Walk the mirror at `path`. `deep` also walks LMDB's own pages (py-lmdb's verifier; some 100 MB/s).
+def check(path: str, *, progress: Progress | None = None) -> CheckReport:
+    """Walk the mirror at `path`: LMDB's own pages first (py-lmdb's verifier; some 150 MB/s), then what is in them.
 
     Raises NotAMirror, ReadOnly, FormatTooNew; damage is reported, not raised. `progress(done, of)` counts vbuckets.
     """
@@ -59,22 +59,19 @@ def check(path: str, *, deep: bool = False, progress: Progress | None = None) ->
     for group in range(identity.group_count):
         folder = directory.group_path(path, group)
         try:
-            _check_group(folder, group, identity, report, deep, progress)
+            _check_group(folder, group, identity, report, progress)
         except (StorageError, lmdb.Error, struct.error, OSError) as error:
             report.add(f"group {group}", str(error))
     return report
 
 
-def _check_group(
-    folder: str, group: int, identity: Identity, report: CheckReport, deep: bool, progress: Progress | None
-) -> None:
+def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:
     vbids = directory.group_vbids(identity, group)
-    if deep and not _check_pages(folder, group, report):
-        return  # LMDB does not survive reading damaged pages
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
-        if environment.missing_bytes() and not deep and not _check_pages(folder, group, report):
-            return
+        with environment.read():  # so no page is written again meanwhile
+            if not _check_pages(folder, group, report):
+                return  # LMDB does not survive reading damaged pages
         environment.open_all()
         with environment.read() as txn:
             stored = txn.get(keys.DB_META, b"identity")
@@ -99,10 +96,14 @@ def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
     """py-lmdb's own verifier, on the file. True when it found nothing."""
     from lmdb import verify
 
-    try:
-        problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever a damaged file makes of the verifier is a finding about the file
-        problems = [f"{type(error).__name__}: {error}"]
+    problems: list[str] = []
+    for _ in range(READER_TRIES):  # a commit between its looks at the file's size and at its newest meta page
+        try:
+            problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever a damaged file makes of the verifier is a finding about the file
+            problems = [f"{type(error).__name__}: {error}"]
+        if not problems:
+            break
     for problem in problems:
         report.add(f"group {group}", f"page verification: {problem}")
     return not problems

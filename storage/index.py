@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import IO
+from typing import IO, Any
 
 import msgpack
 
 from storage import keys
 from storage.environment import Environment
-from storage.records import SYSTEM_EVENT, row_key, seqno_of
+from storage.errors import CorruptedError
+from storage.records import SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 
 RUN_ROWS = 200_000
@@ -132,8 +133,13 @@ def rows_between(
     rows: list[tuple[bytes, bytes]] = []
     if after_seqno >= to_seqno or not cursor.set_range(row_key(prefix, after_seqno + 1)):
         return rows
+    previous = b""
     for key, value in cursor.iternext():
+        if key <= previous:
+            raise not_in_order(txn, vbid)
+        previous = key
         if key > end:
+            check_end(txn, vbid, cursor, key, value)
             break
         if len(key) == keys.ROW_KEY_SIZE:
             left -= len(value)
@@ -143,6 +149,24 @@ def rows_between(
             if len(rows) == limit or left <= 0:
                 break
     return rows
+
+
+def check_end(txn: Transaction, vbid: int, cursor: Any, key: bytes, value: bytes) -> None:
+    """Raise CorruptedError if a walk over rows ended at one that a flipped bit put behind the others."""
+    if len(key) == keys.ROW_KEY_SIZE and value[24:32] != key[SEQNO]:
+        raise not_in_order(txn, vbid)
+    if cursor.next() and cursor.key() <= key:
+        raise not_in_order(txn, vbid)
+
+
+def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
+    """The error of rows of which one is not where it was stored."""
+    return CorruptedError(
+        "the rows are not in order",
+        path=txn.path,
+        vbid=vbid,
+        hint="`dcp-mirror verify --repair` fetches the vbucket again",
+    )
 
 
 def key_rows_between(

@@ -24,10 +24,11 @@ from storage.errors import AnswerTooLarge
 from storage.groups import Groups
 from storage.large import HEAD_BYTES_MAX, LargeDocument, large_row
 from storage.model import Branch, Document, Manifest
-from storage.records import KIND, MUTATION, ROW_KEY
+from storage.records import KIND, MUTATION, ROW_KEY, SEQNO
+from storage.seal import RESIDUE
 from storage.tokens import AsOf
 from storage.transaction import Transaction
-from storage.vbucket_reader import VbucketReader, Visible, end_of_references
+from storage.vbucket_reader import KINDS, VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
@@ -110,6 +111,8 @@ class ReadRun:
             dup = cursor.value()
             if not above < dup <= up_to or dup[KIND] != MUTATION:
                 return None
+            if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                raise reader.mismatch(wire_key)
             row_key = dup[ROW_KEY]
             views = self._views.get(reader.environment)
             if views is None:
@@ -120,8 +123,10 @@ class ReadRun:
             stored = bytes(view)
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
-        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+        if reader.verify_reads and crc32c(stored) != RESIDUE:
             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+        if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
+            raise reader.mismatch(wire_key)
         return stored
 
 
@@ -182,16 +187,22 @@ class PointReads:
                 if above:  # from here on as in `ReadRun.row`
                     cursor = txn.cursor(reader.keys)
                     if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
+                        reader.check_absent(txn, cursor, b"\0" + key)
                         return None
                     dup = cursor.value()
                     if above < dup <= up_to:
                         if dup[KIND] != MUTATION:
+                            reader.check_newest(cursor, b"\0" + key, dup)
                             return None
                         row_key = dup[ROW_KEY]
                         stored = txn.get(row_key, b"", reader.rows)
-                        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+                        if reader.verify_reads and crc32c(stored) != RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
+                        if document.key != key or document.collection_id:
+                            raise reader.mismatch(b"\0" + key)
+                        if cursor.prev_dup() and (cursor.value() >= dup or stored[24:32] != dup[SEQNO]):
+                            raise reader.mismatch(b"\0" + key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
@@ -242,17 +253,23 @@ class PointReads:
                     row_key = None
                     if is_plain and above:  # from here on as in `ReadRun.row`
                         if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
+                            reader.check_absent(txn, cursor, b"\0" + key)
                             continue
                         dup = cursor.value()
                         if above < dup <= up_to:
                             if dup[KIND] != MUTATION:
+                                reader.check_newest(cursor, b"\0" + key, dup)
                                 continue
                             row_key = dup[ROW_KEY]
                     if row_key is not None:
                         stored = txn.get(row_key, b"", reader.rows)
-                        if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
+                        if reader.verify_reads and crc32c(stored) != RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
+                        if document.key != key or document.collection_id:
+                            raise reader.mismatch(b"\0" + key)
+                        if cursor.prev_dup() and (cursor.value() >= dup or stored[24:32] != dup[SEQNO]):
+                            raise reader.mismatch(b"\0" + key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
                     else:
@@ -275,13 +292,13 @@ class PointReads:
         found = self._reference(reader, txn, key, options)
         if found is None:
             return None
-        document = reader.document(txn, found[0], options.raw, options.lenient)
-        return None if document.expiry and document.expiry <= found[1] else document
+        document = reader.document(txn, found[0], found[1], options.raw, options.lenient)
+        return None if document.expiry and document.expiry <= found[2] else document
 
     def _reference(
         self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
-    ) -> tuple[bytes, float] | None:
-        """The reference to a document, and the time that decides whether it is expired."""
+    ) -> tuple[bytes, bytes, float] | None:
+        """The key of a document as it stands on the wire, its reference, and the time that decides on its expiry."""
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
@@ -302,7 +319,7 @@ class PointReads:
         _, dup_seqno, kind = _unpack_dup(dup)
         if kind != MUTATION or not manifest.has(collection_id, dup_seqno):
             return None
-        return dup, time.time() if now is None else now
+        return wire_key, dup, time.time() if now is None else now
 
     def get_or_large(
         self,
@@ -327,11 +344,11 @@ class PointReads:
             reader.environment.end(txn)
         if found is None:
             return None
-        either = document_or_large(reader, found[0], bytes_max, raw)
+        either = document_or_large(reader, found[0], found[1], bytes_max, raw)
         if either is None:
             return self.get(key, collection, as_of=as_of, raw=raw)
         document = either[0] or either[1].document
-        if document.expiry and document.expiry <= found[1]:
+        if document.expiry and document.expiry <= found[2]:
             return None
         return either[0] or either[1]
 
@@ -381,13 +398,13 @@ class PointReads:
                     if kind == MUTATION and large_bytes is not None:
                         unread = dup
                     else:
-                        document = reader.document(txn, dup, True)
+                        document = reader.document(txn, wire_key, dup, True)
         except (struct.error, IndexError, lmdb.Error) as error:
             raise reader.damaged(error) from error
         finally:
             reader.environment.end(txn.raw)
         if unread is not None and large_bytes is not None:
-            found = document_or_large(reader, unread, large_bytes, True)
+            found = document_or_large(reader, wire_key, unread, large_bytes, True)
             if found is None:
                 return self.find(wire_key, deletions=deletions, now=now)
             document, large = found
@@ -400,11 +417,11 @@ class PointReads:
 
 
 def document_or_large(
-    reader: VbucketReader, reference: bytes, large_bytes: int, raw: bool
+    reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
 ) -> tuple[Document, None] | tuple[None, LargeDocument] | None:
-    """The document of the row that a reference names; one of more than `large_bytes` unread. None
-    where the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others
-    copy a row to say how long it is.
+    """The document of the row that a reference of a key names. One of more than `large_bytes` is not read. None where
+    the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others copy
+    a row to say how long it is.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -413,15 +430,16 @@ def document_or_large(
         if view is None:
             return None
         large = large_row(reader, row_key, view, large_bytes)
-        if large is not None:
-            return None, large
-        stored = bytes(view)
+        stored = bytes(view[:HEAD_BYTES_MAX] if large is not None else view)
     except (struct.error, IndexError, lmdb.Error) as error:
         raise reader.damaged(error) from error
     finally:
         reader.environment.end(txn)
-    if reader.verify_reads and crc32c(stored) != seal.RESIDUE:
-        seal.frame_of(stored, row_key, reader.vbid, reader.environment.path)
+    if large is None and reader.verify_reads and crc32c(stored) != RESIDUE:
+        raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+    reader.check_row(stored, wire_key, reference)
+    if large is not None:
+        return None, large
     branch = Branch(records.branch_of(reference))
     return records.decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES), None
 
@@ -434,11 +452,19 @@ def _newest(
     """
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key) or not cursor.last_dup():
+        reader.check_absent(txn.raw, cursor, wire_key)
         return None
     dup: bytes = cursor.value()
+    reader.check_newest(cursor, wire_key, dup)
     dup_branch, dup_seqno, _ = _unpack_dup(dup)
     if dup_branch == branch and dup_seqno <= seqno:
         return dup
     if links is None:
         links = reader.chain_at(txn, branch, seqno)
-    return chain.newest_version(cursor, wire_key, links)
+    reader.check_named(txn.raw, wire_key, dup)
+    found = chain.newest_version(cursor, wire_key, links)
+    if cursor.next_dup() if found is not None else cursor.set_key(wire_key):
+        reader.check_named(txn.raw, wire_key, cursor.value())
+    if found is not None and found[KIND] not in KINDS:
+        raise reader.mismatch(wire_key)
+    return found

@@ -80,7 +80,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
             cursor = txn.raw.cursor(reader.keys)
             if not cursor.set_key_dup(undone.wire_key, undone.reference):
                 raise ViewInvalidated(_GONE, vbid=reader.vbid, hint=_FROM_BEGINNING)
-        return reader.document(txn, undone.reference, raw, lenient=True)
+        return reader.document(txn, undone.wire_key, undone.reference, raw, lenient=True)
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:

@@ -21,7 +21,7 @@ from storage.point_reads import document_or_large
 from storage.records import MUTATION
 from storage.tokens import AsOf, Pin
 from storage.transaction import Transaction
-from storage.vbucket_reader import Served, VbucketReader
+from storage.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
@@ -170,7 +170,7 @@ def page_or_large(
     found: list[Document] = []
     byte_count = 0
     for number, (wire_key, reference) in enumerate(newest):
-        row = document_or_large(reader, reference, large_bytes, True)
+        row = document_or_large(reader, wire_key, reference, large_bytes, True)
         if row is None:
             raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
         document, large = row
@@ -206,7 +206,7 @@ def chunk(
         found: list[Document] = []
         byte_count = 0
         for wire_key, dup in newest:
-            document = reader.document(txn, dup, raw, lenient=True)
+            document = reader.document(txn, wire_key, dup, raw, lenient=True)
             byte_count += len(document.value)
             if found and byte_count > bytes_max:
                 return found, wire_key
@@ -230,7 +230,11 @@ def references(
     if not cursor.set_range(start):
         return [], b""
     dup: bytes | None
+    previous = b""
     for seen, wire_key in enumerate(cursor.iternext_nodup()):
+        if wire_key <= previous or wire_key < start:
+            raise reader.mismatch(wire_key)
+        previous = wire_key
         if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
             break
         if seen >= rows_max:
@@ -238,11 +242,16 @@ def references(
         cursor.last_dup()  # not one by one: a key may have any number of versions
         dup = cursor.value()
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
+        if cursor.count() > 1 and cursor.prev_dup() and cursor.value() >= dup:
+            raise reader.mismatch(wire_key)
         if dup_branch != branch or seqno > cut:
+            reader.check_named(txn.raw, wire_key, dup)
             dup = chain.newest_version(cursor, wire_key, links)
             cursor.set_key(wire_key)
             if dup is not None:
                 _, seqno, kind = keys.DUP.unpack(dup)
+        if kind != MUTATION and kind not in KINDS:
+            raise reader.mismatch(wire_key)
         if dup is not None and seqno > begin_seqno and (kind == MUTATION or deletions):
             found.append((wire_key, dup))
     return found, b""

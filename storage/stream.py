@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from storage import branches, chain, keys, prepares, validity
+from storage import branches, chain, index, keys, prepares, validity
 from storage.errors import ViewInvalidated
 from storage.model import FailoverLog, Manifest, purge_seqno_of
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
@@ -152,6 +152,7 @@ def rows(
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
+        found = [(key, reader.frame(key, stored)) for key, stored in found]  # what is left out is verified as well
         others: list[Row] = []
         if sync_writes and reader.environment.has(keys.DB_PREPARE):
             others, position = _look_at_prepares(txn, vbid, pinned, (after_seqno, position), rows_max, bytes_max)
@@ -162,8 +163,7 @@ def rows(
             found = [row for row in found if _is_selected(row, begins)]
             others = [row for row in others if _is_selected(row, begins)]
         kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
-        frames = [(key, reader.frame(key, stored)) for key, stored in kept]
-        return (sorted(frames + others) if others else frames), position
+        return (sorted(kept + others) if others else kept), position
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:
@@ -243,9 +243,14 @@ def _look(
         if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
             continue
         end = row_key(prefix, link.cut)
+        previous = b""
         for row in cursor.iternext():
             key, frame = row
+            if key <= previous:
+                raise index.not_in_order(txn, reader.vbid)
+            previous = key
             if key > end:
+                index.check_end(txn, reader.vbid, cursor, key, frame)
                 break
             if len(key) == keys.ROW_KEY_SIZE:
                 add(row)

@@ -16,10 +16,14 @@ from google_crc32c import value as crc32c
 from storage import branches, chain, keys, records, seal
 from storage.environment import Environment, storage_error
 from storage.errors import CorruptedError, NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Manifest, Vbid
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Vbid
+from storage.records import BRANCH, KIND, ROW_KEY, SEQNO
+from storage.seal import RESIDUE
 from storage.tokens import AsOf, Time
 from storage.transaction import Transaction
 
+KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
+"""Of rows that have a reference. No two of them that differ in one bit mean different things to a reader."""
 CHAINS_MAX = 8
 """Chains of a vbucket that are remembered: the one that is served, and those of a few positions."""
 MANIFESTS_MAX = 2
@@ -243,22 +247,68 @@ class VbucketReader:
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def document(self, txn: Transaction, reference: bytes, raw: bool, lenient: bool = False) -> Document:
-        """The document of the row that a reference names. Raises CorruptedError."""
-        row_key = reference[records.ROW_KEY]
-        stored = txn.raw.get(row_key, db=self.rows)
-        if stored is None:
-            raise CorruptedError("a key points to a row that is missing", path=self.environment.path, vbid=self.vbid)
-        if self.verify_reads and crc32c(stored) != seal.RESIDUE:  # not by `frame_of`: a scan does this for each row
-            seal.frame_of(stored, row_key, self.vbid, self.environment.path)
-        branch = Branch(records.branch_of(reference))
-        return records.decode_row(self.vbid, branch, stored, raw, lenient, seal.SIZE)
+    def document(
+        self, txn: Transaction, wire_key: bytes, reference: bytes, raw: bool, lenient: bool = False
+    ) -> Document:
+        """The document of the row that a reference of a key names. Raises CorruptedError."""
+        row_key = reference[ROW_KEY]
+        stored = txn.raw.get(row_key, b"", self.rows)
+        if self.verify_reads and crc32c(stored) != RESIDUE:
+            raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
+        branch: Any = int.from_bytes(reference[BRANCH], "big")
+        document = records.decode_row(self.vbid, branch, stored, raw, lenient, seal.SIZE)
+        if document.key != wire_key[1:] or document.collection_id != wire_key[0] or stored[24:32] != reference[SEQNO]:
+            self.check_row(stored, wire_key, reference)
+        return document
 
     def frame(self, row_key: bytes, stored: bytes) -> bytes:
-        """The message of a stored row, verified. Raises CorruptedError."""
-        if self.verify_reads:
-            return seal.frame_of(stored, row_key, self.vbid, self.environment.path)
+        """The message of a stored row, verified, as the one of its position. Raises CorruptedError."""
+        if (self.verify_reads and crc32c(stored) != RESIDUE) or stored[24:32] != row_key[SEQNO]:
+            raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
         return stored[seal.FRAME]
+
+    def check_row(self, stored: bytes, wire_key: bytes, reference: bytes) -> None:
+        """Raise CorruptedError unless a row is of the key and seqno that a reference to it says."""
+        if stored[24:32] != reference[SEQNO]:  # also where there is none
+            raise self.mismatch(wire_key)
+        start = 24 + stored[4]
+        if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:
+            raise self.mismatch(wire_key)
+
+    def mismatch(self, wire_key: bytes) -> CorruptedError:
+        """The error of a key whose references are not what was stored."""
+        return CorruptedError(
+            f"the references of key {wire_key[1:250]!r} are damaged",
+            path=self.environment.path,
+            vbid=self.vbid,
+            hint="`dcp-mirror verify --repair` fetches the vbucket again",
+        )
+
+    def check_newest(self, cursor: Any, wire_key: bytes, reference: bytes) -> None:
+        """Raise CorruptedError unless the last reference of a key, where the cursor is, is of a known kind and above
+        the one before it.
+        """
+        if reference[KIND] not in KINDS or (cursor.prev_dup() and cursor.value() >= reference):
+            raise self.mismatch(wire_key)
+
+    def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:
+        """Raise CorruptedError unless a reference names a row of its key; its checksum is not compared."""
+        self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
+
+    def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
+        """Raise CorruptedError unless the keys before and behind one that is not there are in order, and are those of
+        their rows: a key that a flipped bit made another one is next to where it was.
+        """
+        if there := cursor.set_range(wire_key):
+            behind, reference = cursor.item()
+            self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), behind, reference)
+            if behind <= wire_key:
+                raise self.mismatch(wire_key)
+        if cursor.prev() if there else cursor.last():
+            before, reference = cursor.item()
+            self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), before, reference)
+            if before >= wire_key:
+                raise self.mismatch(wire_key)
 
     def damaged(self, error: Exception) -> StorageError:
         """What a struct.error, IndexError or lmdb.Error says about this vbucket."""

@@ -131,7 +131,7 @@ class Run:
                 stored = {document.key: (int(document.seqno), document.value) for document in view.scan(vbid)}
                 if seqno != self.tips[vbid] or stored != self.states[vbid][seqno]:
                     self.problems.append(f"vb {vbid} at {seqno} is not what was written")
-        self.problems += check(self.path, deep=True).problems
+        self.problems += check(self.path).problems
 
 
 def main(folder: Path, sync: str, name: str, count: int, tries: int) -> None:

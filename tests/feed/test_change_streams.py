@@ -56,7 +56,7 @@ async def test_every_version_that_the_source_kept_is_there_where_it_is_requested
             hot = view.get("hot")
             assert hot is not None
             assert hot.seqno == 13
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_a_bucket_that_keeps_none_goes_on_without_and_that_is_said(tmp_path: Path) -> None:

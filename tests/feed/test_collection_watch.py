@@ -104,7 +104,7 @@ async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxClu
     for other in ("inventory.route", "_default._default"):
         with pytest.raises(UnknownCollection):
             documents(mirror, other)
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_a_restart_goes_on_where_it_was(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluste
     await mirror.until(lambda: gone(mirror, "inventory.route"), "the dropped collection gone")
     assert consumer.status()["counters"]["requested_again_bytes"] == 0
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 def gone(mirror: Mirror, collection: str) -> bool:
@@ -178,7 +178,7 @@ async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: Sandbox
     await until_caught_up(mirror)
     assert {row["rollback_count"] for row in consumer.status()["vbuckets"]} == {0}
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on(
@@ -198,7 +198,7 @@ async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on(
     await until_holds(mirror, "inventory.route", keys(3, "again"))
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_after_a_drop_a_stream_that_ends_requests_what_is_left(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_after_a_drop_a_stream_that_ends_requests_what_is_left(cluster: Sa
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
     assert consumer.status()["counters"]["requested_again_bytes"] == 0
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next_of_that_name(
@@ -235,7 +235,7 @@ async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next
     await until_holds(mirror, "inventory.airline", keys(4, "again"))
     await until_caught_up(mirror)
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_one(
@@ -254,7 +254,7 @@ async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_
     await until_holds(mirror, "inventory.route", keys(3, "again"))
     await until_holds(mirror, "inventory.airline", keys(20))
     await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
 
 
 @pytest.mark.parametrize("status", [Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE])

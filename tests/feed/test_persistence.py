@@ -113,7 +113,7 @@ def replica_of(cluster: SandboxCluster, vbid: int) -> int:
 
 
 def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
     with open_view(mirror.path) as view:
         for vbid in range(VBUCKETS):
             source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
@@ -268,7 +268,7 @@ def gated(tmp_path: Path) -> Iterator[GatedVbucket]:
     rig = GatedVbucket(tmp_path)
     yield rig
     rig.close()
-    assert check(rig.path, deep=True).problems == []
+    assert check(rig.path).problems == []
 
 
 def test_what_was_persisted_of_the_old_history_says_nothing_of_the_new(gated: GatedVbucket) -> None:
@@ -516,7 +516,7 @@ def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: P
     assert gated.writer.state(0).history_floor_seqno == 90
     assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"7")}
     gated.close()
-    assert check(gated.path, deep=True).problems == []
+    assert check(gated.path).problems == []
 
 
 def test_without_the_setting_a_deferred_rollback_ends_with_the_next_snapshot(gated: GatedVbucket) -> None:

@@ -189,7 +189,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
         counters = mirror.consumer.status()["counters"] if mirror.consumer else {}
         assert counters["requested_again_bytes"] == 0
         await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
     for vbid in vbids:
         compare(mirror.path, name, vbid, whole=bool(before))
 
@@ -321,7 +321,7 @@ async def test_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Pa
         await mirror.until(lambda: mirror.row(9)["published_seqno"] == 135, "the new copy")
         assert [requested.start_seqno for requested in source.requests][-1] == 0
         await mirror.stop()
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
     compare(mirror.path, name, 9, whole=True)
 
 

@@ -48,7 +48,7 @@ async def follow(mirror: Mirror, cluster: SandboxCluster) -> None:
 
 
 def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
     with open_view(mirror.path) as view:
         for vbid in range(VBUCKETS):
             source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)

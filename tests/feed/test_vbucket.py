@@ -49,7 +49,7 @@ def mirror_at(path: Path, **settings: Any) -> Mirror:
 
 
 def stored(mirror: Mirror) -> list[int]:
-    assert check(mirror.path, deep=True).problems == []
+    assert check(mirror.path).problems == []
     with open_view(mirror.path) as view:
         return sorted(document.seqno for document in view.scan(VBID))
 

@@ -109,7 +109,7 @@ def assert_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -> None
         assert [a.manifest(v).collections for v in range(VBUCKETS)] == [
             b.manifest(v).collections for v in range(VBUCKETS)
         ]
-    assert check(second.path, deep=True).problems == []
+    assert check(second.path).problems == []
 
 
 def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) -> None:

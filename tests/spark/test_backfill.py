@@ -54,7 +54,7 @@ def source() -> Iterator[SandboxThread]:
 
 
 def is_the_sources(source: SandboxThread, data: Path) -> None:
-    assert check(str(data), deep=True).problems == []
+    assert check(str(data)).problems == []
     source.call(lambda: judge(source.cluster, data, live=False))
 
 
@@ -164,7 +164,7 @@ def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settin
     some = replace(settings, vbuckets="4-11", collections=("s.c",))
     done = backfill(source.connection_string, tmp_path / "data", some, LocalRunner(1), groups=3)
     assert (done.vbuckets, done.groups) == (8, 3)
-    assert check(str(tmp_path / "data"), deep=True).problems == []
+    assert check(str(tmp_path / "data")).problems == []
     with open_view(str(tmp_path / "data")) as view:
         assert list(view.vbids) == list(range(4, 12))
         found = {document.key for document in view.scan()}

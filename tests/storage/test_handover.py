@@ -39,7 +39,7 @@ def test_groups_made_apart_are_a_mirror_together(tmp_path: Path) -> None:
     with pytest.raises(NotAMirror):
         open_view(str(target))
     handover.describe(str(target), IDENTITY)
-    assert check(str(target), deep=True).problems == []
+    assert check(str(target)).problems == []
     with open_view(str(target)) as view:
         assert len(list(view.scan())) == 2 * IDENTITY.vbucket_count
         assert view.identity == IDENTITY

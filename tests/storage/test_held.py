@@ -85,7 +85,7 @@ def test_what_is_held_is_read_and_the_rest_is_elsewhere(view: View) -> None:
 
 
 def test_the_walk_looks_at_what_is_held(path: str) -> None:
-    report = check.check(path, deep=True)
+    report = check.check(path)
     assert not report.problems
     assert report.vbuckets == 4
 

@@ -69,7 +69,7 @@ def test_any_complete_end_may_be_published_later(
     if published < ends[-1]:
         assert writer.state(0).open_snapshot is not None  # else the next writer would take it for complete
     writer.close()
-    assert check(path, deep=True).problems == []
+    assert check(path).problems == []
     writer = open_writer()
     assert not writer.publishing(0)
     assert writer.state(0).published_seqno == published
@@ -79,6 +79,6 @@ def test_any_complete_end_may_be_published_later(
         writer.step()
         writer.commit()
     writer.close()
-    assert check(path, deep=True).problems == []
+    assert check(path).problems == []
     with open_view(path) as view:
         assert {document.key: int(document.seqno) for document in view.scan(0)} == {key: at for at, key in events}

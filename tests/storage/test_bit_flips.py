@@ -1,0 +1,210 @@
+"""Bit rot: a flipped bit ends a read with an error or changes nothing, and `check` finds it.
+
+Below the cases that were silent once, the fault world: it flips one bit of any page of a mirror at a time
+(`tests.storage.bit_flips`), and each answer is the right one, or an error that names the group.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from storage import bulk, directory, keys, records, seal, stream
+from storage.check import check
+from storage.errors import CorruptedError
+from storage.records import MUTATION
+from storage.view import View, open_view
+from storage.writer import GroupWriter
+from tests.storage import bit_flips
+from tests.storage.model import keys_of, log
+from tests.storage.test_writer import open_writer, publish
+
+KEYS = keys_of(0, 12)
+K0, V0 = keys.keys_db(0), keys.rows_db(0)
+
+
+def reference(seqno: int, kind: int = MUTATION, branch: int = 1) -> bytes:
+    return keys.DUP.pack(branch, seqno, kind)
+
+
+def change_reference(writer: GroupWriter, key: bytes, old: bytes, new: bytes, new_key: bytes | None = None) -> None:
+    """What a flipped bit does to the key tree."""
+    with writer.environment.begin(write=True) as txn:
+        tree = writer.environment.db(K0)
+        assert txn.delete(b"\0" + key, old, db=tree)
+        txn.put(b"\0" + (new_key or key), new, db=tree)
+
+
+def everything(view: View) -> list[Callable[[], object]]:
+    """Every read that gives documents of vbucket 0."""
+    return [
+        lambda: [view.get(key) for key in KEYS],
+        lambda: view.get_many(KEYS),
+        lambda: [view.find(b"\0" + key) for key in KEYS],
+        lambda: list(view.scan(0)),
+        lambda: list(bulk.documents(view, view.pin(0), None, bulk.KeyRange(prefix=b"k"))),
+    ]
+
+
+@pytest.fixture
+def writer(path: str) -> Iterator[GroupWriter]:
+    """A writer of what a test damages."""
+    opened = open_writer(path)
+    opened.save_failover_log(0, log())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def filled(writer: GroupWriter) -> GroupWriter:
+    """Documents of one version, but the first key, which has the seqnos 8, 9 and 12, and the second, deleted at 13."""
+    publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(KEYS[2:8], 1)])
+    for seqno in (8, 9, 12):
+        publish(writer, 0, [(KEYS[0], b"%d" % seqno, seqno)])
+    publish(writer, 0, [(KEYS[1], None, 13)])
+    return writer
+
+
+@pytest.mark.parametrize("read", range(5))
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        pytest.param(KEYS[2], reference(1), reference(3), id="another document's row"),
+        pytest.param(KEYS[2], reference(1), reference(513), id="a row that is not there, and not published"),
+        pytest.param(KEYS[2], reference(1), reference(1, branch=3), id="a branch that is not there"),
+        pytest.param(KEYS[2], reference(1), reference(1, kind=0x56), id="no known kind"),
+        pytest.param(KEYS[1], reference(13, kind=0x58), reference(13, kind=0x5A), id="a tombstone of no known kind"),
+        pytest.param(KEYS[0], reference(12), reference(12 + 2**40), id="a newest version that is not published"),
+    ],
+)
+def test_a_damaged_reference_is_an_error(
+    filled: GroupWriter, view: View, key: bytes, old: bytes, new: bytes, read: int
+) -> None:
+    everything(view)[read]()
+    change_reference(filled, key, old, new)
+    with pytest.raises(CorruptedError, match=r"damaged|missing|another document"):
+        everything(view)[read]()
+
+
+@pytest.mark.parametrize("changed", [1, -1])
+def test_a_key_that_became_another_one_is_not_absent(filled: GroupWriter, view: View, changed: int) -> None:
+    key = KEYS[4]
+    new_key = key[:-1] + bytes([key[-1] + changed])
+    change_reference(filled, key, reference(3), reference(3), new_key)
+    for read in (lambda: view.get(key), lambda: view.get_many([key]), lambda: view.find(b"\0" + key)):
+        with pytest.raises(CorruptedError, match="references of key"):
+            read()
+    with pytest.raises(CorruptedError):
+        list(view.scan(0))
+    assert check(view.path).problems
+
+
+def test_what_hides_older_versions_is_verified_in_bulk(
+    path: str, filled: GroupWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit in the key of a tombstone gave the deleted document back; in a new version's key, the old one."""
+    publish(filled, 0, [(KEYS[2], b"new", 14), (KEYS[3], None, 15)])
+    filled.close()
+    file = Path(directory.group_path(path, 0), "data.mdb")
+    good = file.read_bytes()
+    for frame in (records.encode_mutation(KEYS[2], b"new", 14), records.encode_deletion(KEYS[3], 15)):
+        at = good.index(frame) + frame.index(KEYS[2] if b"new" in frame else KEYS[3])
+        for position in (at, at - 1):  # the key, its collection
+            file.write_bytes(good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :])
+            with open_view(path) as view, pytest.raises(CorruptedError, match="checksum"):
+                list(bulk.documents(view, view.pin(0)))
+            with open_view(path) as view:
+                state = stream.served_state(view, 0)
+                with pytest.raises(CorruptedError, match="checksum"):
+                    stream.rows(view, 0, state, 0, bytes_max=1 << 20)
+
+
+def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: GroupWriter) -> None:
+    publish(writer, 0, [(b"k0", b"v", 1)])
+    publish(writer, 0, [(b"k", None, 2)])
+    writer.close()
+    file = Path(directory.group_path(path, 0), "data.mdb")
+    data = bytearray(file.read_bytes())
+    frame = records.encode_deletion(b"k", 2)
+    assert len(frame) + seal.SIZE == keys.BOUNDARY.size
+    data[data.index(frame)] ^= 0x10
+    file.write_bytes(data)
+    with open_view(path) as view, pytest.raises(CorruptedError):
+        list(bulk.documents(view, view.pin(0)))
+
+
+def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path: str, filled: GroupWriter) -> None:
+    filled.close()
+    file = Path(directory.group_path(path, 0), "data.mdb")
+    frame = records.encode_mutation(KEYS[0], b"9", 9)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(keys.ROW.pack(1, 9) + frame, keys.ROW.pack(1, 9 + 2**48) + frame))
+    with open_view(path) as view:
+        state = stream.served_state(view, 0)
+        for read in (
+            lambda: list(view.changes(0)),
+            lambda: stream.rows(view, 0, state, 0, bytes_max=1 << 20),
+        ):
+            with pytest.raises(CorruptedError, match="not in order"):
+                read()
+
+
+def flips(folder: Path, seed: int, count: int) -> tuple[Counter[str], list[str]]:
+    """How `count` flips ended, and those reads that were wrong or whose error names nothing."""
+    path = str(folder / "mirror")
+    bit_flips.make(path, seed)
+    file = Path(directory.group_path(path, 0), "data.mdb")
+    good = file.read_bytes()
+    ended: Counter[str] = Counter()
+    silent: list[str] = []
+    number = 0
+    while number < count:
+        file.write_bytes(good)
+        command = [sys.executable, "-m", "tests.storage.bit_flips", path, str(seed), str(number), str(count - number)]
+        child = subprocess.run(command, capture_output=True, text=True, cwd=os.getcwd(), check=False)
+        assert child.stdout, child.stderr
+        for line in child.stdout.splitlines():
+            number_text, at, found = (*line.split(" ", 2), "")[:3]
+            number = int(number_text)
+            if not found:
+                ended["ended by a signal"] += 1
+                assert child.returncode < 0, child.stderr
+                continue
+            kinds = ast.literal_eval(found)
+            ended["noticed" if kinds else "without effect"] += 1
+            wrong = {kind: each for kind, each in kinds.items() if each != ["error"]}
+            ended.update(f"wrong: {kind}" for kind in wrong)
+            if wrong:
+                silent.append(f"seed {seed}, bit {at}: {wrong}")
+        number += 1
+    return ended, silent
+
+
+SINGLE = ("get", "find", "get as of")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "count"),
+    [(range(1, 2), 200), pytest.param(range(2, 12), 1_000, marks=pytest.mark.long)],
+    ids=["", "long"],
+)
+def test_a_flipped_bit_gives_no_wrong_document(seeds: range, count: int, tmp_path: Path) -> None:
+    total: Counter[str] = Counter()
+    silent = []
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        ended, found = flips(folder, seed, count)
+        total += ended
+        silent += found
+    sys.stdout.write(f"{dict(total)}\n")
+    assert [each for each in silent if any(f"'{kind}'" in each for kind in SINGLE)] == []
+    assert total["noticed"] > 0.4 * count * len(seeds)
+    assert total["ended by a signal"] + len(silent) <= 0.02 * count * len(seeds)
