@@ -180,6 +180,12 @@ def files_to_merge(sizes: Sequence[int]) -> list[int]:
     return sorted(at for _, at in ascending[:count])
 
 
+def vacuum(table: DeltaTable, keep_hours: int) -> None:
+    """Remove files of a table that no version of the last `keep_hours` needs."""
+    table.update_incremental()
+    table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+
+
 def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The rows of a Parquet file (only these columns), some at a time. Raises MirrorError."""
     try:

@@ -27,7 +27,7 @@ from deltalake import ColumnProperties, DeltaTable, Schema, Transaction, WriterP
 from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.bodies import JSON, MISFITS_MAX, Bodies, Reading, check_misfits
+from mirror.spark.bodies import JSON, MISFITS_MAX, Bodies, Parsed, Reading, check_misfits
 from mirror.spark.delta import (
     batches_of,
     check_columns,
@@ -36,12 +36,14 @@ from mirror.spark.delta import (
     conflict_or,
     only_next,
     open_table,
+    vacuum,
     with_columns,
 )
 from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import ROW_GROUP_ROWS, PartWriter, run_name
 from mirror.spark.places import Folder, plain
+from mirror.spark.quarantine import Quarantine
 
 BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
@@ -169,11 +171,14 @@ def fingerprint(text: str) -> int:
 class DocumentsTable:
     """One table."""
 
-    def __init__(self, folder: Folder, layout: Layout, selection: str, collection: str | None = None) -> None:
+    def __init__(
+        self, folder: Folder, layout: Layout, selection: str, quarantine: Quarantine, collection: str | None = None
+    ) -> None:
         """Make it where it is missing, or give it the columns of `layout`. `collection`: only its documents; None: all.
         `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
         """
         self.folder = folder
+        self._quarantine = quarantine
         self._layout = layout
         self._collection = collection
         self._bodies = None if layout.fields is None else Bodies(layout.fields, layout.reading)
@@ -236,13 +241,14 @@ class DocumentsTable:
                     state = with_columns(batch, self._layout.state)
                     live = pa.array([True] * len(state))
                     rows = pa.RecordBatch.from_arrays([*state.columns, live], schema=FOLDED)
-                    parts.write(self._source_rows(rows).select(self._layout.schema.names))
+                    parts.write(self._typed(rows).select(self._layout.schema.names))
             self._check_misfits()
         marks = self._layout.marks
         commit_parts(self.folder, self.table, parts.finished, self._layout.schema, overwrite=True, marks=marks)
         self.refresh()
 
     def _check_misfits(self) -> None:
+        self._quarantine.flush()
         check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
 
     def refresh(self) -> None:
@@ -302,6 +308,7 @@ class DocumentsTable:
             self._vbids_there().update(self._vbids_of(changes, left))
             with opened(changes, left) as files:
                 one_batch = len({batch_of(name) for name in left}) == 1
+                self._find_misfits(files, one_batch)
                 done = done.plus(self._merge(number, marks, files, one_batch=one_batch))
         self._folded_to = number
         return done._replace(misfits=self._misfits)
@@ -320,7 +327,7 @@ class DocumentsTable:
             for name in names:
                 with opened(changes, [name]) as (file,):
                     for batch in self._folds_of([file], one_batch=True):
-                        rows = self._source_rows(batch.filter(batch.column("live")))
+                        rows = self._typed(batch.filter(batch.column("live")))
                         parts.write(rows.select(self._layout.schema.names))
                         self._vbids_there().update(pc.unique(rows.column(f"{self._layout.mark}vbid")).to_pylist())
             self._check_misfits()
@@ -369,27 +376,40 @@ class DocumentsTable:
         assert not any(changed) or self.marked_batch == number
         return Applied(0, *changed)
 
+    def _find_misfits(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> None:
+        """Keep them before the merge commits their rows: in the middle of it no other table can be written."""
+        if self._bodies is not None:
+            for batch in self._folds_of(files, one_batch):
+                self._typed(batch)
+            self._quarantine.flush()
+
     def _source_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         """What a merge reads. delta-rs passes on the text of an error alone, so it is kept here."""
         try:
             for batch in self._folds_of(files, one_batch):
-                yield self._source_rows(batch)
+                yield self._source_rows(batch)[0]
         except MirrorError as error:
             self._failed = error
             raise
 
-    def _source_rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows of FOLDED with the columns of the layout. Raises DocumentDoesNotFit."""
+    def _typed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """`_source_rows` of rows that are read for the first time: misfits are counted and kept."""
+        rows, misfits = self._source_rows(batch)
+        self._misfits += len(misfits)
+        self._bodies_read += batch.column("live").true_count
+        self._quarantine.add(batch, misfits)
+        return rows
+
+    def _source_rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
+        """Rows of FOLDED with the columns of the layout, and misfits. Raises DocumentDoesNotFit."""
         *state, live = batch.columns
-        columns: list[Any] = []
+        parsed = Parsed([], {})
         if self._bodies is not None:
             bodies = pc.fill_null(pc.if_else(live, batch.column("value"), pa.scalar(None, pa.binary())), b"")
             kinds = pc.if_else(live, batch.column("datatype"), JSON).to_pylist()
             parsed = self._bodies.columns(bodies, bytes(kinds), batch.column("key").cast(pa.binary()))
-            self._misfits += len(parsed.misfits)
-            self._bodies_read += live.true_count
-            columns = parsed.columns
-        return pa.RecordBatch.from_arrays([*state, *columns, live], schema=self._source_schema)
+        columns = [*state, *parsed.columns, live]
+        return pa.RecordBatch.from_arrays(columns, schema=self._source_schema), parsed.misfits
 
     def _folds_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         with readable():
@@ -453,12 +473,6 @@ def readable() -> Iterator[None]:
         raise MirrorError(
             f"events cannot be read again: {plain(error)}", hint="the table `changes` is damaged"
         ) from error
-
-
-def vacuum(table: DeltaTable, keep_hours: int) -> None:
-    """Remove files of a table that no version of the last `keep_hours` needs."""
-    table.update_incremental()
-    table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
 
 
 def voids_in(events: pa.Table) -> Voids:

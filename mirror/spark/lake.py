@@ -1,5 +1,5 @@
 """Delta tables kept from a stream of batches: `changes`, every event once, and `documents`, what is current; where
-a user chose so, a table of documents for each collection.
+a user chose so, a table of documents for each collection; and `quarantine`, documents that do not fit the schema.
 
 Knows which tables there are, and batches as files of events that somebody has written into the folder of `changes`;
 never where events come from, nor Spark, nor how a batch gets into a table of documents (documents.py). Delta has no
@@ -47,7 +47,7 @@ from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.spark.columns import CHANGES
-from mirror.spark.delta import commit_parts, compact, conflict_or, lock, open_table
+from mirror.spark.delta import commit_parts, compact, conflict_or, lock, open_table, vacuum
 from mirror.spark.documents import (
     BATCH_MARK,
     CONFIGURATION,
@@ -58,14 +58,15 @@ from mirror.spark.documents import (
     batch_of,
     fingerprint,
     opened,
-    vacuum,
 )
 from mirror.spark.fold import PUTS, RESYNC
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import Part, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
+from mirror.spark.quarantine import Quarantine
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER, COLLECTIONS_FOLDER = "changes", "documents", "collections"
+QUARANTINE_FOLDER = "quarantine"
 
 CHECKPOINT_MARK = "dcp-mirror/checkpoint"
 OFFSETS_MARK = "dcp-mirror/offsets"
@@ -139,6 +140,7 @@ class Lake:
         self._due_s = self._vacuumed_s = clock()
         self._waiting_bytes = 0
         """Of files in `changes` that are not folded yet."""
+        self._quarantine = Quarantine(folder.child(QUARANTINE_FOLDER))
         self._tables: dict[str | None, DocumentsTable] = {}
         """Of documents, by collection; the one of all has the name None."""
         self._collections: dict[str, frozenset[str] | None] = {}
@@ -184,7 +186,7 @@ class Lake:
         folder = self.documents_folder
         if collection is not None:
             folder = self.folder.child(COLLECTIONS_FOLDER).child(folder_name(collection))
-        table = DocumentsTable(folder, self._layouts.of(collection), self._selection, collection)
+        table = DocumentsTable(folder, self._layouts.of(collection), self._selection, self._quarantine, collection)
         self._tables[collection] = table
         return table
 
@@ -388,6 +390,7 @@ class Lake:
         try:
             compact(self.changes_folder, self.changes, CHANGES)
             vacuum(self.changes, keep_hours)
+            self._quarantine.tidy(keep_hours)
         except (DeltaError, OSError) as error:
             raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
         for table in self._tables.values():

@@ -1,0 +1,74 @@
+"""The Delta table of documents that do not fit a schema: which version of which document, why, and how its text begins.
+
+Knows its own columns; never how documents are read, nor the tables that have nulls in the place of what does not fit.
+It is made with the first misfit. Invariant: a version stands in it once for each reason, however often it is read
+again: rows are merged by that, and they are there before the version is in its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+from deltalake import DeltaTable, Schema
+from deltalake.exceptions import DeltaError
+
+from mirror.spark.columns import CHANGES
+from mirror.spark.delta import compact, conflict_or, only_next, open_table, vacuum
+from mirror.spark.places import Folder
+
+IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno")
+"""Columns of `changes` that say which version it is; together with the reason they stand once."""
+COLUMNS = pa.schema([*map(CHANGES.field, IDENTITY), pa.field("reason", pa.string()), pa.field("text", pa.string())])
+TEXT_LENGTH_MAX = 1_000
+"""Characters of a reason and of a text."""
+ROWS_HELD_MAX = 10_000
+
+
+class Quarantine:
+    """One table."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Nothing is made yet."""
+        self.folder = folder
+        self._held: list[pa.RecordBatch] = []
+
+    def add(self, rows: pa.RecordBatch, problems: Mapping[int, str]) -> None:
+        """Take these rows of `rows`, which has the columns of a fold."""
+        if not problems:
+            return
+        found = rows.take(pa.array(list(problems), pa.int64()))
+        texts = [each.decode(errors="replace")[:TEXT_LENGTH_MAX] for each in found.column("value").to_pylist()]
+        reasons = [each[:TEXT_LENGTH_MAX] for each in problems.values()]
+        columns = [found.column(name) for name in IDENTITY]
+        self._held.append(pa.RecordBatch.from_arrays([*columns, pa.array(reasons), pa.array(texts)], schema=COLUMNS))
+        if sum(map(len, self._held)) > ROWS_HELD_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held. Raises CommitConflict, MirrorError."""
+        if not self._held:
+            return
+        table = open_table(self.folder)
+        same = " AND ".join(f"t.{name} = s.{name}" for name in (*IDENTITY, "reason"))
+        try:
+            if table is None:
+                table = DeltaTable.create(self.folder.url, Schema.from_arrow(COLUMNS))
+            merge = table.merge(
+                pa.Table.from_batches(self._held, COLUMNS),
+                same,
+                source_alias="s",
+                target_alias="t",
+                commit_properties=only_next(),
+            )
+            merge.when_not_matched_insert_all().execute()
+        except (DeltaError, OSError) as error:
+            raise conflict_or(self.folder, table, error) from error
+        self._held.clear()
+
+    def tidy(self, keep_hours: int) -> None:
+        """Fewer and larger files; those that no version of the last `keep_hours` needs are removed."""
+        table = open_table(self.folder)
+        if table is not None:
+            compact(self.folder, table, COLUMNS)
+            vacuum(table, keep_hours)
