@@ -40,10 +40,10 @@ from mirror.spark.delta import (
     with_columns,
 )
 from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
+from mirror.spark.misfits import MisfitsTable
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import ROW_GROUP_ROWS, PartWriter, run_name
 from mirror.spark.places import Folder, plain
-from mirror.spark.quarantine import Quarantine
 
 BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
@@ -172,13 +172,13 @@ class DocumentsTable:
     """One table."""
 
     def __init__(
-        self, folder: Folder, layout: Layout, selection: str, quarantine: Quarantine, collection: str | None = None
+        self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
         """Make it where it is missing, or give it the columns of `layout`. `collection`: only its documents; None: all.
         `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
         """
         self.folder = folder
-        self._quarantine = quarantine
+        self._misfits_table = misfits_table
         self._layout = layout
         self._collection = collection
         self._bodies = None if layout.fields is None else Bodies(layout.fields, layout.reading)
@@ -248,7 +248,7 @@ class DocumentsTable:
         self.refresh()
 
     def _check_misfits(self) -> None:
-        self._quarantine.flush()
+        self._misfits_table.flush()
         check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
 
     def refresh(self) -> None:
@@ -381,7 +381,7 @@ class DocumentsTable:
         if self._bodies is not None:
             for batch in self._folds_of(files, one_batch):
                 self._typed(batch)
-            self._quarantine.flush()
+            self._misfits_table.flush()
 
     def _source_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
         """What a merge reads. delta-rs passes on the text of an error alone, so it is kept here."""
@@ -397,7 +397,7 @@ class DocumentsTable:
         rows, misfits = self._source_rows(batch)
         self._misfits += len(misfits)
         self._bodies_read += batch.column("live").true_count
-        self._quarantine.add(batch, misfits)
+        self._misfits_table.add(batch, misfits)
         return rows
 
     def _source_rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:

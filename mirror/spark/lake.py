@@ -60,10 +60,10 @@ from mirror.spark.documents import (
     opened,
 )
 from mirror.spark.fold import PUTS, RESYNC
+from mirror.spark.misfits import MisfitsTable
 from mirror.spark.offsets import check_selection
 from mirror.spark.parts import Part, run_name
 from mirror.spark.places import Folder, LocalFolder, plain
-from mirror.spark.quarantine import Quarantine
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER, COLLECTIONS_FOLDER = "changes", "documents", "collections"
 QUARANTINE_FOLDER = "quarantine"
@@ -140,7 +140,7 @@ class Lake:
         self._due_s = self._vacuumed_s = clock()
         self._waiting_bytes = 0
         """Of files in `changes` that are not folded yet."""
-        self._quarantine = Quarantine(folder.child(QUARANTINE_FOLDER))
+        self._misfits_table = MisfitsTable(folder.child(QUARANTINE_FOLDER))
         self._tables: dict[str | None, DocumentsTable] = {}
         """Of documents, by collection; the one of all has the name None."""
         self._collections: dict[str, frozenset[str] | None] = {}
@@ -186,7 +186,7 @@ class Lake:
         folder = self.documents_folder
         if collection is not None:
             folder = self.folder.child(COLLECTIONS_FOLDER).child(folder_name(collection))
-        table = DocumentsTable(folder, self._layouts.of(collection), self._selection, self._quarantine, collection)
+        table = DocumentsTable(folder, self._layouts.of(collection), self._selection, self._misfits_table, collection)
         self._tables[collection] = table
         return table
 
@@ -390,7 +390,7 @@ class Lake:
         try:
             compact(self.changes_folder, self.changes, CHANGES)
             vacuum(self.changes, keep_hours)
-            self._quarantine.tidy(keep_hours)
+            self._misfits_table.tidy(keep_hours)
         except (DeltaError, OSError) as error:
             raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
         for table in self._tables.values():

@@ -25,7 +25,7 @@ TEXT_LENGTH_MAX = 1_000
 ROWS_HELD_MAX = 10_000
 
 
-class Quarantine:
+class MisfitsTable:
     """One table."""
 
     def __init__(self, folder: Folder) -> None:

@@ -1,7 +1,7 @@
 """Stored rows to Arrow columns, many at a time.
 
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where the rows come from.
-Keys, values and numbers are cut out of all rows at once, in C: Python takes no step for each row.
+Keys, values and numbers are cut out of all rows at once, in C, and only if asked for: a count inflates nothing.
 Invariants: the same values as `storage.records.decode_row` gives, which is also who names a row that cannot be read. A
 value that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, xattrs that are longer than it) stays as
 it is stored, and its datatype says so: it harms no other document.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from struct import pack
 from typing import Any
 
@@ -24,7 +25,7 @@ from storage.model import Branch, Document, Vbid
 
 HEAD = 55
 """Bytes of a mutation before its key: header and extras."""
-_HEADER, _HEAD, _ONE, _TWO, _THREE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 1, 2, 3))
+_HEADER, _HEAD, _THREE, _KEY, _VALUE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 3, -2, -1))
 BATCH_ROWS = 4096
 BATCH_BYTES = 16 * 1024 * 1024
 """A batch is closed once it holds this much; one document may be larger."""
@@ -48,14 +49,13 @@ class Documents:
     """
 
     def __init__(self, checksum_size: int = 0) -> None:
-        """Empty. `keys`, `values` (binary) and `datatypes` are there once it was closed."""
+        """Empty. Columns are there once it was closed, and are made when they are asked for."""
         self._checksum_size = checksum_size
-        self.keys: Any = None
-        self.values: Any = None
-        self.datatypes = b""
         self._frames: list[bytes] = []
         self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id before a key, how many
         self._byte_count = 0
+        self._stored_datatypes = b""
+        self._lengths: Any = None
         self._heads: Any = None
         self._key_lengths: Any = None
 
@@ -78,39 +78,61 @@ class Documents:
         self._byte_count += byte_count
 
     def close(self) -> None:
-        """All rows are there: take them apart. Raises CorruptedError."""
+        """All rows are there: check them. Raises CorruptedError."""
         count = len(self._frames)
-        text = pa.py_buffer(b"".join(self._frames))
         # An array out of an iterator grows by one number at a time, which takes twice as long.
-        lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
-        ends = pc.cumulative_sum_checked(lengths)
-        starts = array("i", (0,)) + _array(ends)
-        frames = _binary(starts, text)
-        self._heads = pc.binary_slice(frames, 0, HEAD)
-        if not self._common(lengths):
+        self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
+        heads = b"".join([frame[:HEAD] for frame in self._frames])
+        self._heads = _binary(array("i", range(0, len(heads) + 1, HEAD)), pa.py_buffer(heads))
+        if not self._common(heads):
             self._rewrite()
-            return self.close()
-        key_starts = pc.add(_numbers(starts, pa.int32())[:count], _HEAD)
-        value_starts = pc.add(key_starts, self._key_lengths)
-        offsets = array("i", bytes(starts.itemsize * (3 * count + 1)))
+            self.close()
+
+    @cached_property
+    def _parts(self) -> Any:
+        """What is before each key, the key and the value, one after another."""
+        ends = pc.cumulative_sum_checked(self._lengths)
+        starts = array("i", (0,)) + _array(ends)
+        key_starts = pc.add(_numbers(starts, pa.int32())[: len(self)], _HEAD)
+        offsets = array("i", bytes(starts.itemsize * (3 * len(self) + 1)))
         offsets[0::3] = array("i", (0,)) + _array(pc.subtract(ends, pa.scalar(self._checksum_size, pa.int32())))
         offsets[1::3] = _array(pc.add(key_starts, self._repeated(2, pa.int32())))
-        offsets[2::3] = _array(value_starts)
-        parts = _binary(offsets, text)
-        each = pc.cumulative_sum(pa.repeat(_THREE, count))
-        self.keys = parts.take(pc.subtract(each, _TWO))
-        self.values = parts.take(pc.subtract(each, _ONE))
-        if any(self.datatypes.translate(None, b"\0\1")):
-            datatypes, values = bytearray(self.datatypes), self.values.to_pylist()
-            for index, datatype in enumerate(self.datatypes):
-                if datatype & 6:
-                    values[index], datatypes[index] = records.body_or_all(values[index], datatype)
-            self.datatypes, self.values = bytes(datatypes), pa.array(values, pa.binary())
-        return None
+        offsets[2::3] = _array(pc.add(key_starts, self._key_lengths))
+        return _binary(offsets, pa.py_buffer(b"".join(self._frames)))
 
-    def _common(self, lengths: Any) -> bool:
+    def _every_third(self, first: Any) -> Any:
+        return self._parts.take(pc.add(pc.cumulative_sum(pa.repeat(_THREE, len(self))), first))
+
+    @cached_property
+    def keys(self) -> Any:
+        """Binary."""
+        return self._every_third(_KEY)
+
+    @cached_property
+    def _bodies(self) -> tuple[Any, bytes]:
+        """Values without compression and xattrs, and their datatypes."""
+        values = self._every_third(_VALUE)
+        if not any(self._stored_datatypes.translate(None, b"\0\1")):
+            return values, self._stored_datatypes
+        texts, datatypes = values.to_pylist(), bytearray(self._stored_datatypes)
+        for index, datatype in enumerate(self._stored_datatypes):
+            if datatype & 6:
+                texts[index], datatypes[index] = records.body_or_all(texts[index], datatype)
+        return pa.array(texts, pa.binary()), bytes(datatypes)
+
+    @property
+    def values(self) -> Any:
+        """Binary."""
+        return self._bodies[0]
+
+    @property
+    def datatypes(self) -> bytes:
+        """One byte for each row."""
+        return self._bodies[1]
+
+    def _common(self, heads: bytes) -> bool:
         """True when each is a whole mutation without metadata of old behind its value."""
-        count, heads = len(self), _bytes(self._heads)
+        count = len(self)
         if (
             len(heads) != HEAD * count
             or heads[0::HEAD] != b"\x80" * count
@@ -119,8 +141,8 @@ class Documents:
             or heads[52::HEAD] + heads[53::HEAD] != bytes(2 * count)
         ):
             return False
-        self.datatypes = heads[5::HEAD]
-        lengths = pc.subtract(lengths, pa.scalar(self._checksum_size, pa.int32()))
+        self._stored_datatypes = heads[5::HEAD]
+        lengths = pc.subtract(self._lengths, pa.scalar(self._checksum_size, pa.int32()))
         key_lengths = self._key_lengths = self._arrow(_KEY_LENGTH).cast(pa.int32())
         right = (
             pc.equal(pc.add(self._long(_BODY_LENGTH), _HEADER), lengths),

@@ -97,6 +97,24 @@ def test_compressed_values_and_xattrs_are_taken_off() -> None:
     assert [row["datatype"] for row in found] == [1, 1, 1, 1]
 
 
+def test_columns_that_need_no_value_inflate_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    inflated: list[int] = []
+
+    def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
+        inflated.append(datatype)
+        return value, 1
+
+    monkeypatch.setattr(records, "body_or_all", inflate)
+    compressed = bytes(cramjam.snappy.compress_raw(b'{"snappy":1}'))
+    documents = taken([(3, records.encode_mutation(b"b", compressed, 2, datatype=3, expiry=9))])
+    for name, value in {"vbid": 3, "seqno": 2, "expiry": 9, "key": "b"}.items():
+        assert documents.column(name).to_pylist() == [value]
+    assert documents.alive(10_000).to_pylist() == [False]
+    assert inflated == []
+    assert documents.column("datatype").to_pylist() == [1]
+    assert inflated == [3]
+
+
 def test_metadata_of_old_behind_a_value_is_not_part_of_it() -> None:
     frame = bytearray(records.encode_mutation(b"a", b"value+meta", 1))
     frame[52:54] = (5).to_bytes(2, "big")
