@@ -67,6 +67,8 @@ def storage_error(error: Exception, path: str) -> StorageError:
     text = str(error)
     if isinstance(error, StorageError):
         return error
+    if "closed/deleted/dropped" in text:
+        return Closed("the view is closed", path=path, hint="open another view")
     if isinstance(error, lmdb.MapFullError):
         return Full("the LMDB map is full and cannot grow", path=path, hint="free address space or raise the limit")
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:

@@ -110,7 +110,7 @@ class View(PointReads):
         self.close()
 
     def close(self) -> None:
-        """Release the environments. Generators of this view must not be used afterwards; calls raise Closed."""
+        """Release the environments. Later calls, and generators of this view that go on, raise Closed."""
         self.groups.close()
 
     def vbid_of(self, key: bytes) -> Vbid:

@@ -10,6 +10,8 @@ After a commit, for each vbucket that it may have changed:
 After a step: machines are valid, and what is published under an open stream is part of that stream's history.
 Followers hold a copy and a token: following the changes brings the copy up to date exactly, or is refused where
 history was purged or resynced since the token; never while a lease holds it.
+Readers that stay open over many steps (scans, pages, bulk reads, changes) end with what the source held at the boundary
+that they named when they began, or are refused.
 After a power cut each group is as it was after its last commit or, with `sync=safe`, after the one before; and sound.
 What is mirrored of a bucket is what its selection names.
 
@@ -38,8 +40,11 @@ from storage.view import Change, Rollback, Time, Token, View
 from storage.writer import GroupWriter, RollbackResult
 from tests.sim.mirror import HeldLease, Mirror
 from tests.sim.source import Source, State
+from tests.storage.open_readers import Contents, OpenReader, Position, apply, begin, wire_key
 
 SHOWN = 8
+READERS_MAX = 10
+"""Readers that are open at a time."""
 NOTHING = Pub(1, 0, 0, 0, 0)
 """What a vbucket serves at first."""
 
@@ -60,10 +65,6 @@ def reported(document: Document) -> tuple[Any, ...]:
         document.datatype,
         document.value,
     )
-
-
-def wire_key(document: Document) -> bytes:
-    return keys.encode_collection_id(document.collection_id) + document.key
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Follower:
 
     vbid: int
     token: Token | None = None
-    copy: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
+    copy: Contents = field(default_factory=dict)
     resyncs: int = 0
     removed: int = 0
     merges: int = 0
@@ -103,26 +104,13 @@ class Follower:
         self.resyncs, self.removed, self.merges = watched.resyncs, len(watched.dead_removed), watched.merges
 
     def apply(self, change: Change, rollbacks: list[Rollback], counts: Counter[str]) -> None:
-        document = change.document
         self.token = change.token
         if change.kind == "rollback":
             assert change.rollback in rollbacks, f"{change.rollback} is none of {rollbacks}"
             counts["rollbacks followed"] += 1
-        elif document is None:
-            raise AssertionError(f"a {change.kind} without a document")
-        elif change.kind == "system_event":
-            counts["system events followed"] += 1
-            if len(document.value) >= 16:  # of a collection; its documents before it are gone
-                prefix = keys.encode_collection_id(int.from_bytes(document.value[12:16]))
-                self.copy = {key: old for key, old in self.copy.items() if not key.startswith(prefix)}
-        elif change.kind in ("mutation", "restoration"):
-            if change.kind == "restoration":
-                counts["restorations followed"] += 1
-            self.copy[wire_key(document)] = (document.seqno, document.value)
-        else:
-            if change.kind == "retraction":
-                counts["retractions followed"] += 1
-            self.copy.pop(wire_key(document), None)
+        elif change.kind in ("system_event", "restoration", "retraction"):
+            counts[f"{change.kind.replace('_', ' ')}s followed"] += 1
+        apply(self.copy, change.kind, change.document)
 
 
 class Checker:
@@ -136,6 +124,9 @@ class Checker:
         self.vbids = range(len(source.bucket.vbuckets))
         self.watched = [Watched() for _ in self.vbids]
         self.followers = [Follower(vbid) for vbid in self.vbids for _ in range(3)]
+        self.readers: list[OpenReader] = []
+        self._positions: list[list[Position]] = [[] for _ in self.vbids]
+        """What was served when a reader began."""
         self._proven: dict[int, tuple[int, int, int]] = {}
         self._late: list[GroupWriter] = []
         self._lost_leases: list[HeldLease] = []
@@ -556,6 +547,32 @@ class Checker:
             if live.get(key) != follower.copy.get(key) and keys.split_key(key)[0] not in unshown
         ]
         assert not wrong, f"follower of vb {vbid} at {follower.token}:\n" + "\n".join(wrong[:SHOWN])
+
+    # --- readers that stay open
+
+    def read_slowly(self) -> None:
+        """A reader begins, or some go on by a little."""
+        vbid = self.rng.choice(self.vbids)
+        watched = self.watched[vbid]
+        if watched.seqno and len(self.readers) < READERS_MAX and self.rng.random() < 0.6:
+            state = self._expected(vbid, watched.seqno, self.mirror.view)
+            live = {key: (item.seqno, item.value) for key, item in state.items() if not item.deleted}
+            now = Position(self.mirror.view.pin(vbid, now=0), live)
+            reader = begin(lambda: self.mirror.view, now, self._positions[vbid], self.rng)
+            reader.ignored = lambda: self.source.unshown(watched.shown)
+            self._positions[vbid] = [*self._positions[vbid][-5:], now]
+            chosen = [reader]
+        else:
+            chosen = [each for each in self.readers if self.rng.random() < 0.4]
+        for reader in chosen:
+            more = reader.goes_on(self.rng.choice((1, 1, 2, 30)))
+            if reader in self.readers:
+                self.readers.remove(reader)
+            if more:
+                self.readers.append(reader)
+            else:
+                end = "finished" if reader.refused is None else f"ended by {type(reader.refused).__name__}"
+                self.counts[f"{reader.kind} that stayed open {end}"] += 1
 
     # --- the whole
 

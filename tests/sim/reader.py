@@ -30,10 +30,11 @@ from mirror.wire.system_events import decode_system_event
 from storage.model import Branch, Document, Vbid
 from storage.records import decode_row
 from tests.manual_clock import ManualClock
-from tests.sim.checkers import facts, reported, wire_key
+from tests.sim.checkers import facts, reported
 from tests.sim.loop import drive
 from tests.sim.network import Wire
 from tests.sim.source import SimProducer, Source
+from tests.storage.open_readers import wire_key
 
 NODES = 2
 

@@ -27,7 +27,7 @@ from mirror.sandbox.stream import StreamPhase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
-from storage import background, commit, index, merge, purge, scan
+from storage import background, bulk, chain, commit, index, merge, purge, removal, scan, vbucket_reader
 from storage import keys as storage_keys
 from storage.errors import StorageError
 from tests.manual_clock import ManualClock
@@ -86,6 +86,11 @@ def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
     patch.setattr(purge, "LOOK_VBUCKETS", rng.choice((1, 8)))
     patch.setattr(merge, "LINKS_MAX", rng.choice((0, 0, 1)))
     patch.setattr(scan, "CHUNK_ROWS", rng.choice((1, 2, 5, 2_000)))
+    patch.setattr(bulk, "GET_ROWS", rng.choice((1, 2, 128)))
+    patch.setattr(bulk, "REMEMBERED_MAX", rng.choice((1, 500_000)))
+    patch.setattr(chain, "SPAN_SEQNOS", rng.choice((1, 3, 100)))
+    patch.setattr(removal, "RUN_ROWS", rng.choice((1, 3, 400_000)))
+    patch.setattr(vbucket_reader, "CHAINS_MAX", rng.choice((1, 8)))
     patch.setattr(sandbox_stream, "BACKLOG_FOR_LARGE_SNAPSHOTS", rng.choice((10, 50, 2_000)))
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
@@ -159,6 +164,7 @@ class World:
             self.operator_rolls_back: 0.3,
             self.break_protocol: 0.15,
             self.follow: 3,
+            self.read_slowly: 10,
             self.lease: 1.2,
             self.release: 0.2,
             self.read_elsewhere: 0.4,
@@ -810,6 +816,10 @@ class World:
         follower = self.rng.choice(self.checker.followers)
         stop_after = self.rng.choice((None, None, None, self.rng.randint(0, 12)))
         self.checker.follow(follower, stop_after=stop_after)
+
+    def read_slowly(self) -> None:
+        """Readers that stay open while everything else happens."""
+        self.checker.read_slowly()
 
     def read_source(self) -> None:
         """The bounded reader gets a turn."""

@@ -9,7 +9,8 @@ import pytest
 from storage.errors import Closed, StorageError
 from storage.view import View, open_view
 from storage.writer import GroupWriter
-from tests.storage.one_vbucket import A, commit, put
+from tests.storage.one_vbucket import A, B, commit, put
+from tests.storage.test_writer import open_writer, publish
 
 READS = {
     "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",
@@ -33,6 +34,21 @@ def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter) -> None:
     with pytest.raises(Closed, match="the view is closed"):
         view.get(A)
     view.close()
+
+
+def test_a_read_of_a_view_that_was_closed_says_so(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.scan.CHUNK_ROWS", 1)
+    writer = open_writer(path)
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    writer.close()
+    view = open_view(path)
+    reads = [view.scan(0), view.scan_seqno(0), view.changes(0)]
+    for read in reads:
+        next(read)
+    view.close()
+    for read in reads:
+        with pytest.raises(Closed, match="the view is closed"):
+            next(read)
 
 
 def _read_in_child(view: object, results: object) -> None:

@@ -7,6 +7,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from storage.records import decode_row
 from storage.view import Token, View, open_view
 from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
+from tests.storage.open_readers import OpenReader, Position, begin
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
@@ -72,6 +74,8 @@ def crash(writer: GroupWriter) -> None:
 
 
 VBIDS = [0, 2]
+TO_THE_END = 5_000
+"""Steps of background work within which it must come to its end."""
 KEYS = {vbid: keys_of(vbid, 6) for vbid in VBIDS}
 
 
@@ -106,6 +110,9 @@ class Store(RuleBasedStateMachine):
         self.held: dict[Token, int] = {}
         """Tokens that a lease keeps, and until when."""
         self.view = open_view(self.path)
+        self.readers: list[OpenReader] = []
+        self.positions: dict[int, list[Position]] = {vbid: [] for vbid in VBIDS}
+        """What was served at moments when a reader began."""
 
     def reset_pending(self) -> None:
         self.open: dict[int, list[tuple[int, bytes, bytes | None]]] = {vbid: [] for vbid in VBIDS}
@@ -169,7 +176,7 @@ class Store(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         """All that is complete must become visible after finitely many steps."""
-        for _ in range(200):
+        for _ in range(TO_THE_END):
             self.settle(self.writer.commit().published)
             if not self.writer.step() and not any(self.writer.publishing(vbid) for vbid in VBIDS):
                 break
@@ -242,7 +249,7 @@ class Store(RuleBasedStateMachine):
                 self.complete[vbid] = [(after.staged_seqno, self.open[vbid])]
                 self.open[vbid] = []
 
-    @rule(keep=st.integers(1, 4), steps=st.sampled_from([1, 2, 200]))
+    @rule(keep=st.integers(1, 4), steps=st.sampled_from([1, 2, TO_THE_END]))
     def purge(self, keep: int, steps: int) -> None:
         """Raise the floor and remove what is below, to the end or only a step or two."""
         self.settle_first()
@@ -260,12 +267,14 @@ class Store(RuleBasedStateMachine):
             if floor > before:
                 by_count = sorted(self.model[vbid].boundaries)[-keep:][0]
                 is_held = any(token.vbid == vbid for token in self.held)
-                assert is_held or floor == by_count or published_ms[Seqno(floor)] <= now_ms - self.dead_for_ms
+                assert is_held or floor <= by_count or published_ms[Seqno(floor)] <= now_ms - self.dead_for_ms
                 self.model[vbid].purge_below(floor)
         else:
-            assert steps < 200, "the purger finds no end"
-        if steps == 200:
+            assert steps < TO_THE_END, "the purger finds no end"
+        if steps == TO_THE_END:
             for each in VBIDS:
+                is_held = any(token.vbid == each for token in self.held)
+                assert is_held or len(self.model[each].boundaries) <= keep
                 seen = [(d.seqno, d.key) for d in self.view.scan_seqno(each)]
                 assert seen == [event[:2] for event in self.model[each].kept_events()]
 
@@ -302,6 +311,23 @@ class Store(RuleBasedStateMachine):
         except ViewInvalidated as error:
             return "resynced" in str(error)
         return False
+
+    @rule(vbid=st.sampled_from(VBIDS), seed=st.integers(0, 999))
+    def begin_to_read(self, vbid: int, seed: int) -> None:
+        """A reader that takes a little at each of many steps of the others."""
+        live = self.model[vbid].live()
+        contents = {b"\0" + key: (seqno, value) for key, (seqno, value) in live.items() if value is not None}
+        now = Position(self.view.pin(vbid, now=0), contents)
+        reader = begin(lambda: self.view, now, self.positions[vbid], Random(seed))
+        if reader.goes_on():
+            self.readers.append(reader)
+        self.positions[vbid] = [*self.positions[vbid][-7:], now]
+
+    @precondition(lambda self: self.readers)
+    @rule(steps=st.sampled_from([1, 1, 2, 50]))
+    def read_on(self, steps: int) -> None:
+        """Each ends with what was there at the boundary that it named, or is refused."""
+        self.readers = [reader for reader in self.readers if reader.goes_on(steps)]
 
     @rule()
     def changes_bring_every_token_up_to_date(self) -> None:

@@ -1,0 +1,138 @@
+"""Readers that stay open over thousands of random steps of the store, with limits so small that the purger always runs
+behind them: what each ends with equals the model, or it was refused.
+
+    pytest tests/storage/test_open_readers.py                                 4,000 steps
+    pytest -m long tests/storage/test_open_readers.py                         1,000,000 steps
+    DCP_MIRROR_READERS_SEED=<seed of a failure> pytest tests/storage/test_open_readers.py     that world alone
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from storage import branches, bulk, chain, commit, index, large, merge, purge, removal, scan, vbucket_reader
+from storage.check import check
+from tests.storage.test_writer import TO_THE_END, VBIDS, Store
+
+STEPS_OF_A_WORLD = 400
+KINDS = ("scan", "pages", "pages or large", "bulk", "seqnos", "changes", "changes since", "changes between")
+
+
+def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
+    """Limits that a few rows reach."""
+    patch.setattr(branches, "HISTORY_IDS_MAX", rng.choice((2, 3, 64)))
+    patch.setattr(bulk, "GET_ROWS", rng.choice((1, 2, 128)))
+    patch.setattr(bulk, "REMEMBERED_MAX", rng.choice((1, 500_000)))
+    patch.setattr(bulk, "ROWS_PER_DOCUMENT", rng.choice((0, 3)))
+    patch.setattr(chain, "SPAN_SEQNOS", rng.choice((1, 3, 100)))
+    patch.setattr(commit, "INLINE_INDEX_ROWS", rng.choice((0, 3, 20_000)))
+    patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 20_000)))
+    patch.setattr(index, "RUN_ROWS", rng.choice((1, 5, 200_000)))
+    patch.setattr(large, "PIECE_BYTES", rng.choice((1, 7)))
+    patch.setattr(merge, "LINKS_MAX", rng.choice((0, 0, 1, 16)))
+    patch.setattr(merge, "ROLLBACKS_KEPT", rng.choice((0, 1, 16)))
+    patch.setattr(purge, "STEP_ROWS", rng.choice((1, 2, 5)))
+    patch.setattr(removal, "RUN_ROWS", rng.choice((1, 3, 400_000)))
+    patch.setattr(removal, "BATCH_ROWS", rng.choice((1, 4_000)))
+    patch.setattr(scan, "CHUNK_ROWS", rng.choice((1, 2, 3)))
+    patch.setattr(vbucket_reader, "CHAINS_MAX", rng.choice((1, 8)))
+    patch.setattr(vbucket_reader, "MANIFESTS_MAX", rng.choice((1, 2)))
+
+
+def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
+    """One world: a store, its model, and readers."""
+    rng = Random(seed)
+    store: Any = Store()
+
+    def vbid() -> int:
+        return rng.choice(VBIDS)
+
+    def stage() -> None:
+        items = [(rng.randrange(6), rng.random() < 0.4) for _ in range(rng.choice((1, 1, 2, 8)))]
+        store.stage(vbid=vbid(), data=items)
+
+    def publish() -> None:
+        stage()
+        store.complete_snapshot(vbid=vbid(), skipped=rng.choice((0, 0, 2)))
+        store.commit(flush=False)
+
+    def read_on() -> None:
+        before = store.readers
+        store.read_on(steps=rng.choice((1, 1, 1, 2, 50)))
+        for reader in before:
+            if reader not in store.readers:
+                counts[f"{reader.kind} {'refused' if reader.refused else 'finished'}"] += 1
+
+    weights: dict[Callable[[], Any], float] = {
+        publish: 30,
+        stage: 2,
+        lambda: store.complete_snapshot(vbid=vbid(), skipped=rng.choice((0, 2))): 2,
+        lambda: store.commit(flush=rng.random() < 0.5): 3,
+        store.step: 5,
+        store.finish: 1,
+        lambda: store.roll_back(vbid=vbid(), share=rng.choice((1.0, 0.95, 0.8, 0.5, rng.random()))): 3,
+        lambda: store.abandon(vbid=vbid()): 1,
+        lambda: store.begin_resync(vbid=vbid()): 0.8,
+        store.crash_and_reopen: 0.3,
+        lambda: store.purge(keep=rng.randint(1, 4), steps=rng.choice((1, 1, 2, 5, TO_THE_END))): 14,
+        lambda: store.take_token(vbid=vbid()): 2,
+        store.changes_bring_every_token_up_to_date: 0.5,
+        lambda: store.begin_to_read(vbid=vbid(), seed=rng.randrange(1000)): 30,
+        read_on: 22,
+        store.views_show_the_model: 0.3,
+        store.as_of_shows_every_boundary: 0.1,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch, rng)
+        store.dead_for_ms = rng.choice((5, 40, 400))
+        try:
+            store.create()
+            for number, action in enumerate(rng.choices(list(weights), list(weights.values()), k=steps)):
+                try:
+                    action()
+                    if store.tokens and rng.random() < 0.02:
+                        chosen = rng.choice(store.tokens)
+                        data: Any = SimpleNamespace(draw=lambda _, chosen=chosen: chosen)
+                        store.hold(data=data, looks=rng.choice((5, 1000)))
+                    del store.tokens[:-6], store.readers[:-12]
+                except Exception as error:
+                    raise AssertionError(f"DCP_MIRROR_READERS_SEED={seed}, step {number}: {error!r}") from error
+            assert check(store.path).problems == []
+        finally:
+            store.teardown()
+
+
+def run(steps_min: int, record_property: Callable[[str, object], None]) -> None:
+    counts: Counter[str] = Counter()
+    if replayed := os.environ.get("DCP_MIRROR_READERS_SEED"):
+        live_through(int(replayed), STEPS_OF_A_WORLD, counts)
+        return
+    first_seed = int(os.environ.get("DCP_MIRROR_READERS_RUN") or secrets.randbelow(2**31))
+    seeds = Random(first_seed)
+    worlds = steps_min // STEPS_OF_A_WORLD
+    for _ in range(worlds):
+        live_through(seeds.randrange(2**31), STEPS_OF_A_WORLD, counts)
+    reported = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    summary = f"{steps_min} steps in {worlds} worlds, DCP_MIRROR_READERS_RUN={first_seed}: {reported}"
+    record_property("readers", summary)
+    print(summary)  # noqa: T201 - shown with -s
+    missing = [f"{kind} {how}" for kind in KINDS for how in ("finished", "refused") if not counts[f"{kind} {how}"]]
+    assert not missing, f"this never happened: {missing}"
+
+
+def test_a_reader_that_stays_open_ends_with_what_the_model_had_or_is_refused(record_property: Any) -> None:
+    run(4_000, record_property)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(24 * 3600)
+def test_a_million_steps_of_readers_that_stay_open(record_property: Any) -> None:
+    run(1_000_000, record_property)
