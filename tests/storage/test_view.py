@@ -13,10 +13,10 @@ from tests.storage.one_vbucket import A, B, commit, put
 from tests.storage.test_writer import open_writer, publish
 
 READS = {
-    "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",
-    "get_many", "get_or_large", "history", "history_ids", "key_at", "manifest", "manifest_of", "manifest_uids",
-    "newest_of", "past", "pin", "published", "rollbacks", "scan", "scan_page", "scan_page_or_large", "scan_seqno",
-    "stale", "state", "states", "token", "retracted_by", "vbid_of", "wait_for",
+    "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "count_keys",
+    "exists", "find", "get", "get_many", "get_or_large", "history", "history_ids", "key_at", "manifest",
+    "manifest_of", "manifest_uids", "newest_of", "past", "pin", "published", "rollbacks", "scan", "scan_page",
+    "scan_page_or_large", "scan_seqno", "stale", "state", "states", "token", "retracted_by", "vbid_of", "wait_for",
 }  # fmt: skip
 
 
