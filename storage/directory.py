@@ -1,14 +1,16 @@
 """A mirror's directory: `mirror.json`, group folders, and the locks that keep one writer per group.
 
-Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty. The number of
-groups never changes afterwards; vbucket v belongs to group v % groups.
+Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty, unless a writer
+has opened one of its groups. The number of groups never changes afterwards; vbucket v belongs to group v % groups.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -23,6 +25,7 @@ from storage.model import BranchReason, FailoverLog, Identity
 FORMAT = 2
 FILE = "mirror.json"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
+DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
 """A reader that looks whether somebody writes holds the lock for some microseconds."""
 VBUCKETS_MAX = 65536
@@ -38,6 +41,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
     """Make `path` a mirror of `identity`: environments first, `mirror.json` last. Refuses an existing mirror."""
     if exists(path):
         raise StorageError("already holds a mirror", path=path)
+    check_unused(path)
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         for group in range(identity.group_count):
@@ -51,6 +55,48 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
         write_description(path, identity)
     except OSError as error:
         raise storage_error(error, path) from error
+
+
+def check_unused(path: str) -> None:
+    """Raise CorruptedError if a group at `path` was ever filled, though `mirror.json` is missing."""
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
+        if not os.path.getsize(file):
+            continue
+        environment = Environment(os.path.dirname(file), ())
+        try:
+            stored, fence = _meta(environment)
+        finally:
+            environment.close()
+        if any(fence):  # else left by a creation that did not reach mirror.json
+            text = json.dumps(_stored_description(stored, environment.path))
+            raise CorruptedError(
+                f"{FILE} is missing, and the group folders hold a mirror",
+                path=path,
+                hint=f"to make the file again: echo {shlex.quote(text)} > {shlex.quote(os.path.join(path, FILE))}; to "
+                "begin a new mirror: move the folders away",
+            )
+
+
+def _meta(environment: Environment) -> tuple[bytes, bytes]:
+    """The identity and the fence of an environment; empty if its creation was cut short."""
+    with environment.env.begin() as txn:
+        if txn.get(keys.DB_META) is None:
+            return b"", b""
+    environment.open_all()
+    with environment.read() as read:
+        return read.get(keys.DB_META, b"identity") or b"", read.get(keys.DB_META, b"fence") or b""
+
+
+def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
+    """What `mirror.json` said when the environment at `path` was made, from its `meta`. Raises CorruptedError."""
+    try:
+        stored_format, _, *values = msgpack.unpackb(stored or b"")
+        names = [field.name for field in fields(Identity)]
+        if len(values) == len(names) - 1 and isinstance(values[-1], str):
+            names.remove("held")
+        return dict(zip(("format", *names), (stored_format, *values), strict=False))
+    except Exception as error:
+        raise CorruptedError("the environment does not say what it is", path=path) from error
 
 
 def write_description(path: str, identity: Identity) -> None:
@@ -110,15 +156,11 @@ def check_identity(stored: bytes | None, identity: Identity, group: int, path: s
     """Raise unless `stored` (from `meta`) is the identity that `mirror.json` describes."""
     if stored == identity_bytes(identity, group):
         return
-    try:
-        fields_stored = msgpack.unpackb(stored or b"")
-        stored_format = fields_stored[0]
-    except Exception as error:
-        raise CorruptedError("the environment does not say what it is", path=path) from error
-    if stored_format != FORMAT:
-        raise _other_format(stored_format, path)
+    found = _stored_description(stored, path)
+    if found["format"] != FORMAT:
+        raise _other_format(found["format"], path)
     raise WrongBucket(
-        f"holds group {fields_stored[1]} of bucket {fields_stored[3]!r} ({fields_stored[4]}), "
+        f"holds group {msgpack.unpackb(stored)[1]} of bucket {found['bucket_name']!r} ({found['bucket_uuid']}), "
         f"but mirror.json says group {group} of {identity.bucket_name!r} ({identity.bucket_uuid})",
         path=path,
         hint="put the right folder in its place",
@@ -146,6 +188,7 @@ def load(path: str) -> Identity:
         with open(file_path, encoding="utf-8") as file:
             data = json.load(file)
     except FileNotFoundError as error:
+        check_unused(path)
         what = "no mirror here yet" if os.path.isdir(path) else "no such directory"
         raise NotAMirror(what, path=path, hint="`dcp-mirror run --source ... --data ...` makes one") from error
     except NotADirectoryError as error:
@@ -153,9 +196,9 @@ def load(path: str) -> Identity:
     except PermissionError as error:
         raise ReadOnly("permission denied", path=file_path, hint=READERS_HINT) from error
     except (OSError, ValueError) as error:
-        raise CorruptedError(f"cannot be read: {error}", path=file_path, hint="restore it from a backup") from error
+        raise CorruptedError(f"cannot be read: {error}", path=file_path, hint=DAMAGED_HINT) from error
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
-        raise CorruptedError("holds no mirror description", path=file_path, hint="restore it from a backup")
+        raise CorruptedError("holds no mirror description", path=file_path, hint=DAMAGED_HINT)
     if data["format"] != FORMAT:
         raise _other_format(data["format"], file_path)
     try:
@@ -166,11 +209,9 @@ def load(path: str) -> Identity:
             first, last = held
             identity = replace(identity, held=(first, last))
     except (TypeError, ValueError):
-        raise CorruptedError(
-            "holds values that cannot be true", path=file_path, hint="restore it from a backup"
-        ) from None
+        raise CorruptedError("holds values that cannot be true", path=file_path, hint=DAMAGED_HINT) from None
     except KeyError as error:
-        raise CorruptedError(f"lacks {error}", path=file_path, hint="restore it from a backup") from error
+        raise CorruptedError(f"lacks {error}", path=file_path, hint=DAMAGED_HINT) from error
     texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid, identity.selection)
     numbers = (identity.vbucket_count, identity.group_count, *(identity.held or ()))
     if (
@@ -180,7 +221,7 @@ def load(path: str) -> Identity:
         or not 1 <= identity.group_count <= GROUPS_MAX
         or not 0 <= identity.vbids.start < identity.vbids.stop <= identity.vbucket_count
     ):
-        raise CorruptedError("holds values that cannot be true", path=file_path, hint="restore it from a backup")
+        raise CorruptedError("holds values that cannot be true", path=file_path, hint=DAMAGED_HINT)
     return identity
 
 

@@ -72,6 +72,8 @@ class Setup:
             identity = directory.load(data)
             self._check(identity)
             self._open(identity)
+        else:
+            directory.check_unused(data)
 
     def share(self) -> None:
         """Let the members of `readers_group` read the directory; each worker does the same for its groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from storage import directory
 from storage.environment import WRITER_LOCK_FILE
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
 from storage.model import Identity
+from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY
 
 
@@ -36,6 +38,36 @@ def test_a_creation_that_was_cut_short_counts_as_empty_and_can_be_repeated(tmp_p
         directory.load(path)
     directory.create(path, IDENTITY)
     assert directory.load(path) == IDENTITY
+
+
+@pytest.mark.parametrize("held", [None, (1, 2)])
+@pytest.mark.parametrize("selection", ["", "scope it's"])
+def test_groups_without_a_description_are_left_alone_and_the_error_says_how_to_make_it_again(
+    tmp_path: Path, held: tuple[int, int] | None, selection: str
+) -> None:
+    """All groups were deleted, and everything was fetched again."""
+    path = str(tmp_path / "a b")
+    identity = replace(IDENTITY, held=held, selection=selection)
+    directory.create(path, identity)
+    vbids = directory.group_vbids(identity, 1)
+    GroupWriter.open(directory.group_path(path, 1), group=1, vbids=vbids, identity=identity, clock_ms=int).close()
+    os.unlink(os.path.join(path, "mirror.json"))
+    for read in (directory.check_unused, directory.load, lambda path: directory.create(path, identity)):
+        with pytest.raises(CorruptedError, match=r"mirror.json is missing, .* hold a mirror") as caught:
+            read(path)
+    command = caught.value.hint.removeprefix("to make the file again: ").partition("; to begin")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert directory.load(path) == identity
+
+
+def test_groups_without_a_description_that_cannot_be_read_are_left_alone(tmp_path: Path) -> None:
+    directory.create(str(tmp_path), IDENTITY)
+    os.unlink(tmp_path / "mirror.json")
+    (tmp_path / "group-0001" / "data.mdb").write_bytes(bytes(100_000))
+    with pytest.raises(StorageError, match="group-0001"):
+        directory.create(str(tmp_path), IDENTITY)
+    (tmp_path / "group-0001" / "data.mdb").write_bytes(b"")
+    directory.create(str(tmp_path), IDENTITY)
 
 
 def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from mirror.errors import (
 )
 from mirror.supervise.setup import Source
 from storage import directory
+from storage.errors import CorruptedError
 from storage.model import Identity
+from storage.writer import GroupWriter
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
 from tests.supervise.service import (
@@ -27,6 +30,10 @@ from tests.supervise.service import (
     service_of,
     serving,
 )
+
+
+def digest(group: str) -> bytes:
+    return hashlib.sha256((Path(group) / "data.mdb").read_bytes()).digest()
 
 
 async def test_a_refusal_at_start_ends_the_service_and_leaves_no_mirror(tmp_path: Path) -> None:
@@ -95,6 +102,19 @@ async def test_another_buckets_data_is_left_as_it_is(tmp_path: Path, identity: I
         await service_of(tmp_path).run()
     assert caught.value.exit_code is ExitCode.DATA
     assert directory.load(str(tmp_path)) == identity
+
+
+async def test_a_directory_whose_description_is_missing_is_left_as_it_is(tmp_path: Path) -> None:
+    identity = Identity("c1", "demo", "b1", 8, 4)
+    directory.create(str(tmp_path), identity)
+    group = directory.group_path(str(tmp_path), 2)
+    vbids = directory.group_vbids(identity, 2)
+    GroupWriter.open(group, group=2, vbids=vbids, identity=identity, clock_ms=int).close()
+    (tmp_path / directory.FILE).unlink()
+    before = digest(group)
+    with pytest.raises(CorruptedError, match="is missing"):
+        await service_of(tmp_path).run()
+    assert digest(group) == before
 
 
 async def test_the_number_of_groups_cannot_change_but_the_number_of_workers_can(tmp_path: Path) -> None:
