@@ -212,10 +212,10 @@ class KvSession(DocumentSession):
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
         """Published seqnos of the vbuckets that serve something complete."""
-        if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
-            return Reply()
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)
+        if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
+            return Reply()
         return Later(_all_vb_seqnos(self.bucket, collection_id).__next__)
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:

@@ -316,14 +316,21 @@ async def test_a_client_without_collections_gets_the_default_one_and_snapshots_t
     assert (await client.stream(0, value=b'{"uid":"0"}')).status != 0
 
 
-async def test_markers_are_of_the_version_that_was_negotiated(store: Store, endpoint: DcpEndpoint) -> None:
+@pytest.mark.parametrize(
+    ("requested", "purged", "version", "visible"),
+    [(b"2.2", 3, MarkerVersion.V2_2, 5), (b"2.2", 0, MarkerVersion.V1, 0), (b"2.0", 3, MarkerVersion.V1, 0)],
+)
+async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
+    store: Store, endpoint: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
+) -> None:
+    store.writer.save_failover_log(0, store.writer.state(0).failover_log, missing_seqno=purged)
     store.put(b"a", b"1", 5)
-    for name, version, purge in ((b"2.2", MarkerVersion.V2_2, 5), (b"2.0", MarkerVersion.V2_0, 0)):
-        client = await endpoint.client(name=name.decode(), controls={b"max_marker_version": name})
-        assert (await client.stream(0)).status == 0
-        marker = await client.event()
-        assert isinstance(marker, ev.SnapshotMarker)
-        assert (marker.version, marker.max_visible_seqno, marker.purge_seqno) == (version, 5, purge)
+    client = await endpoint.client(controls={b"max_marker_version": requested})
+    assert (await client.stream(0)).status == 0
+    marker = await client.event()
+    assert isinstance(marker, ev.SnapshotMarker)
+    expected = (version, visible, purged if visible else 0)
+    assert (marker.version, marker.max_visible_seqno, marker.purge_seqno) == expected
 
 
 async def test_the_newer_of_two_connections_of_one_name_lives(endpoint: DcpEndpoint) -> None:

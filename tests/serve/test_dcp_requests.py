@@ -101,11 +101,12 @@ async def test_stream_requests_are_judged_by_the_rule(store: Store, endpoint: Dc
     assert json.loads(missing.value)["name"] == "orders"
     takeover = await client.stream(vbid, flags=int(StreamRequestFlag.TAKEOVER))
     assert takeover.status == Status.NOT_SUPPORTED
+    assert (await client.stream(vbid, flags=int(StreamRequestFlag.FROM_LATEST))).status == Status.EINVAL
     accepted = await client.stream(vbid, 5, vbuuid=UUID, flags=int(StreamRequestFlag.ACTIVE_VB_ONLY))
     assert (accepted.status, accepted.failover_log) == (0, ((UUID, 0),))
     assert (await client.stream(vbid)).status == Status.KEY_EEXISTS
     counters = endpoint.server.dcp_counters
-    assert (counters.opened_streams, counters.rollbacks, counters.refused_streams) == (1, 3, 5)
+    assert (counters.opened_streams, counters.rollbacks, counters.refused_streams) == (1, 3, 6)
 
 
 async def test_an_interrupted_first_backfill_goes_on_where_no_tombstone_is_gone(

@@ -260,6 +260,10 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
     for step_s in (1.0, 0.0):
         monkeypatch.setattr("mirror.serve.kv_session.STEP_S", step_s)
         assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
+    for state in (1, 2):
+        extras = codec_dcp.encode_all_vb_seqnos_request(state, 9)
+        answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+        assert answer.status == Status.UNKNOWN_COLLECTION
         assert await seqnos(0) == [(0, 0), (1, 9), (2, 7), (3, 0)]
     (connection,) = endpoint.server.connections
     for collection_id, reader, status in (
