@@ -226,7 +226,7 @@ class Settings:
     the active node and of every replica, so that no failover takes back what was read. That adds the delay of the
     source's disks, a request for each waiting vbucket and copy every `persistence_poll_interval_ms`, and a connection
     for each node and worker; a node that does not answer delays its vbuckets. Not for ephemeral buckets: they persist
-    nothing."""
+    nothing. A source that is a mirror needs the same setting."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
     """How often the source is queried for what it has persisted, while snapshots wait for that."""
 

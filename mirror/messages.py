@@ -120,6 +120,15 @@ class UseKvNodes:
     revision: int
 
 
+@dataclass(frozen=True, slots=True)
+class NoteContact:
+    """To a DCP process: the vbuckets that have no contact with the source."""
+
+    op: ClassVar[str] = "contact"
+    lost: list[list[int]]
+    """[vbid, for how many milliseconds] each."""
+
+
 ControlCommand = (
     Ping
     | GetSource
@@ -133,7 +142,7 @@ ControlCommand = (
     | ReleaseLease
 )
 """What the control socket takes."""
-ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes
+ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes | NoteContact
 """What a worker or server takes from its supervisor."""
 
 # the pipe between the supervisor and one process

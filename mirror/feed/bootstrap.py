@@ -39,7 +39,7 @@ from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, encode_all_vb_seqnos_request
 from mirror.wire.codec_kv import get_cluster_config
-from mirror.wire.constants import Feature, Opcode, Status, VbucketRole, status_name
+from mirror.wire.constants import CONTACT_STATISTIC, Feature, Opcode, Status, VbucketRole, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import SaslError, ScramClient, choose_mechanism, plain_encode
@@ -57,6 +57,7 @@ FEATURES = (
     Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
     Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
+    Feature.MIRROR,
 )
 """What we ask for. Of these only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
 
@@ -112,6 +113,11 @@ class Handshake:
     def collections(self) -> bool:
         """Keys carry their collection id."""
         return Feature.COLLECTIONS in self.features
+
+    @property
+    def by_mirror(self) -> bool:
+        """The node is a mirror's DCP port (docs/protocol.md 4.7)."""
+        return Feature.MIRROR in self.features
 
 
 async def enter(
@@ -235,6 +241,24 @@ async def fetch_high_seqnos(
         except RemoteProtocolError as error:
             raise HandshakeFailed(f"{link.address} broke the protocol: {error}", node=str(link.address)) from None
     return highest
+
+
+async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
+    """Ask a mirror which of its vbuckets have no contact with its own source: {vbid: for how many milliseconds}.
+
+    Raises ClusterError.
+    """
+    answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
+    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor, which knows nothing of that
+        return {}
+    try:
+        if answer.status != Status.SUCCESS:
+            raise ValueError(status_name(answer.status))
+        return {int(vbid): int(silent_ms) for vbid, silent_ms in json.loads(answer.value).items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise HandshakeFailed(
+            f"{link.address} does not say whether it has contact with its source: {error}", node=str(link.address)
+        ) from None
 
 
 async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:

@@ -94,6 +94,8 @@ class MirroredVbucket(VbucketHost):
         self.violations = 0
         self._services = services
         self._high_seqno: tuple[NodeSession, int] | None = None
+        self.source_silent_ms: int | None = None
+        """For how long the node, a mirror, has had no contact with its own source, as it said last; None: it has."""
         """The source's high seqno, and the session over which it was queried."""
         self._highs: list[int] = []
         """The source's high seqnos that were polled since the stream was accepted, the last ones."""
@@ -121,6 +123,7 @@ class MirroredVbucket(VbucketHost):
         return events.Start(
             collections=session.handshake.collections,
             sends_purge_seqno=session.sends_purge_seqno,
+            by_mirror=session.handshake.by_mirror,
             filter=shown.filter,
             scope_names=shown.scope_names,
         )
@@ -132,8 +135,14 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None where it is unknown: its node sent none yet, is away, or does not answer."""
-        return self._high_seqno[1] if self._high_seqno is not None and self._high_seqno[0].answers else None
+        """The source's high seqno; None if unknown: its node sent none yet, is away, or does not answer; or the node is
+        a mirror that has no contact with its own source, or is behind this one.
+        """
+        if self._high_seqno is None or self.source_silent_ms is not None:
+            return None
+        session, seqno = self._high_seqno
+        behind = session.handshake.by_mirror and seqno < self.writer.state(self.vbid).staging_published_seqno
+        return seqno if session.answers and not behind else None
 
     def note_high_seqno(self, session: NodeSession, seqno: int | None) -> None:
         """The vbucket's node was queried for its high seqno; None: it does not count the vbucket as its own."""
@@ -360,6 +369,10 @@ class MirroredVbucket(VbucketHost):
         if session is None or not session.ready:
             return {"node": None, "silent_ms": None, "last_error": self.last_error}
         silent_ms = round(session.silent_s * 1000)
+        if self.source_silent_ms is not None:
+            silent_ms += self.source_silent_ms
+            error = f"{session.address}, a mirror, has no contact with its source"
+            return {"node": None, "silent_ms": silent_ms, "last_error": error}
         if session.answers:
             return {"node": str(session.address), "silent_ms": silent_ms, "last_error": self.last_error}
         return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}

@@ -21,7 +21,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
-from mirror.feed.bootstrap import fetch_high_seqnos
+from mirror.feed.bootstrap import fetch_high_seqnos, fetch_lost_contact
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.nodes import NodeKeeper
 from mirror.feed.session import NodeSession
@@ -125,6 +125,8 @@ class SourceWatch:
             return
         try:
             seqnos = await fetch_high_seqnos(session.link, self._settings, self._watched.polled_collections)
+            by_mirror = session.handshake.by_mirror
+            lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
             session.close(error)
             return
@@ -132,6 +134,7 @@ class SourceWatch:
             log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
             return
         for vbucket in self._watched.vbuckets_at(keeper.address):
+            vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
             if vbucket.vbid in seqnos or self._watched.polled_collections is None:
                 vbucket.note_high_seqno(session, seqnos.get(vbucket.vbid))
             if vbucket.vbid in seqnos:

@@ -34,6 +34,8 @@ class Start:
     """HELLO Collections was granted: keys carry their collection id and snapshots always reach their end."""
     sends_purge_seqno: bool = False
     """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
+    by_mirror: bool = False
+    """The node is a mirror: it may be behind what is held here, and will catch up."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
     """What streams request; None: the whole bucket."""

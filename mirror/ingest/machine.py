@@ -30,6 +30,7 @@ after its snapshot is durable.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
@@ -381,7 +382,12 @@ class VbucketMachine:
         if self._is_stale(event.opaque):
             return
         self.opaque = None
-        self._react(on_refusal(event.status), f"status {event.status:#x}", event.context, out)
+        reaction = on_refusal(event.status)
+        if reaction.action is Action.REFRESH_MAP and self._features.by_mirror:
+            held = self._offset.start_seqno
+            text = f"the source, a mirror, is being filled or has not published {held} yet; asking again"
+            reaction = replace(reaction, text=text)
+        self._react(reaction, f"status {event.status:#x}", event.context, out)
 
     def _rolled_back_by_source(self, event: ev.StreamRollback, out: list[Instruction]) -> None:
         """The decision of docs/protocol.md 2.5: where to go back to."""
@@ -427,6 +433,12 @@ class VbucketMachine:
             self._idle(out)
 
     def _log_received(self, event: ev.FailoverLogReceived, out: list[Instruction]) -> None:
+        newest = event.failover_log.newest_vbuuid
+        if self._features.by_mirror and newest in [entry.vbuuid for entry in self.failover_log[1:]]:
+            # It knows no history that is not known here, so what it lacks is not lost.
+            text = "the source, a mirror, has not heard of the newest failover yet; asking again"
+            self._retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
+            return
         self._common_tried = True
         boundary_seqno = self._assembler.boundary_seqno
         # Without the source's high seqno: one that was polled earlier may be below what we hold, and would take back

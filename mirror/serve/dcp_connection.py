@@ -8,6 +8,8 @@ answer to nothing, or an acknowledgement of more than was sent, ends this connec
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from mirror.log import get_logger
 from mirror.serve import kv_connection
 from mirror.serve.admission import Slot
 from mirror.serve.auth import Reader
+from mirror.serve.contact import SourceContact
 from mirror.serve.dcp_producer import DcpCounters, DcpProducer
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
@@ -26,7 +29,7 @@ from mirror.server import dcp_requests, dispatch
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
 from mirror.server.errors import Refused
 from mirror.server.session import Later, Operation, Reply, VbucketHistory
-from mirror.wire.constants import DcpOpenFlag, Magic, Status
+from mirror.wire.constants import CONTACT_STATISTIC, DcpOpenFlag, Feature, Magic, Status
 from mirror.wire.frame import Frame
 
 ANSWERS_BYTES_MAX = 1024 * 1024
@@ -59,6 +62,7 @@ class DcpHost(Host, Protocol):
     bucket: KvBucket
     watch: Watch
     dcp_counters: DcpCounters
+    contact: SourceContact | None
 
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
         """The session of a client."""
@@ -70,6 +74,8 @@ class DcpHost(Host, Protocol):
 class DcpSession(KvSession):
     """The session of a client that can become a DCP client."""
 
+    grantable = KvSession.grantable | {Feature.MIRROR}
+
     def __init__(self, connection: DcpConnection, *arguments: Any, **options: Any) -> None:
         """`connection` becomes the producer's; the rest is `KvSession`'s."""
         super().__init__(*arguments, **options)
@@ -80,10 +86,19 @@ class DcpSession(KvSession):
         """The flags of DCP_OPEN that are known here."""
         return OPEN_FLAGS
 
+    def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
+        """The statistics of the KV port, and the contact with the source."""
+        contact = self._connection.contact
+        if contact is None or group.encode() != CONTACT_STATISTIC:
+            yield from super().statistics(group, vbid)
+        else:
+            yield {group: json.dumps(contact.lost_ms())}
+
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         """The source's failover log and what is published, of a vbucket that can be streamed."""
         served = self.bucket.state_for_dcp(vbid)
-        return VbucketHistory(served.failover_log, served.seqno, served.seqno)
+        persisted_seqno = served.seqno if self.bucket.publishes_persisted else None
+        return VbucketHistory(served.failover_log, served.seqno, persisted_seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""
@@ -116,6 +131,11 @@ class DcpConnection(KvConnection):
             super().rights_changed(reader)
         else:
             self.producer.permit(reader)
+
+    @property
+    def contact(self) -> SourceContact | None:
+        """The mirror's contact with its source; None: nobody notes it."""
+        return self._dcp_host.contact
 
     @property
     def silence_s(self) -> float:

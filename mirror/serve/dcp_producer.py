@@ -161,11 +161,18 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         return published_history(self._bucket.state_for_dcp(request.vbid))
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
-        """Below what the rule answers where the client holds what the source lost (docs/protocol.md 4.2)."""
+        """Below what the rule answers if the client holds what the source lost (docs/protocol.md 4.2). Raises Refused
+        if it holds only what is not published here yet (4.8).
+        """
         held_seqno = request.snap_end_seqno if request.start_seqno > request.snap_start_seqno else request.start_seqno
         log = history.answered_log or FailoverLog()
         end_seqno = log.end_of(request.vbuuid, SEQNO_MAX)
-        if not seqno or end_seqno is None or held_seqno <= end_seqno:
+        lacks_deletions = not seqno and request.start_seqno < history.purge_seqno
+        if end_seqno is None or lacks_deletions:
+            return seqno
+        if history.high_seqno < held_seqno <= end_seqno:
+            raise Refused(Status.NOT_MY_VBUCKET, bare=True)
+        if not seqno or held_seqno <= end_seqno:
             return seqno
         assert isinstance(history, PublishedHistory)
         assert history.served is not None

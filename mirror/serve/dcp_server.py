@@ -17,6 +17,7 @@ from typing import Any
 from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.auth import Users
+from mirror.serve.contact import SourceContact
 from mirror.serve.dcp_connection import DcpConnection, DcpSession
 from mirror.serve.dcp_producer import DcpCounters
 from mirror.serve.dcp_watch import Watch
@@ -40,6 +41,8 @@ class DcpServer(KvServer):
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
+        self.contact: SourceContact | None = None
+        """None: there is no supervisor to note it."""
         self._names: dict[tuple[str, str], DcpConnection] = {}
         """By user and name."""
 

@@ -116,7 +116,7 @@ class VbucketHistory:
     failover_log: FailoverLog
     """Never empty."""
     current_seqno: int
-    persisted_seqno: int
+    persisted_seqno: int | None
 
 
 def failover_statistics(vbid: int, failover_log: FailoverLog) -> dict[str, str]:

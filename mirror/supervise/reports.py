@@ -15,7 +15,7 @@ from typing import Any, cast
 from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
-from mirror.messages import GetStatus, ProcessReport
+from mirror.messages import GetStatus, NoteContact, ProcessReport
 from mirror.supervise.children import Child
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
@@ -74,7 +74,7 @@ class Reports:
         self._catch_up: CatchUp | None = None
         self._rows: dict[int, Row] = {}
         self._pending: set[asyncio.Task[None]] = set()
-        """Requests for a report that are not answered yet."""
+        """Requests to processes that are not answered yet."""
         self._trend = Trend()
         self._observer = Observer()
         self._health = of_mirror(STARTING, "no vbucket reported")
@@ -169,6 +169,7 @@ class Reports:
         self._trend.fill(rows, now_ms)
         groups = [row for child in alive for row in child.status.get("groups") or ()]
         self._judge(rows, groups)
+        self._note_contact()
         for event in self._observer.observe(rows, groups, self._context.vbucket_count, now_ms):
             self._event_log.add(event)
 
@@ -228,6 +229,29 @@ class Reports:
         if catch_up.done:
             log.info("caught up", **catch_up.progress())
             self._stop(None)
+
+    def _note_contact(self) -> None:
+        """Tell the DCP processes which vbuckets have no contact with the source."""
+        identity = self._context.identity
+        servers = [child for child in self._processes.running() if kind_of(child.slot) == "dcp"]
+        if identity is None or not servers:
+            return
+        lost = []
+        for vbid in identity.vbids:
+            row = self._rows.get(vbid)
+            if row is None or row["source_high_seqno"] is None:
+                silent_s = row["lag_s"] if row is not None else None
+                lost.append([vbid, round((silent_s or 0) * 1000)])
+        for child in servers:
+            task = asyncio.create_task(self._send_contact(child, NoteContact(lost)))
+            self._pending.add(task)
+            task.add_done_callback(self._pending.discard)
+
+    async def _send_contact(self, child: Child, note: NoteContact) -> None:
+        try:
+            await child.request(note, REPORT_TIMEOUT_S)
+        except SupervisionError as error:
+            log.debug("a DCP process did not take the contact", slot=child.slot, error=str(error))
 
     # showing
 

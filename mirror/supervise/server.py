@@ -16,8 +16,9 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
+from mirror.messages import NoteContact, ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
 from mirror.serve.auth import users_of
+from mirror.serve.contact import SourceContact
 from mirror.serve.dcp_server import DcpServer
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ServedMap, named_nodes, own_node
@@ -49,6 +50,7 @@ class KvServing:
             stale_allowed=settings.resync_reads == "stale",
             verify_reads=settings.verify_reads,
             tracks_prepares=settings.track_prepares,
+            publishes_persisted=settings.publish == "persisted",
         )
         self._addresses = [address for address, _ in sockets]
         self._server = self.server_type(
@@ -107,6 +109,19 @@ class DcpServing(KvServing):
     """The work of a DCP process."""
 
     server_type = DcpServer
+
+    def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
+        """Open the mirror. Raises StorageError, ConfigError."""
+        super().__init__(settings, sockets, revision, login_secret)
+        assert isinstance(self._server, DcpServer)
+        self._contact = self._server.contact = SourceContact(self._bucket.view.vbids, SystemClock())
+
+    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+        """Execute a command: the contact with the source."""
+        if not isinstance(command, NoteContact):
+            return await super().request(command)
+        self._contact.note({each[0]: each[1] for each in command.lost})
+        return {}
 
     def _first_map(self, _settings: Settings, revision: int) -> ServedMap:
         return self._map(None, revision)  # the addresses of `kv_nodes` are KV's

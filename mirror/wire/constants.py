@@ -361,6 +361,8 @@ class Feature(IntEnum):
     GET_RANDOM_KEY_INCLUDE_XATTR = 0x24
     MUTATE_WITH_META = 0x25
     DCP_SKIP_DELETES_IN_INITIAL_BACKFILL = 0x26
+    MIRROR = 0xDC00
+    """Our own (docs/protocol.md 4.7): the server is a mirror. Couchbase servers do not grant it."""
 
 
 class FrameInfoId(IntEnum):
@@ -465,6 +467,10 @@ class VbucketRole(IntEnum):
     REPLICA = 2
     PENDING = 3
     DEAD = 4
+
+
+CONTACT_STATISTIC = b"contact"
+"""Our own STAT group (docs/protocol.md 4.7): the vbuckets of a mirror that have no contact with its source."""
 
 
 class ControlKey:

@@ -25,6 +25,7 @@ VBID = 0
 
 class _Handshake:
     collections = True
+    by_mirror = False
 
 
 class ScriptedSession:

@@ -193,6 +193,23 @@ def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_sna
     assert rig.store.missing_seqno == 0, "the first snapshot is complete"
 
 
+def test_a_mirror_that_is_behind_is_waited_for() -> None:
+    held = log((0xB, 90), (0xA, 0))
+    rig = rig_at(100, failover_log=held)
+    rig.feed(ev.Start(by_mirror=True))
+    rig.feed(ev.StreamRefused(rig.opaque_counter, Status.NOT_MY_VBUCKET, b""))
+    assert "has not published 100 yet" in rig.machine.text
+    for _ in range(3):
+        rig.feed(ev.RetryDue())
+        rig.feed(ev.StreamRollback(rig.opaque_counter, 0))
+        rig.feed(ev.FailoverLogReceived(log((0xA, 0))))
+        assert (rig.machine.phase, rig.store.served.seqno) == (Phase.WAITING, 100)
+    rig.feed(ev.RetryDue())
+    rig.feed(ev.StreamRollback(rig.opaque_counter, 0))
+    rig.feed(ev.FailoverLogReceived(log((0xC, 95), (0xA, 0))))
+    assert requested(rig)[0] < 100, "it has heard of a failover that is not known here"
+
+
 def test_a_marker_without_its_first_item_does_not_change_the_purge_seqno() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120, purge_seqno=40)

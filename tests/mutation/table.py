@@ -59,6 +59,25 @@ _OF_LOGINS = "tests/serve/test_logins.py"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
+    # --- a mirror as the source
+    Mutation(
+        "mirror/feed/watch.py",
+        "vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)",
+        "pass",
+        "tests/serve/test_dcp_cascade.py -k without_contact",
+    ),
+    Mutation(
+        _MACHINE,
+        "self._features.by_mirror and newest in [entry.vbuuid for entry in self.failover_log[1:]]",
+        "False",
+        f"{_OF_MACHINE} -k behind",
+    ),
+    Mutation(
+        "mirror/serve/dcp_producer.py",
+        "if history.high_seqno < held_seqno <= end_seqno:",
+        "if False:",
+        "tests/serve/test_dcp_requests.py -k waits_for_it",
+    ),
     # --- the tombstones that a follower may lack
     Mutation(_MACHINE, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
     Mutation(

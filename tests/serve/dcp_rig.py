@@ -179,8 +179,15 @@ class DcpEndpoint:
 async def serving_dcp(
     path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
     limits: Limits | None = None, tls: Any = None, tracks_prepares: bool = False,
+    publishes_persisted: bool = False,
 ) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
-    bucket = KvBucket(path, SystemClock(), stale_allowed=False, tracks_prepares=tracks_prepares)
+    bucket = KvBucket(
+        path,
+        SystemClock(),
+        stale_allowed=False,
+        tracks_prepares=tracks_prepares,
+        publishes_persisted=publishes_persisted,
+    )
     held = [reserve(address, "dcp") for address in addresses]
     node = own_node([each.address for each in held])
     server = DcpServer(bucket, readers or users(), ServedMap(bucket.identity, [node], 5), SystemClock(), limits=limits)

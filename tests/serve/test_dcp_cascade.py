@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from mirror.clock import SystemClock
 from mirror.config_reader import validated
-from mirror.errors import SourceTimeout
+from mirror.errors import NotSupported, SourceTimeout
 from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.serve.contact import SourceContact
 from mirror.serve.kv_session import KvSession
 from mirror.server.session import Later, Reply
 from storage.check import check
@@ -313,26 +315,29 @@ async def test_the_bounded_reader_reads_a_mirror_as_it_reads_a_cluster(cluster: 
     async with cascade(cluster, tmp_path) as (first, endpoint, second):
         await level(cluster, first, second)
 
-        def read() -> tuple[int, dict[int, Position], list[int]]:
+        def read() -> tuple[int, Position]:
             count = 0
-            positions: dict[int, Position] = {}
             with SourceReader(endpoint.url, password="demo") as reader:
                 until = reader.high_seqnos()
                 for item in reader.read(dict.fromkeys(until, Position()), until):
                     if isinstance(item, Snapshot):
                         count += sum(1 for _ in item.documents())
-                        positions[item.vbid] = item.position
-                positions[0] = Position(positions[0].vbuuid, positions[0].seqno + 5)
-                gone = [
-                    item.seqno
-                    for item in reader.read({0: positions[0]}, {0: positions[0].seqno})
-                    if isinstance(item, SourceRolledBack)
-                ]
-            return count, positions, gone
+                        if item.vbid == 0:
+                            position = item.position
+            return count, position
 
-        count, positions, gone = await asyncio.to_thread(read)
+        def read_lost(position: Position) -> list[int]:
+            with SourceReader(endpoint.url, password="demo") as reader:
+                items = list(reader.read({0: position}, {0: position.seqno}))
+            return [item.seqno for item in items if isinstance(item, SourceRolledBack)]
+
+        count, position = await asyncio.to_thread(read)
         assert count == 300
-        assert gone == [positions[0].seqno - 5]
+        cluster.failover(0)
+        cluster.set("after", {}, vbid=0)
+        await level(cluster, first, second)
+        lost = Position(position.vbuuid, position.seqno + 5)
+        assert await asyncio.to_thread(read_lost, lost) == [position.seqno]
 
 
 async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -498,3 +503,77 @@ async def test_a_client_that_changes_between_source_and_mirror_keeps_its_positio
             await level(cluster, first, second)
             url = endpoint.url if round_ % 2 else cluster.connection_string
             assert await asyncio.to_thread(read, url) == sorted(f"round-{round_}-{n}".encode() for n in range(20))
+
+
+async def test_a_mirror_without_contact_to_its_source_is_no_contact_for_the_next(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 20)
+    async with cascade(cluster, tmp_path) as (first, endpoint, second):
+        await level(cluster, first, second)
+        contact = endpoint.server.contact = SourceContact(range(VBUCKETS), SystemClock())
+        contact.note({1: 7000})
+        await second.until(lambda: second.row(1)["node"] is None, "the contact to be lost")
+        row = second.row(1)
+        assert (row["source_high_seqno"], row["lag_seqnos"]) == (None, None)
+        assert row["silent_ms"] >= 7000
+        assert "a mirror, has no contact with its source" in row["last_error"]
+        assert second.row(0)["lag_seqnos"] == 0
+        contact.note({})
+        await second.until(lambda: second.row(1)["lag_seqnos"] == 0, "contact")
+
+
+async def test_nothing_published_goes_back_for_a_mirror_that_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
+    """A mirror of the cluster is moved to another mirror that stopped before the last writes and a failover."""
+    first, moved = mirror_of(cluster, tmp_path / "first"), mirror_of(cluster, tmp_path / "moved")
+    write(cluster, 40)
+    first.start(cluster.connection_string)
+    await level(cluster, first)
+    await first.stop()
+    write(cluster, 40, "more")
+    cluster.failover(0)
+    write(cluster, 40, "again")
+    moved.start(cluster.connection_string)
+    await level(cluster, moved)
+    await moved.stop()
+    held = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+    async with serving_dcp(first.path) as endpoint:
+        moved.start(endpoint.url)
+        for _ in range(3):
+            await moved.until(lambda: all("the source, a mirror" in moved.row(v)["text"] for v in held), "it to wait")
+            rows = [moved.row(vbid) for vbid in held]
+            assert {row["vbid"]: row["published_seqno"] for row in rows} == held
+            assert [row["lag_seqnos"] for row in rows] == [None] * VBUCKETS, "it is not known how far the cluster is"
+            await asyncio.sleep(0.2)
+        await moved.stop()
+    first.start(cluster.connection_string)
+    write(cluster, 20, "last")
+    async with serving_dcp(first.path) as endpoint:
+        moved.start(endpoint.url)
+        await level(cluster, first, moved)
+        rows = [moved.row(vbid) for vbid in held]
+        assert [(row["rollback_count"], row["resync_count"]) for row in rows] == [(0, 0)] * VBUCKETS
+        await moved.stop()
+    await first.stop()
+
+
+async def test_a_mirror_that_publishes_what_is_persisted_needs_a_source_mirror_that_does(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 40)
+    first = mirror_of(cluster, tmp_path / "first")
+    second = mirror_of(cluster, tmp_path / "second", publish="persisted")
+    first.start(cluster.connection_string)
+    await level(cluster, first)
+    async with serving_dcp(first.path) as endpoint:
+        second.start(endpoint.url)
+        error = await second.fails()
+        assert isinstance(error, NotSupported)
+        assert "set publish to received" in str(error)
+        with open_view(second.path) as view:
+            assert [int(state.published_seqno) for state in view.states()] == [0] * VBUCKETS
+    async with serving_dcp(first.path, publishes_persisted=True) as endpoint:
+        second.start(endpoint.url)
+        await level(cluster, first, second)
+        await second.stop()
+    await first.stop()

@@ -136,3 +136,25 @@ def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_pa
         socket.create_connection(("127.0.0.1", int(kv.rpartition(":")[2]))).close()
         assert service.terminate() == 0
         assert not service.tracebacks()
+
+
+def test_a_mirror_of_a_mirror_is_not_ready_while_that_has_lost_its_source(tmp_path: Path) -> None:
+    with ExitStack() as alive, ExitStack() as stack:
+        source = alive.enter_context(SandboxThread(SandboxCluster(nodes=1, vbuckets=VBUCKETS)))
+        source.call(source.cluster.set, "key", b"1")
+        first = stack.enter_context(Service(source.connection_string, tmp_path / "first", "--dcp", "0"))
+        first.start()
+        (url,) = until("DCP to listen", lambda: (first.status() or {}).get("listeners", {}).get("dcp"))
+        url = url.replace("://", "://demo@") + "/" + source.cluster.bucket.name
+        second = stack.enter_context(Service(url, tmp_path / "second"))
+        second.start()
+        until("both to be caught up", lambda: (second.status() or {}).get("state") == "caught up")
+        alive.close()
+        until("it to be noticed", lambda: (second.status() or {}).get("state") == "source unreachable")
+        status = second.status()
+        assert status is not None
+        assert "a mirror, has no contact with its source" in status["reasons"][0]
+        assert status["totals"]["lag_seqnos"] is None
+        until("the lag to count from the last contact", lambda: (second.status() or status)["totals"]["lag_s"] > 2)
+        assert second.terminate() == 0
+        assert first.terminate() == 0

@@ -1,0 +1,35 @@
+"""The mirror's contact with its source, as its DCP port tells clients that are mirrors (docs/protocol.md 4.7).
+
+Knows what the supervisor said last, and when. Invariant: a vbucket of which nothing was said lately has no contact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mirror.clock import Clock
+
+NOTED_S = 5.0
+"""A supervisor notes the contact every second; after this long without a note nothing is known."""
+
+
+class SourceContact:
+    """The vbuckets without contact, and since when."""
+
+    def __init__(self, vbids: Iterable[int], clock: Clock) -> None:
+        """Begin without contact."""
+        self._vbids = tuple(vbids)
+        self._clock = clock
+        self._noted_s = clock.monotonic()
+        self._lost_ms: Mapping[int, int] = dict.fromkeys(self._vbids, 0)
+
+    def note(self, lost_ms: Mapping[int, int]) -> None:
+        """Take in which vbuckets have no contact now, and for how many milliseconds they had none."""
+        self._noted_s = self._clock.monotonic()
+        self._lost_ms = lost_ms
+
+    def lost_ms(self) -> dict[int, int]:
+        """Return for how many milliseconds each vbucket without contact has had none."""
+        age_s = self._clock.monotonic() - self._noted_s
+        lost = self._vbids if age_s > NOTED_S else self._lost_ms
+        return {vbid: self._lost_ms.get(vbid, 0) + round(age_s * 1000) for vbid in lost}
