@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from storage import branches, directory, keys, map_record, seal
+from storage import branches, directory, map_record
+from storage.check import CheckReport, check_group
 from storage.compaction import Compaction
-from storage.environment import DATA_FILE, Environment, storage_error
+from storage.environment import DATA_FILE, storage_error
 from storage.errors import CorruptedError, FormatTooNew, StorageError
 from storage.map_record import MapRecord
 from storage.model import Identity, Vbid
@@ -178,7 +179,7 @@ def restore(
 ) -> Summary:
     """Make a mirror at `target`, which is missing or empty, of a backup; the service goes on from there.
 
-    The checksums of the files say that they are what was copied, with `check_rows` those of the rows that what was
+    The checksums of the files say that they are what was copied, with `check_rows` a walk over all rows that what was
     copied was not damaged already. Raises CorruptedError that names what is damaged or missing, FormatTooNew; `target`
     is as before then.
     """
@@ -235,7 +236,7 @@ def _prepare(
     rollbacks = {int(vbid): int(seqno) for vbid, seqno in manifest["rollbacks"].items()}
     for group in range(identity.group_count):
         if check_rows:
-            _check_rows(work, identity, group)
+            _check(work, identity, group)
         _open_once(work, identity, group, rollbacks, clock_ms)
         progress(group + 1, total)
     if manifest["map"] is not None:
@@ -317,26 +318,15 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
         raise CorruptedError(f"{others[0]} does not belong to this backup", hint=_AGAIN)
 
 
-def _check_rows(work: str, identity: Identity, group: int) -> None:
-    """Compare every row of a group with its checksum. Raises CorruptedError that counts the damaged ones."""
-    path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
-    if not vbids:
-        return
-    damaged: list[str] = []
-    environment = Environment(path, vbids)
-    try:
-        environment.open_all()
-        with environment.read() as txn:
-            for vbid in vbids:
-                for key, stored in txn.cursor(keys.rows_db(vbid)).iternext():
-                    if len(key) == keys.ROW_KEY_SIZE and not seal.is_sound(stored):
-                        damaged.append(f"vbucket {vbid}, seqno {keys.ROW.unpack(key)[1]}")
-    finally:
-        environment.close()
-    if damaged:
+def _check(work: str, identity: Identity, group: int) -> None:
+    """Walk a group as `check` does. Raises CorruptedError that counts what is damaged."""
+    report = CheckReport()
+    if directory.group_vbids(identity, group):
+        check_group(work, group, identity, report)
+    if report.problems:
         raise CorruptedError(
-            f"the mirror was damaged when this backup was made: {len(damaged)} rows of group {group} do not match "
-            f"their checksums, first {damaged[0]}",
+            f"the mirror was damaged when this backup was made: {len(report.problems)} problems in group {group}, "
+            f"first {report.problems[0]}",
             hint="take an older backup; or restore it as it is (--no-check), and resync what `check` names",
         )
 

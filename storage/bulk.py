@@ -149,18 +149,21 @@ class _Read:
         cursor = txn.raw.cursor(self._reader.rows)
         if not (cursor.prev() if cursor.set_range(position) else cursor.last()):
             return [], b""
+        newest: bytes = cursor.key()
         frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
         following: bytes = cursor.key()
         is_row = len(following) == keys.ROW_KEY_SIZE
         if following >= position or (is_row and frames[-1][24:32] != following[SEQNO]):
             raise not_in_order(txn, self._vbid)
         if following <= first:
-            following, newest_bytes = b"", len(frames[0])
+            following = b""
             frames.clear()  # they are read again: large ones must not be held twice
-            rest = cursor.iternext() if cursor.set_range(first) else ()
-            frames = [frame for _, frame in takewhile(lambda entry: entry[0] < position, rest)]
-            if frames and len(frames[-1]) != newest_bytes:
-                raise not_in_order(txn, self._vbid)
+            if newest > first:
+                cursor.set_range(first)
+                rows = list(takewhile(lambda entry: entry[0] <= newest, cursor.iternext()))
+                if not rows or rows[-1][0] != newest:
+                    raise not_in_order(txn, self._vbid)
+                frames = [frame for _, frame in rows]
         else:
             frames.reverse()
         return frames, following
@@ -289,6 +292,7 @@ class _Read:
                     break
                 pairs.append(pair)
         if not (pairs[-1][0].startswith(prefix) and (end is None or pairs[-1][0] < end)):
+            self._reader.check_named(txn.raw, *pairs[-1])
             pairs = [each for each in pairs if each[0].startswith(prefix) and (end is None or each[0] < end)]
             following = b""
         if not all(map(lt, pairs, islice(pairs, 1, None))):

@@ -57,12 +57,18 @@ def check(path: str, *, progress: Progress | None = None) -> CheckReport:
     identity = directory.load(path)
     report = CheckReport()
     for group in range(identity.group_count):
-        folder = directory.group_path(path, group)
-        try:
-            _check_group(folder, group, identity, report, progress)
-        except (StorageError, lmdb.Error, struct.error, OSError) as error:
-            report.add(f"group {group}", str(error))
+        check_group(path, group, identity, report, progress)
     return report
+
+
+def check_group(
+    path: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None = None
+) -> None:
+    """Walk one group of the mirror at `path`."""
+    try:
+        _check_group(directory.group_path(path, group), group, identity, report, progress)
+    except (StorageError, lmdb.Error, struct.error, OSError) as error:
+        report.add(f"group {group}", str(error))
 
 
 def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import resource
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -414,11 +415,11 @@ class Environment:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A read transaction as a context; LMDB errors leave it by their names here."""
+        """A read transaction as a context; LMDB errors, and those of damaged records, leave it by their names here."""
         txn = self.begin()
         try:
             yield Transaction(self, txn)
-        except lmdb.Error as error:
+        except (lmdb.Error, struct.error, IndexError) as error:
             raise storage_error(error, self.path) from error
         finally:
             self.end(txn)

@@ -236,6 +236,7 @@ def references(
             raise reader.mismatch(wire_key)
         previous = wire_key
         if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
+            reader.check_named(txn.raw, wire_key, cursor.value())
             break
         if seen >= rows_max:
             return found, wire_key

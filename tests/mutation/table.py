@@ -51,6 +51,8 @@ _MAPS, _OF_MAPS = "mirror/supervise/maps.py", "tests/supervise/test_maps.py"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
+_POINT_READS, _READER = "storage/point_reads.py", "storage/vbucket_reader.py"
+_OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
 _OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
@@ -570,4 +572,38 @@ MUTATIONS = (
         '"", name',
         "tests/serve/test_dcp_server.py -k belongs",
     ),
+    # --- damage is an error, and what is copied is on the disk
+    Mutation("storage/backup.py", "os.fsync(self._descriptor)", "pass", "tests/storage/test_backup.py -k synced"),
+    Mutation(
+        _POINT_READS,
+        "if reader.verify_reads and crc32c(stored) != RESIDUE:\n            raise seal.damaged(stored, row_key, "
+        "reader.vbid, reader.environment.path)\n        if stored[55",
+        "if stored[55",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        _POINT_READS,
+        "if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):",
+        "if False:",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        _POINT_READS,
+        "    if found is not None and found[KIND] not in KINDS:",
+        "    if False:",
+        "tests/storage/test_bit_flips.py -k 'passed or no_known'",
+    ),
+    Mutation(_READER, "if behind <= wire_key:", "if False:", _OF_BIT_FLIPS),
+    Mutation(
+        _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS
+    ),
+    Mutation("storage/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
+    Mutation("storage/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
+    Mutation(
+        "storage/index.py",
+        "        raise not_in_order(txn, vbid)\n    if cursor.next()",
+        "        pass\n    if cursor.next()",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation("storage/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
 )

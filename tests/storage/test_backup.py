@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import storage.backup
-from storage import archive, backup, directory, map_record
+from storage import archive, backup, directory, keys, map_record
 from storage.backup import BackupPart
 from storage.check import check
 from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
@@ -207,10 +209,44 @@ def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
     file.write_bytes(stored.replace(b"a value", b"a vaIue", 2))
     parts = made(path)
     said = refused(parts, tmp_path / "target")
-    assert "rows of group 0 do not match their checksums, first vbucket 0, seqno" in said
+    assert "2 problems in group 0, first vbucket 0: row 1:" in said
+    assert "checksum does not match" in said
     assert "--no-check" in said
     backup.restore(parts, str(tmp_path / "target"), clock_ms=Clock(), check_rows=False)
     assert check(str(tmp_path / "target")).problems != []
+
+
+def test_a_mirror_whose_reference_was_damaged_when_it_was_copied_is_refused(
+    path: str, clock: Clock, tmp_path: Path
+) -> None:
+    writer = open_writer(path, clock=clock)
+    writer.save_failover_log(0, log())
+    publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
+    with writer.environment.begin(write=True) as txn:
+        txn.put(b"\0" + KEYS[0], keys.DUP.pack(1, 2, 0x57), db=writer.environment.db(keys.keys_db(0)))
+    writer.close()
+    assert "another document's" in refused(made(path), tmp_path / "target")
+
+
+def test_each_data_file_is_synced_before_the_mirror_is_in_place(
+    path: str, filled: GroupWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after a restore has said that it is done left pages of zeros."""
+    parts, target = made(path), tmp_path / "target"
+    synced: set[str] = set()
+    known = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        assert not (target / directory.FILE).exists()
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        known(descriptor)
+
+    monkeypatch.setattr("storage.backup.os.fsync", fsync)
+    monkeypatch.setattr("storage.backup._open_once", lambda *_: synced.add("end of copying"))
+    with suppress(AssertionError):  # of the folder, when all is in place
+        backup.restore(parts, str(target), clock_ms=Clock())
+    expected = {directory.group_path(f"{target}/{backup.WORK}", group) + "/data.mdb" for group in range(2)}
+    assert expected <= synced
 
 
 def test_what_is_missing_twice_foreign_or_cut_short_is_refused_by_name(

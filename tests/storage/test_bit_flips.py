@@ -19,6 +19,7 @@ import pytest
 from storage import bulk, directory, keys, records, seal, stream
 from storage.check import check
 from storage.errors import CorruptedError
+from storage.point_reads import ReadRun
 from storage.records import MUTATION
 from storage.view import View, open_view
 from storage.writer import GroupWriter
@@ -91,6 +92,23 @@ def test_a_damaged_reference_is_an_error(
     change_reference(filled, key, old, new)
     with pytest.raises(CorruptedError, match=r"damaged|missing|another document"):
         everything(view)[read]()
+
+
+def test_the_fast_path_of_a_listener_compares_checksum_and_key(filled: GroupWriter, view: View) -> None:
+    def row(key: bytes) -> bytes | None:
+        with ReadRun() as run:
+            return run.row(view.reader(0), b"\0" + key, 1_000)
+
+    assert row(KEYS[2]) is not None
+    change_reference(filled, KEYS[2], reference(1), reference(3))
+    with filled.environment.begin(write=True) as txn:
+        rows = filled.environment.db(V0)
+        stored = bytearray(txn.get(keys.ROW.pack(1, 2), db=rows))
+        stored[-5] ^= 1
+        txn.put(keys.ROW.pack(1, 2), bytes(stored), db=rows)
+    for key, text in ((KEYS[2], "references"), (KEYS[3], "checksum")):
+        with pytest.raises(CorruptedError, match=text):
+            row(key)
 
 
 @pytest.mark.parametrize("changed", [1, -1])
