@@ -409,6 +409,13 @@ MUTATIONS = (
     # --- what readers of changes and of their own writes hear
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
+    Mutation(_RETRACTIONS, ".kept_seqno < link.cut:", ".kept_seqno < 0:", _OF_RETRACTIONS),
+    Mutation(
+        "storage/commit.py",
+        "if flush_open or seqno <= (vbucket.complete_seqno or 0):",
+        "if True:",
+        "tests/storage/test_commit.py",
+    ),
     Mutation(_RETRACTIONS, "if replaced or not manifest.has(", "if not manifest.has(", _OF_GATE),
     Mutation(_RETRACTIONS, "self.lost, self.replacing or self", "self.lost, self", _OF_RETRACTIONS),
     Mutation(_RETRACTIONS, "if document.collection_id in self._back:", "if False:", _OF_RETRACTIONS),

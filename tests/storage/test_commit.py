@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from storage import positions
 from storage.check import check
+from storage.model import Collection, Seqno
 from storage.view import open_view
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
+from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
 from tests.storage.test_writer import (
     crash,
     open_writer,
@@ -101,4 +104,21 @@ def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
         writer.publish(0, 9, 3)
         writer.commit()
         assert view.state(0).is_whole
+    writer.close()
+
+
+def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_before(path: str) -> None:
+    """After a crash its seqnos may be other events; a manifest that was there already would hold from them on."""
+    key = keys_of(0, 1)[0]
+    writer = open_writer(path)
+    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 1)], 1, span(1, 1))
+    writer.publish(0, 1, 1)
+    system_event(writer, 2, DEFAULT, Collection(8, 8, "lost", Seqno(2)), scopes=SCOPES)
+    assert writer.commit().published == [(0, 1)]
+    crash(writer)
+    writer = open_writer(path)
+    assert writer.state(0).staged_seqno == 1
+    publish(writer, 0, [(key, b"2", 2)])
+    with open_view(path) as view:
+        assert sorted(positions.manifest_at(view, 0, 1, 2).collections) == [0]
     writer.close()

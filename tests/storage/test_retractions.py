@@ -12,12 +12,14 @@ from storage import changes as events_of
 from storage import index, keys, retractions
 from storage.errors import ViewInvalidated
 from storage.model import Collection, Seqno
+from storage.purge import Window
 from storage.vbucket_reader import VbucketReader
 from storage.view import Pieces, View
 from storage.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
-from tests.storage.test_writer import publish
+from tests.storage.test_purge import HOUR_MS, purge
+from tests.storage.test_writer import Clock, publish
 
 
 def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: GroupWriter, view: View) -> None:
@@ -278,3 +280,23 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
     gone = found[0]._replace(reference=keys.DUP.pack(1, 7, 0x57))
     with pytest.raises(ViewInvalidated, match="gone from history"):
         retractions.document_of(reader, gone, False)
+
+
+def test_what_is_purged_between_two_steps_of_the_walk_is_gone_from_history(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    """The walk found no more lost rows, and ended as if there had been none."""
+    names = keys_of(0, 6)
+    publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])
+    publish(writer, 0, [(key, b"new", seqno) for seqno, key in enumerate(names, 7)])
+    token = view.token(0, 1, 12)
+    writer.rollback(0, 6)
+    writer.commit()
+    reader = view.reader(0)
+    served, lost, after, _ = events_of.resolve_range(reader, token, None)
+    found = retractions.undone(reader, served, lost, after, bytes_max=2 * retractions.UNDONE_BYTES)
+    assert next(found).kind == "retraction"
+    clock.now += 2 * HOUR_MS
+    assert purge(writer, Window(time_ms=HOUR_MS))
+    with pytest.raises(ViewInvalidated, match="gone from history"):
+        list(found)
