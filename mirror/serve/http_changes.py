@@ -275,6 +275,7 @@ class ChangeStream:
                 raise refusal
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
+        await self._service.turns.turn()  # every stream looks when something was published
         view = self._service.view
         now = dict(zip(view.vbids, view.published(), strict=True))
         for vbid in self._vbids:

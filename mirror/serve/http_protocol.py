@@ -13,11 +13,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import httptools
 from starlette.responses import Response
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -33,6 +35,8 @@ FRAMING_BYTES_MAX = HEAD_BYTES_MAX
 """Of a chunked body, without a byte of the body in between: a chunk's extensions, or the trailers."""
 SLICE_BYTES = 4 * 1024
 """What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
+PARSE_S = 0.001
+"""For so long slices are parsed before other clients have their turn: a body may come in chunks of one byte."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
 """Headers of requests that may be more than their head."""
 LINGER_S = 2.0
@@ -169,12 +173,17 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse until a request waits for its turn; stop the clock once one is being answered: its own limits hold."""
         at = 0
         unparsed = self._unparsed
+        ends_s = perf_counter() + PARSE_S
         while at < len(unparsed) and not self.pipeline and self._wrong is None and not self._refused:
             self._feed(unparsed[at : at + SLICE_BYTES])
             at += SLICE_BYTES
+            if perf_counter() > ends_s:
+                break
         self._unparsed = unparsed[at:]
         if self._unparsed:
             self.flow.pause_reading()
+            if not self.pipeline and self._wrong is None and not self._refused:
+                self._wait_for_turn()
         if self._answering:
             self._stop_waiting()
 
@@ -261,8 +270,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _wait_for_turn(self) -> None:
         self.flow.pause_reading()
         self._unset_keepalive_if_required()
-        self._is_waiting = True
-        self._gate.turns.call(self._go_on)
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._gate.turns.call(self._go_on)
 
     def _go_on(self) -> None:
         """Answer the next request of those that came ahead of their answers."""
@@ -271,10 +281,12 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        elif not self._answering:
-            self._wait_for_request()
+        else:
+            if not self._answering:
+                self._wait_for_request()
             self._parse()
-            if not self._unparsed and not self._answering:
+            in_body = not self._in_head and len(self.cycle.body) <= HIGH_WATER_LIMIT
+            if not self._unparsed and (in_body or not self._answering):
                 self.flow.resume_reading()
         self._is_busy = bool(self.pipeline or self._unparsed)
 

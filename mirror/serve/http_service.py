@@ -398,6 +398,7 @@ class Service:
                     hint="ask again with a longer timeout_ms, or look at the lag in /v1/status",
                 )
             await self.clock.sleep(min(delay, left))
+            await self.turns.turn()
             delay = next_delay_s(delay)
 
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:

@@ -433,9 +433,9 @@ class KvConnection(asyncio.Protocol):
                     self._flush([self._encode(frame, reply, began)])
                 if later.wait is not None:
                     await later.wait()
-                elif later.pause_s:
-                    await asyncio.sleep(later.pause_s)
                 else:
+                    if later.pause_s:
+                        await asyncio.sleep(later.pause_s)
                     await self._host.turns.turn()
                 await self._writable.wait()
                 if self.session.reader != reader:
