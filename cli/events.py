@@ -1,7 +1,7 @@
-"""`events`: what happened to the mirror lately, and what happens next, from the service that runs.
+"""`events`: what happened to the mirror lately, and what happens next, from the files that its service writes.
 
-Knows the service's command `events`; how an event looks is `render`'s matter. Invariant: with `--follow` each event of
-a service is printed once, also after another service has taken its place.
+Knows those files; how an event looks is `render`'s matter. Invariant: with `--follow` each event is printed once, also
+after another service has taken the place of the first.
 """
 
 from __future__ import annotations
@@ -13,45 +13,44 @@ from typing import Annotated
 
 import typer
 
-from cli import exits, options, output, render
-from mirror import client
-from mirror.errors import SupervisionError
-from mirror.messages import GetEvents
+from cli import options, output, render
+from mirror.supervise.event_log import read_events
+from storage import directory
 
-WAIT_S = 20.0
-"""How long the service waits for the next event before it answers without one."""
-AWAY_INTERVAL_S = 1.0
-"""How often a service that has ended is looked for."""
+LOOK_INTERVAL_S = 0.5
+"""How often `--follow` looks for new events."""
 
 
 def events(
     data: options.DataOption = None,
     config: options.ConfigOption = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME|AGE",
+            help="Only later ones: an ISO 8601 time, or an age such as 2h.",
+            show_default=False,
+        ),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events until Ctrl-C.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show what happened: rollbacks, resyncs, the source lost and back, full disks, processes that died, and so on."""
+    """Show what happened: rollbacks, resyncs, the source lost and back, full disks, processes that died, and so on.
+
+    Works with the service up or down.
+    """
     path = options.data_directory(data, config)
-    pid, number, away = None, 0, False
+    if not follow:
+        directory.load(str(path))  # raises NotAMirror: nothing is not "no events"
+    since_ms = options.moment_ms(since, "--since") if since is not None else 0
+    number = 0
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            answer = client.ask(path, GetEvents(number, WAIT_S if pid is not None else 0))
-            if answer is None and (pid is None or not follow):
-                raise SupervisionError(
-                    f"no service runs for {path}", hint="events are kept by the service; older ones are in its log"
-                )
-            if answer is None:
-                if not away:
-                    exits.complain(f"the service of {path} has ended; waiting for the next one")
-                away = True
-                time.sleep(AWAY_INTERVAL_S)
-                continue
-            if answer["pid"] != pid:
-                restarted, pid, number, away = pid is not None, answer["pid"], 0, False
-                if restarted:
-                    continue
-            for event in answer["events"]:
+            for event in read_events(path, number):
                 number = event["number"]
+                if event["time_ms"] < since_ms:
+                    continue
                 if as_json:
                     output.print_json(event)
                 else:
@@ -59,3 +58,4 @@ def events(
             sys.stdout.flush()
             if not follow:
                 return
+            time.sleep(LOOK_INTERVAL_S)

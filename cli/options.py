@@ -6,12 +6,14 @@ is not given leaves its setting to the environment, the file and the default, in
 
 from __future__ import annotations
 
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mirror import client
+from mirror import client, units
 from mirror.config import Settings
 from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
@@ -117,6 +119,18 @@ def data_directory(data: Path | None, config: Path | None = None) -> Path:
     if found is None:
         raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
     return found
+
+
+def moment_ms(text: str, option: str) -> int:
+    """Read a moment: a time in ISO 8601, local unless it names a zone, or an age such as `2h`. Raises ConfigError."""
+    try:
+        if text[-1:].isalpha() and text[:1].isdigit() and not text.endswith("Z"):
+            return int((time.time() - units.seconds(text)) * 1000)
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
+    except (ValueError, OverflowError, OSError):
+        raise ConfigError(
+            f"{option} {text!r} is no moment", hint="write 2026-01-31T12:00:00, or an age: 15m, 2h, 1d"
+        ) from None
 
 
 def collection_from(text: str | None) -> str | int | None:

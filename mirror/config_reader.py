@@ -11,17 +11,17 @@ import inspect
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
 
-from mirror import config
+from mirror import config, units
 from mirror.config import PasswordSource, Settings, to_wire, vbucket_range
 from mirror.errors import ConfigError
 
@@ -42,8 +42,14 @@ SECTIONS = {
 }
 """Sections of the settings: the first setting of each, in the order of the fields -> title."""
 
-UNITS = {"_ms": "milliseconds", "_s": "seconds", "_bytes": "bytes", "_bytes_max": "bytes", "_size": "bytes"}
-"""Units by the ends of names."""
+UNITS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "_ms": ("milliseconds", lambda text: units.seconds(text) * 1000),
+    "_s": ("seconds", units.seconds),
+    "_bytes": ("bytes", units.byte_count),
+    "_bytes_max": ("bytes", units.byte_count),
+    "_size": ("bytes", units.byte_count),
+}
+"""The unit of a plain number by the end of the setting's name, and how a text with a unit is read."""
 
 NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
 """Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
@@ -53,6 +59,15 @@ class _Checks(BaseModel):
     """What a type and its bounds do not say."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _with_unit(cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value[-1:].isalpha() and value[:1].isdigit():
+            for suffix, (_, read) in UNITS.items():
+                if str(info.field_name).endswith(suffix):
+                    value = read(value)
+        return check(value)
 
     @field_validator("collections", "source_hosts", mode="before", check_fields=False)
     @classmethod
@@ -93,9 +108,11 @@ def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = 
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
+        ours = first["type"] == "value_error"
+        wrong = first["msg"].removeprefix("Value error, ") if ours else f"must be {_values_of(name)}"
         raise ConfigError(
-            f"setting {name} ({(provenance or {}).get(name, 'default')}) is wrong: "
-            f"{first['msg'].removeprefix('Value error, ')}, not {_shown(first['input'])}",
+            f"setting {name} ({(provenance or {}).get(name, 'default')}) is wrong: {wrong}, "
+            f"not {_shown(first['input'])}",
             hint=f"change it by --set {name}=VALUE, {ENV_PREFIX}{name.upper()}, or in the file given by --config",
             setting=name,
         ) from None
@@ -141,6 +158,11 @@ def _meanings() -> dict[str, str]:
     }
 
 
+def _values_of(name: str) -> str:
+    """Return what a setting takes, for an error: `integer, 1 to 64`."""
+    return _values(name, _CheckedSettings.model_fields[name]).replace("`", "")
+
+
 def _values(name: str, field: FieldInfo) -> str:
     """What a field takes: `integer, bytes, 4096 to 536870912`."""
     if get_origin(field.annotation) is Literal:
@@ -152,7 +174,7 @@ def _values(name: str, field: FieldInfo) -> str:
         kind, inner = get_args(kind)
         metadata += inner.metadata
     words = [_TYPE_NAMES[get_origin(kind) or kind]]
-    words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][:1]
+    words += [unit for suffix, (unit, _) in UNITS.items() if name.endswith(suffix)][:1]
     bounds = {sign: getattr(each, sign) for each in metadata for sign in ("ge", "gt", "le") if hasattr(each, sign)}
     if "ge" in bounds:
         low = _written(bounds["ge"])

@@ -41,16 +41,6 @@ class GetStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class GetEvents:
-    """Return the events above a number. Answer: `pid`, `events`."""
-
-    op: ClassVar[str] = "events"
-    after: int = 0
-    wait_s: float = 0
-    """How long to wait for one where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReloadSettings:
     """Read the settings again, as SIGHUP does."""
 
@@ -130,16 +120,7 @@ class NoteContact:
 
 
 ControlCommand = (
-    Ping
-    | GetSource
-    | GetStatus
-    | GetEvents
-    | ReloadSettings
-    | StopService
-    | RollBack
-    | Resync
-    | GrantLease
-    | ReleaseLease
+    Ping | GetSource | GetStatus | ReloadSettings | StopService | RollBack | Resync | GrantLease | ReleaseLease
 )
 """What the control socket takes."""
 ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes | NoteContact

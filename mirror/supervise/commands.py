@@ -16,7 +16,6 @@ from typing import Any, assert_never
 from mirror.config import OF_SOURCE, to_wire
 from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import (
-    GetEvents,
     GetSource,
     GetStatus,
     GrantLease,
@@ -31,7 +30,6 @@ from mirror.messages import (
 )
 from mirror.supervise.children import Child, WorkerRefused
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.event_log import EventLog
 from mirror.supervise.leases import LeaseRecord
 from mirror.supervise.processes import Processes
 from mirror.supervise.reports import Reports
@@ -48,14 +46,12 @@ class Commands:
         context: ServiceContext,
         processes: Processes,
         reports: Reports,
-        event_log: EventLog,
         signalled: Callable[[int], None],
     ) -> None:
         """`signalled` queues a signal, as if the service had got it."""
         self._context = context
         self._processes = processes
         self._reports = reports
-        self._event_log = event_log
         self._signalled = signalled
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +67,6 @@ class Commands:
                 if self._processes.desired and not self._context.stopping:
                     await self._reports.collect()
                 return {"status": self._reports.document()}
-            case GetEvents():
-                return {"pid": os.getpid(), "events": await self._event_log.after(command.after, command.wait_s)}
             case ReloadSettings():
                 self._signalled(signal.SIGHUP)
                 return {}

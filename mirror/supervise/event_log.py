@@ -1,23 +1,29 @@
-"""The newest events of the service, numbered from 1: logged, kept, and given to clients that wait for the next ones.
+"""The events of the service: logged, appended to a file next to the data, and read back from it.
 
 Knows how an event is logged and kept; never how it is noticed. Invariants: one line in the log for each event, at its
-level; the number kept is bounded, and a client that was too slow sees by the numbers that it has missed some.
+level; numbers rise through restarts, and a reader that was too slow sees a gap in them; the two files together never
+hold more than about twice `FILE_BYTES_MAX`; an event that cannot be written is logged all the same.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import json
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.supervise.events import Event, fields_of, to_json
 
-EVENTS_KEPT = 1_000
-WAIT_MAX_S = 20.0
-"""Longest wait for the next event: less than the control socket's own limit."""
+EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
+FILE_BYTES_MAX = 1024 * 1024
+"""Some 4,000 events: then the file takes the place of the older one."""
+EVENTS_KEPT = 50
+"""Events in memory, for the status document."""
 
 log = get_logger("events")
 
@@ -25,34 +31,64 @@ log = get_logger("events")
 class EventLog:
     """The events of one service."""
 
-    def __init__(self, clock: Clock, forward: Callable[[dict[str, Any]], None]) -> None:
-        """No event yet. `forward` gets each one, in the shape of cli/JSON.md."""
+    def __init__(self, clock: Clock, data: Path, forward: Callable[[dict[str, Any]], None]) -> None:
+        """`forward` gets each new event, in the shape of cli/JSON.md."""
         self._clock = clock
+        self._data = data
         self._forward = forward
-        self._kept: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
-        self._count = 0
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._kept = deque(reversed(newest_events(data)), maxlen=EVENTS_KEPT)
+        self._count = int(self._kept[-1]["number"]) if self._kept else 0
 
     def add(self, event: Event) -> None:
-        """An event has happened."""
+        """Log, write and forward an event."""
         self._count += 1
         shown = to_json(event, self._count, self._clock.wall_ms())
         getattr(log, event.level)(event.name, **fields_of(event))
         self._kept.append(shown)
+        try:
+            self._write(json.dumps(shown).encode() + b"\n")
+        except OSError as error:
+            log.warning("event not written", path=str(self._data / EVENTS_FILE), error=error.strerror)
         self._forward(shown)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
-    def newest(self, count: int) -> list[dict[str, Any]]:
+    def _write(self, line: bytes) -> None:
+        path = self._data / EVENTS_FILE
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line  # a crash or a full disk cut the last one
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+        if size + len(line) > FILE_BYTES_MAX:
+            path.replace(self._data / OLDER_EVENTS_FILE)
+
+    def newest(self) -> list[dict[str, Any]]:
         """The newest events, newest first."""
-        return [each for _, each in zip(range(count), reversed(self._kept), strict=False)]
+        return list(reversed(self._kept))
 
-    async def after(self, number: int, wait_s: float) -> list[dict[str, Any]]:
-        """The kept events above a number, oldest first; where there is none the next one, or none within `wait_s`."""
-        if self._count <= number and wait_s > 0:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            await asyncio.wait([waiter], timeout=min(wait_s, WAIT_MAX_S))
-            self._waiters.discard(waiter)
-        return [each for each in self._kept if each["number"] > number]
+
+def newest_events(data: Path) -> list[dict[str, Any]]:
+    """Return the newest stored events, newest first; none if they cannot be read."""
+    kept: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+    with contextlib.suppress(OSError):
+        kept.extend(read_events(data))
+    return list(reversed(kept))
+
+
+def read_events(data: Path, after: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the stored events of a mirror with a number above `after`, oldest first. Raises OSError."""
+    for name in (OLDER_EVENTS_FILE, EVENTS_FILE):
+        try:
+            lines = (data / name).read_bytes().splitlines()
+        except FileNotFoundError:
+            continue
+        for line in lines:
+            try:
+                event = json.loads(line)
+                if event["number"] > after:
+                    after = event["number"]
+                    yield event
+            except (ValueError, TypeError, KeyError):
+                continue  # cut by a crash

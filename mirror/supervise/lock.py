@@ -14,11 +14,12 @@ import stat
 from pathlib import Path
 
 from mirror.errors import ConfigError, SupervisionError
+from mirror.supervise.event_log import EVENTS_FILE
 from storage import directory, map_record
 
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, map_record.FILE)
-OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", "lost+found")
+OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
 """What may lie in a directory that is to become a mirror, besides group folders: traces of an interrupted start."""
 
 

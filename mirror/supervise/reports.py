@@ -34,8 +34,6 @@ VBUCKETS_PER_REPORT_S = 256
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
 """How long one look waits for reports; later ones count at the next."""
-EVENTS_SHOWN = 50
-"""Events that the status document has; `dcp-mirror events` shows all that are kept."""
 
 log = get_logger("supervisor")
 
@@ -297,7 +295,7 @@ class Reports:
                 "bytes_per_s": self._trend.counter_rate("received_bytes"),
             },
             "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
-            "events": self._event_log.newest(EVENTS_SHOWN),
+            "events": self._event_log.newest(),
             "vbuckets": rows,
         }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.health import assess_stored
+from mirror.supervise.event_log import newest_events
 from mirror.supervise.status import Row, bucket_fields, stored_row, totals, unreadable_row
 from storage import directory
 from storage.errors import StorageError
@@ -46,7 +47,7 @@ def stored_status(data: Path) -> dict[str, Any]:
         "readers": [],
         "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
         "catch_up": None,
-        "events": [],
+        "events": newest_events(data),
         "vbuckets": rows,
     }
 

@@ -114,7 +114,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._hook = Hook(clock, settings.on_event)
-        self._event_log = EventLog(clock, self._hook.put)
+        self._event_log = EventLog(clock, settings.data, self._hook.put)
         self._processes = Processes(
             self._context, self._listeners, self._event_log, self._events.put_nowait, worker=command, server=server
         )
@@ -131,7 +131,6 @@ class Supervisor:
             self._context,
             self._processes,
             self._reports,
-            self._event_log,
             lambda number: self._events.put_nowait(Signalled(number)),
         )
         self._background: set[asyncio.Task[None]] = set()

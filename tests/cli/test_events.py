@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import time
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli import events as command
-from mirror.errors import SupervisionError
-from mirror.messages import GetEvents
+from mirror.clock import SystemClock
+from mirror.supervise.event_log import EVENTS_FILE, EventLog
+from mirror.supervise.events import MapChanged
+from tests.cli.conftest import call
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import vbids_of, vbucket
@@ -32,35 +34,46 @@ async def test_events_are_lines_for_people_and_objects_for_programs(
         assert json.loads(line) == service.status_document()["events"][0]
 
 
-def test_without_a_service_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SupervisionError, match=r"no service runs .* its log"):
-        command.events(tmp_path)
+def written(data: Path, *ages_s: float) -> None:
+    for number, age_s in enumerate(ages_s, 1):
+        event = {"number": number, "time_ms": int((time.time() - age_s) * 1000), "event": "map-changed"}
+        with (data / EVENTS_FILE).open("a") as file:
+            file.write(json.dumps(event | {"level": "info", "text": f"age {age_s:g}"}) + "\n")
 
 
-def test_following_goes_on_with_the_next_service_and_shows_each_event_once(
+def test_events_are_there_with_the_service_down(mirrored: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "mirror.json").write_bytes((mirrored / "mirror.json").read_bytes())
+    assert call("events", "--data", data).out == ""
+    written(data, 8000, 3000, 10)
+    assert [line.split("  ")[-1] for line in call("events", "--data", data).out.splitlines()] == [
+        "age 8000", "age 3000", "age 10"
+    ]  # fmt: skip
+    recent = call("events", "--data", data, "--since", "1h", "--json").lines
+    assert [each["number"] for each in recent] == [2, 3]
+    moment = datetime.fromtimestamp(time.time() - 600).isoformat()  # noqa: DTZ006  local, as people type it
+    assert [each["number"] for each in call("events", "--data", data, "--since", moment, "--json").lines] == [3]
+    result = call("events", "--data", data, "--since", "yesterday")
+    assert (result.code, "no moment" in result.complaint) == (2, True)
+    assert call("events", "--data", tmp_path / "missing").code == 2
+
+
+def test_following_shows_each_event_once_also_of_the_next_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(pid: int, *numbers: int) -> dict[str, Any]:
-        return {"pid": pid, "events": [{"pid": pid, "number": number} for number in numbers]}
+    def next_service() -> None:
+        EventLog(SystemClock(), tmp_path, lambda _: None).add(MapChanged(rev_epoch=1, rev=8, nodes=3))
 
-    requested: list[tuple[int, float]] = []
-    answers: Iterator[Any] = iter(
-        [answer(1, 1, 2), answer(1), answer(1, 3), None, None, answer(2), answer(2, 1), answer(2, 2), KeyboardInterrupt]
-    )
+    looks = iter([lambda: written(tmp_path, 5.0), lambda: None, next_service])
 
-    def ask(_path: Path, request: GetEvents) -> Any:
-        requested.append((request.after, request.wait_s))
-        found = next(answers)
-        if found is KeyboardInterrupt:
+    def sleep(_: float) -> None:
+        look = next(looks, None)
+        if look is None:
             raise KeyboardInterrupt
-        return found
+        look()
 
-    monkeypatch.setattr("mirror.client.ask", ask)
-    monkeypatch.setattr(command, "AWAY_INTERVAL_S", 0)
+    monkeypatch.setattr(time, "sleep", sleep)
     command.events(tmp_path, follow=True, as_json=True)
-    out, err = capsys.readouterr()
-    shown = [json.loads(line) for line in out.splitlines()]
-    assert [(each["pid"], each["number"]) for each in shown] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
-    assert [after for after, _ in requested] == [0, 2, 2, 3, 3, 3, 0, 1, 2]
-    assert requested[0][1] == 0
-    assert err.count("waiting for the next one") == 1
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [each["number"] for each in shown] == [1, 2]

@@ -14,7 +14,6 @@ from mirror.messages import (
     Beat,
     ControlCommand,
     ExitReport,
-    GetEvents,
     GetSource,
     GetStatus,
     GrantLease,
@@ -39,7 +38,7 @@ from mirror.messages import (
 )
 
 COMMANDS: list[ControlCommand] = [
-    Ping(), GetSource(), GetStatus(), GetEvents(7, 2.5), ReloadSettings(), StopService(), RollBack(3, 5), Resync(3),
+    Ping(), GetSource(), GetStatus(), ReloadSettings(), StopService(), RollBack(3, 5), Resync(3),
     GrantLease("a", "job", 60.0, [[0, 1, 5]]), ReleaseLease("a"),
 ]  # fmt: skip
 MESSAGES: list[PipeMessage] = [
@@ -70,13 +69,11 @@ def test_no_two_messages_of_a_kind_share_an_op(kinds: Any) -> None:
 
 def test_a_client_sends_what_the_first_release_sent() -> None:
     assert json.dumps(encode(RollBack(3, 5))) == '{"op": "rollback", "vbid": 3, "to": 5}'
-    assert json.dumps(encode(GetEvents(7, 20))) == '{"op": "events", "after": 7, "wait_s": 20}'
     assert json.dumps(encode(Resync(3))) == '{"op": "resync", "vbid": 3}'
 
 
 def test_keys_that_are_not_known_are_ignored_and_defaults_apply() -> None:
     assert control_command({"op": "status", "verbose": True}) == GetStatus()
-    assert control_command({"op": "events"}) == GetEvents(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_a_wrong_field_is_named_with_what_is_expected(message: dict[str, Any], w
 
 @pytest.mark.parametrize("operation", ["dance", None, 5, "start-worker"])
 def test_an_unknown_command_is_answered_with_the_known_ones(operation: object) -> None:
-    with pytest.raises(SupervisionError, match=r"unknown command .* \(ping, source, status, events, reload, stop"):
+    with pytest.raises(SupervisionError, match=r"unknown command .* \(ping, source, status, reload, stop"):
         control_command({"op": operation})
 
 

@@ -1,27 +1,33 @@
-"""Events are numbered, logged as one line each, kept up to a limit, and waited for."""
+"""Events are numbered, logged as one line each, and kept in files of bounded size through restarts."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.supervise import logs
-from mirror.supervise.event_log import EVENTS_KEPT, EventLog
-from mirror.supervise.events import DiskFree, MapChanged
+from mirror.supervise import event_log, logs
+from mirror.supervise.event_log import EVENTS_FILE, EVENTS_KEPT, EventLog, read_events
+from mirror.supervise.events import MapChanged
 
 
 def change(rev: int) -> MapChanged:
     return MapChanged(rev_epoch=1, rev=rev, nodes=3)
 
 
-async def test_an_event_is_one_line_of_the_log_and_goes_to_the_hook(capsys: pytest.CaptureFixture[str]) -> None:
+def log_of(data: Path) -> EventLog:
+    return EventLog(SystemClock(), data, lambda _: None)
+
+
+def test_an_event_is_one_line_of_the_log_and_goes_to_the_hook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     forwarded: list[dict[str, Any]] = []
     logs.set_up("info", json=True)
-    EventLog(SystemClock(), forwarded.append).add(change(8))
+    EventLog(SystemClock(), tmp_path, forwarded.append).add(change(8))
     [line] = capsys.readouterr().err.splitlines()
     logged = json.loads(line)
     assert {name: logged[name] for name in ("event", "level", "rev_epoch", "rev", "nodes")} == {
@@ -30,24 +36,48 @@ async def test_an_event_is_one_line_of_the_log_and_goes_to_the_hook(capsys: pyte
     assert [(each["number"], each["event"]) for each in forwarded] == [(1, "map-changed")]
 
 
-async def test_the_number_that_is_kept_is_bounded_and_a_gap_is_seen() -> None:
-    log = EventLog(SystemClock(), lambda _: None)
-    for rev in range(EVENTS_KEPT + 5):
+def test_events_survive_a_restart_and_their_numbers_rise(tmp_path: Path) -> None:
+    for start in range(3):
+        log = log_of(tmp_path)
+        log.add(change(2 * start))
+        log.add(change(2 * start + 1))
+    assert [(each["number"], each["rev"]) for each in read_events(tmp_path)] == [(n + 1, n) for n in range(6)]
+    assert [each["number"] for each in read_events(tmp_path, 4)] == [5, 6]
+    assert [each["number"] for each in log.newest()] == [6, 5, 4, 3, 2, 1]
+    assert (tmp_path / EVENTS_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_files_are_bounded_and_the_newest_events_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "FILE_BYTES_MAX", 4_000)
+    log = log_of(tmp_path)
+    for rev in range(500):
         log.add(change(rev))
-    found = await log.after(2, 0)
-    assert len(found) == EVENTS_KEPT
-    assert (found[0]["number"], found[-1]["number"]) == (6, EVENTS_KEPT + 5)
-    assert [each["rev"] for each in log.newest(2)] == [EVENTS_KEPT + 4, EVENTS_KEPT + 3]
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 3 * 4_000
+    numbers = [each["number"] for each in read_events(tmp_path)]
+    assert numbers == list(range(numbers[0], 501))
+    assert len(numbers) > 20
+    assert len(log.newest()) == EVENTS_KEPT
+    after = log_of(tmp_path).newest()
+    assert len(after) > 20
+    assert after == log.newest()[: len(after)]
 
 
-async def test_a_client_waits_for_the_next_event() -> None:
-    log = EventLog(SystemClock(), lambda _: None)
+@pytest.mark.parametrize("cut", [b'{"number": 3, "time_', b"\x00\x00", b'{"number": "x"}\n', b"[]\n"])
+def test_what_a_crash_cut_is_left_out(tmp_path: Path, cut: bytes) -> None:
+    log = log_of(tmp_path)
     log.add(change(1))
-    assert [each["number"] for each in await log.after(0, 20)] == [1], "there is one already"
-    waiting = [asyncio.create_task(log.after(1, 20)) for _ in range(3)]
-    await asyncio.sleep(0)
-    log.add(DiskFree(groups=(1,)))
-    log.add(change(2))
-    for task in waiting:
-        assert [each["number"] for each in await task] == [2, 3]
-    assert await log.after(3, 0.01) == []
+    with (tmp_path / EVENTS_FILE).open("ab") as file:
+        file.write(cut)
+    log_of(tmp_path).add(change(2))
+    assert [(each["number"], each["rev"]) for each in read_events(tmp_path)] == [(1, 1), (2, 2)]
+
+
+def test_an_event_that_cannot_be_written_is_logged_and_forwarded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / EVENTS_FILE).mkdir()
+    forwarded: list[dict[str, Any]] = []
+    logs.set_up("info")
+    EventLog(SystemClock(), tmp_path, forwarded.append).add(change(1))
+    assert len(forwarded) == 1
+    assert "event not written" in capsys.readouterr().err

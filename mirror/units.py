@@ -1,0 +1,25 @@
+"""Durations and sizes as people write them: `90`, `1.5h`, `250ms`, `64MiB`, `1g`. Pure."""
+
+from __future__ import annotations
+
+import re
+
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+BYTES = {"b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "t": 2**40, "tib": 2**40}
+
+
+def seconds(text: str) -> float:
+    """Return a duration with a unit in seconds. Raises ValueError."""
+    return _parsed(text, SECONDS, "a number with ms, s, m, h or d")
+
+
+def byte_count(text: str) -> int:
+    """Return a size with a unit in bytes. Raises ValueError."""
+    return int(_parsed(text, BYTES, "a number with KiB, MiB, GiB, or k, m, g, which mean the same"))
+
+
+def _parsed(text: str, units: dict[str, float] | dict[str, int], meant: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text, re.ASCII)
+    if found is None or found[2].lower() not in units:
+        raise ValueError(f"must be {meant}")
+    return float(found[1]) * units[found[2].lower()]
