@@ -77,7 +77,10 @@ def show(
 
 @app.command()
 def explain(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these settings.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Only these settings.", autocompletion=options.setting_names),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:

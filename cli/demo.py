@@ -103,6 +103,8 @@ class Story:
         )
 
     def _fill(self) -> Iterator[None]:
+        yield from self._wait(lambda: self._status["listeners"].get("http"), "the status page")
+        self.say(f"status page: {self._status['listeners']['http'][0]}")
         self.say(f"source: 2 nodes, live writes, at {self._stage.connection_string}")
         yield from self._wait(self._caught_up, "the first fill")
         self.facts["filled_s"] = round(self.elapsed_s, 1)
@@ -221,6 +223,9 @@ def demo(
     documents: Annotated[int, typer.Option("--documents", min=1, help="Documents at the start.")] = 50_000,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second.")] = 1_000.0,
     workers: Annotated[int, typer.Option("--workers", min=1, max=8, help="Worker processes.")] = 2,
+    http: Annotated[
+        str, typer.Option("--http", metavar="ADDR", help="Serve the status page here; 0: a free port of localhost.")
+    ] = "0",
     as_json: options.JsonOption = False,
 ) -> None:
     """Show it all: a source with live writes, its mirror, a killed worker, a failover with rollback."""
@@ -230,7 +235,7 @@ def demo(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-mirror-demo-")))
         place = data if data is not None else folder / "data"
-        stage = Stage(place, folder, nodes=2, vbuckets=64, documents=documents, rate=rate, workers=workers)
+        stage = Stage(place, folder, nodes=2, vbuckets=64, documents=documents, rate=rate, workers=workers, http=http)
         stack.enter_context(stage)
         story = Story(stage, seconds or DEFAULT_LENGTH_S)
         counter = DocumentCounter(place)

@@ -24,6 +24,8 @@ COMMANDS = {
         "init": "Write a commented settings file for a source that was tried.",
         "demo": "Show a mirror at work, with a killed worker and a failover.",
         "run": "Mirror a bucket until stopped.",
+        "stop": "Stop the service of a mirror.",
+        "reload": "Have the service read its settings again.",
         "rollback": "Take one vbucket back to a kept boundary.",
         "backup": "Copy the mirror, also while its service runs.",
         "restore": "Make a mirror of a backup.",
@@ -51,7 +53,37 @@ COMMANDS = {
     },
 }
 """Every command with its line in the help, in the order of the help."""
-MODULES = {"top": "status"}
+EXAMPLES = {
+    "init": "dcp-mirror init --source couchbases://reader@db1,db2/orders --data /var/lib/orders",
+    "demo": "dcp-mirror demo --seconds 30",
+    "run": "dcp-mirror run --source couchbases://reader@db1,db2/orders --data /var/lib/orders --kv 11410 --http 8080",
+    "stop": "dcp-mirror stop --data /var/lib/orders --timeout 30",
+    "reload": "dcp-mirror reload --data /var/lib/orders",
+    "rollback": "dcp-mirror rollback --data /var/lib/orders --vbid 7 --to 1000 --dry-run",
+    "backup": "dcp-mirror backup --data /var/lib/orders --to /backup/orders-monday",
+    "restore": "dcp-mirror restore --from /backup/orders-monday --data /var/lib/orders",
+    "record": "dcp-mirror record --source couchbase://reader@db1/orders --to session.dcp --seconds 60",
+    "replay": "dcp-mirror replay session.dcp --port 11210",
+    "sandbox": "dcp-mirror sandbox --port 11310 --bucket orders --load 10000 --rate 500",
+    "user": "dcp-mirror user add reports --file /etc/dcp-mirror/users.json",
+    "status": "dcp-mirror status --data /var/lib/orders --wait-ready --timeout 60",
+    "top": "dcp-mirror top --data /var/lib/orders",
+    "events": "dcp-mirror events --data /var/lib/orders --since 2h",
+    "get": "dcp-mirror get order::4711 --data /var/lib/orders --as-of 2026-01-31T12:00:00",
+    "scan": "dcp-mirror scan --data /var/lib/orders --prefix order::47 --limit 10 --json",
+    "changes": "dcp-mirror changes --data /var/lib/orders --follow --json",
+    "export": "dcp-mirror export --data /var/lib/orders --to orders.jsonl",
+    "state": "dcp-mirror state --data /var/lib/orders --vbid 7",
+    "check": "dcp-mirror check --data /var/lib/orders",
+    "verify": "dcp-mirror verify --data /var/lib/orders",
+    "doctor": "dcp-mirror doctor --source couchbases://reader@db1/orders",
+    "pipeline": "dcp-mirror pipeline sync --data /var/lib/orders --to /lake/orders --available-now",
+    "assets": "dcp-mirror assets --to /tmp/monitoring",
+    "bench": "dcp-mirror bench ingest --documents 100000",
+    "config": "dcp-mirror config explain history_s",
+}
+"""One example of each command, below its help."""
+MODULES = {"top": "status", "stop": "service", "reload": "service"}
 """Modules that are not called as their command."""
 
 
@@ -111,10 +143,11 @@ def _not_imported() -> None:
 
 def _mount(app: typer.Typer, name: str) -> None:
     module = import_module(f"cli.{MODULES.get(name, name)}")
+    example = f"Example: {EXAMPLES[name]}"
     if isinstance(group := getattr(module, "app", None), typer.Typer):
-        app.add_typer(group, name=name)
+        app.add_typer(group, name=name, epilog=example)
     else:
-        app.command(name)(getattr(module, name))
+        app.command(name, epilog=example)(getattr(module, name))
 
 
 def named_command(arguments: Sequence[str]) -> str:

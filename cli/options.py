@@ -7,6 +7,7 @@ is not given leaves its setting to the environment, the file and the default, in
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,12 @@ from mirror.config import Settings
 from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.messages import GetSource
+
+
+def one_of(*values: str) -> Callable[[], list[str]]:
+    """Return what completes an option with these values."""
+    return lambda: list(values)
+
 
 DataOption = Annotated[
     Path | None,
@@ -35,6 +42,7 @@ SetOption = Annotated[
         metavar="NAME=VALUE",
         help="Any other setting, by the name that `config show` prints.",
         show_default=False,
+        autocompletion=lambda: [f"{name}=" for name in NAMES],
     ),
 ]
 TlsCaOption = Annotated[
@@ -56,7 +64,11 @@ TlsKeyOption = Annotated[
 NetworkOption = Annotated[
     str | None,
     typer.Option(
-        "--network", metavar="auto|default|external", help="Which of the source's addresses.", show_default=False
+        "--network",
+        metavar="auto|default|external",
+        help="Which of the source's addresses.",
+        show_default=False,
+        autocompletion=one_of("auto", "default", "external"),
     ),
 ]
 CollectionOption = Annotated[
@@ -72,6 +84,11 @@ AsOfOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def setting_names() -> list[str]:
+    """Return every setting, for completion."""
+    return list(NAMES)
 
 
 def flags_from(pairs: list[str] | None) -> dict[str, Any]:

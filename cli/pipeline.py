@@ -90,6 +90,7 @@ ModeOption = Annotated[
     typer.Option(
         "--mode",
         metavar="failfast|permissive|dropmalformed",
+        autocompletion=options.one_of("failfast", "permissive", "dropmalformed"),
         help="A document that does not fit --schema: an error (default), null in the fields that do not fit, no row.",
         show_default=False,
     ),
@@ -108,6 +109,7 @@ EpochOption = Annotated[
     typer.Option(
         "--epoch",
         metavar="seconds|millis|micros",
+        autocompletion=options.one_of("seconds", "millis", "micros"),
         help="Times in documents are numbers of these since 1970. Default: text, or numbers of seconds.",
         show_default=False,
     ),
@@ -244,7 +246,15 @@ def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], No
 def export(
     to: ToOption,
     data: options.DataOption = None,
-    form: Annotated[str, typer.Option("--format", metavar="parquet|delta", help="What to write.")] = "parquet",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="parquet|delta",
+            help="What to write.",
+            autocompletion=options.one_of("parquet", "delta"),
+        ),
+    ] = "parquet",
     collection: CollectionsOption = None,
     as_of: Annotated[
         str | None,
@@ -337,7 +347,10 @@ def sync(
     on_lost_history: Annotated[
         str,
         typer.Option(
-            "--on-lost-history", metavar="fail|resync", help="What to do where the history to go on from is gone."
+            "--on-lost-history",
+            metavar="fail|resync",
+            help="What to do where the history to go on from is gone.",
+            autocompletion=options.one_of("fail", "resync"),
         ),
     ] = "fail",
     checkpoint: Annotated[
@@ -379,6 +392,7 @@ def sync(
         typer.Option(
             "--mode",
             metavar="permissive|failfast",
+            autocompletion=options.one_of("permissive", "failfast"),
             help="A document that does not fit --schema: null in the fields that do not fit, or an error.",
         ),
     ] = "permissive",

@@ -429,6 +429,7 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
             "lag": lag,
             "vbuckets": ", ".join(f"{count} {state}" for state, count in sorted(sums["states"].items())),
             "rollbacks": number(sums["rollback_count"]),
+            "page": escape(", ".join(document["listeners"].get("http", ()))) or DASH,
             "look": escape(f"{command_name()} top --data {document['data']}"),
         }
     )

@@ -48,7 +48,11 @@ def run(
     sync: Annotated[
         str | None,
         typer.Option(
-            "--sync", metavar="safe|full|unsafe", help="What a commit forces to the disk.", show_default=False
+            "--sync",
+            metavar="safe|full|unsafe",
+            help="What a commit forces to the disk.",
+            show_default=False,
+            autocompletion=options.one_of("safe", "full", "unsafe"),
         ),
     ] = None,
     kv: Annotated[

@@ -41,7 +41,7 @@ def sandbox(
     bucket: Annotated[str, typer.Option("--bucket", help="The bucket's name.")] = "demo",
     bucket_uuid: Annotated[
         str | None,
-        typer.Option("--bucket-uuid", metavar="HEX", help="Its uuid; a new one at each start.", show_default=False),
+        typer.Option("--bucket-uuid", metavar="HEX", help="Its uuid; else made of port and name.", show_default=False),
     ] = None,
     load: Annotated[int, typer.Option("--load", min=0, help="Documents that are there from the start.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
@@ -141,7 +141,7 @@ def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
         return default_path(parse(at).addresses[0].port)
     if port is not None:
         return default_path(port)
-    raise ConfigError("which source is meant is not said", hint="give --port, --source or --control")
+    raise ConfigError("no source given", hint="give --port, --source or --control")
 
 
 def arguments_from(pairs: list[str]) -> dict[str, Any]:
@@ -170,6 +170,13 @@ def _value_from(text: str) -> Any:
 
 LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapshot", "clear")
 STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noops")
+
+
+def fault_kinds() -> list[str]:
+    """Return what a shell completes."""
+    from mirror.sandbox.commands import COMMANDS
+
+    return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))
 
 
 FAULT_HELP = """Make a running sandbox fail on purpose, and print its answer as JSON.
@@ -211,9 +218,12 @@ LOOKING
 """
 
 
-@app.command(help=FAULT_HELP.replace("[", "\\["))  # else they are taken for markup
+@app.command(help="\b\n" + FAULT_HELP.replace("\n\n", "\n\n\b\n"))
 def fault(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="What is to happen; the list is below.")],
+    kind: Annotated[
+        str,
+        typer.Argument(metavar="KIND", help="What is to happen; the list is above.", autocompletion=fault_kinds),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
     source: Annotated[
         str | None, typer.Option("--source", "-s", metavar="URL", help="The running source.", show_default=False)

@@ -35,12 +35,22 @@ class Stage:
     """A source and a mirror of it."""
 
     def __init__(
-        self, data: Path, folder: Path, *, nodes: int, vbuckets: int, documents: int, rate: float, workers: int
+        self,
+        data: Path,
+        folder: Path,
+        *,
+        nodes: int,
+        vbuckets: int,
+        documents: int,
+        rate: float,
+        workers: int,
+        http: str = "0",
     ):
         """Nothing starts yet. `folder` takes logs and the source's control socket."""
         self.data = data
         self.folder = folder
         self.workers = workers
+        self.http = http
         self.control = folder / "source.sock"
         self.connection_string = ""
         self._source_options = {
@@ -69,6 +79,8 @@ class Stage:
                 str(self.data),
                 "--workers",
                 str(self.workers),
+                "--http",
+                self.http,
             ]
             self._service = self._start("service", *mirror, stdout=subprocess.DEVNULL)
         except BaseException:

@@ -7,6 +7,7 @@ the same with the service up or down; what cannot be known without it is null.
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,11 @@ from mirror.errors import ExitCode
 from mirror.messages import GetStatus
 from mirror.supervise.status import summed_if_known, totals
 from mirror.supervise.stored import stored_status
-from storage.errors import StorageError
+from storage.errors import NotAMirror, StorageError
 from storage.view import View, open_view
 
+READY_INTERVAL_S = 0.2
+"""How often `--wait-ready` looks."""
 COUNT_SEQNOS_MAX = 2_000_000
 """Documents are counted by walking the keys; of a larger mirror only with --count, for it takes seconds."""
 
@@ -82,6 +85,19 @@ def current_status(data: Path) -> dict[str, Any]:
     return document
 
 
+def ready_status(data: Path, timeout_s: float | None) -> dict[str, Any]:
+    """Return the status once the mirror is ready, or the last one after `timeout_s`."""
+    until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(NotAMirror):  # its service is still to make it
+            document = current_status(data)
+            if not document["reasons"] or time.monotonic() >= until_s:
+                return document
+        if time.monotonic() >= until_s:
+            return current_status(data)
+        time.sleep(READY_INTERVAL_S)
+
+
 def status(
     data: options.DataOption = None,
     config: options.ConfigOption = None,
@@ -90,17 +106,26 @@ def status(
     ready: Annotated[
         bool, typer.Option("--ready", help="End with 1 where the mirror is not ready, as /readyz answers 503.")
     ] = False,
+    wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait until the mirror is ready.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0, help="Seconds to wait; then end with 1.", show_default=False),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, as `top` does.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
+    if watch:
+        top(data, config, as_json=as_json)
+        return
     path = options.data_directory(data, config)
-    document = current_status(path)
+    document = ready_status(path, timeout) if wait_ready else current_status(path)
     DocumentCounter(path, always=count).fill(document)
     if as_json:
         output.print_json(document)
     else:
         render.show(render.status_view(document, every_vbucket=every))
-    if ready and document["reasons"]:
+    if (ready or wait_ready) and document["reasons"]:
         raise CommandEnded(ExitCode.FAILED)
 
 

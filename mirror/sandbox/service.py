@@ -57,7 +57,7 @@ class ServeOptions:
     advertised_host: str | None = None
     external_host: str | None = None
     bucket_uuid: str | None = None
-    """None: a new one, so that a mirror notices that the source began again from nothing."""
+    """None: made of the port and the bucket's name, so that a restart is the same bucket; a new one for `port` 0."""
     control: Path | None = None
     """The control socket; by default one named after the port, in the runtime folder."""
 
@@ -82,7 +82,7 @@ async def _serve(options: ServeOptions) -> None:
         vbuckets=options.vbuckets,
         bucket=options.bucket,
         user=os.environ.get(USER_VARIABLE, "demo"),
-        password=os.environ.get(PASSWORD_VARIABLE, "demo"),
+        password=os.environ.get(PASSWORD_VARIABLE) or "demo",
         seed=options.seed,
         host=options.host,
         port=options.port,
@@ -95,7 +95,9 @@ async def _serve(options: ServeOptions) -> None:
         advertised_host=options.advertised_host,
         external_host=options.external_host,
     )
-    cluster.bucket.map.bucket_uuid = options.bucket_uuid or uuid.uuid4().hex
+    place = f"{options.host}:{options.port}/{options.bucket}"
+    made = uuid.uuid5(uuid.NAMESPACE_URL, place) if options.port else uuid.uuid4()
+    cluster.bucket.map.bucket_uuid = options.bucket_uuid or made.hex
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,8 +123,22 @@ async def _serve(options: ServeOptions) -> None:
     try:
         sys.stdout.write(cluster.connection_string + "\n")
         sys.stdout.flush()
+        if sys.stderr.isatty():
+            sys.stderr.write(next_steps(cluster.connection_string))
         await ended.wait()
     finally:
         writing.cancel()
         await control.stop()
         await cluster.stop()
+
+
+def next_steps(connection_string: str) -> str:
+    """Return the lines for a person who has started the source in a terminal."""
+    user = os.environ.get(USER_VARIABLE, "demo")
+    source = connection_string if "@" in connection_string else connection_string.replace("://", f"://{user}@", 1)
+    is_ours = not os.environ.get(PASSWORD_VARIABLE)
+    return (
+        f"user {user}, password {'demo' if is_ours else f'that of {PASSWORD_VARIABLE}'}; Ctrl-C ends the source\n"
+        f"mirror it: {f'{PASSWORD_VARIABLE}=demo ' if is_ours else ''}dcp-mirror run --source {source} "
+        "--data /tmp/mirror --http 8080\n"
+    )

@@ -13,6 +13,8 @@ import os
 import stat
 from pathlib import Path
 
+import psutil
+
 from mirror.errors import ConfigError, SupervisionError
 from mirror.supervise.event_log import EVENTS_FILE
 from storage import directory, map_record
@@ -87,6 +89,15 @@ class ServiceLock:
             os.close(self._descriptor)
             os.close(self._place)
             self._descriptor = -1
+
+
+def is_served(data: Path) -> bool:
+    """True if a process that took the lock of `data` lives and has not released it. Takes no lock itself."""
+    try:
+        holder = (data / LOCK_NAME).read_text().strip()
+    except OSError:
+        return False
+    return holder.isdigit() and psutil.pid_exists(int(holder))
 
 
 def refuse_foreign(data: Path) -> None:

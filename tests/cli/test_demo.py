@@ -32,6 +32,8 @@ def test_the_whole_story_ends_well(tmp_path: Path) -> None:
     assert summary["failover"]["resynced"] == 0
     assert summary["documents"]["source"] == summary["documents"]["mirror"] > 3000
     assert summary["check_problems"] == []
+    shown = [line for line in result.err.splitlines() if " s  " in line]
+    assert "status page: http://127.0.0.1:" in shown[0]
     for line in ("SIGKILL to worker", "is back", "fails over", "rolled back", "writes stop"):
         assert line in result.err
     assert call("status", "--data", tmp_path / "data", "--json").json["totals"]["rollback_count"] >= 1

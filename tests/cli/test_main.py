@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from cli.main import COMMANDS as SECTIONS
+from cli.main import EXAMPLES, MODULES, application
 from mirror import __version__
 from tests.cli.conftest import call
 
@@ -57,10 +61,39 @@ def test_help_version_and_completion_import_no_command(arguments: str, environme
     assert not imported & {"rich", "mirror.config_reader", "mirror.serve", "mirror.supervise"}
 
 
-def test_every_command_has_its_line_of_help() -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_each_command_is_one(name: str) -> None:
+    _, *arguments = shlex.split(EXAMPLES[name])
+    command: Any = typer.main.get_command(application(name))
+    while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
+        command = command.commands[arguments.pop(0)]
+    command.make_context(name, arguments)  # raises UsageError
+    assert f"Example: {EXAMPLES[name]}" in " ".join(call(name, "--help").out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("status --wa", {"--wait-ready", "--watch"}),
+        ("run --sync ", {"safe", "full", "unsafe"}),
+        ("run --set history_s", {"history_s="}),
+        ("config explain history_b", {"history_bytes", "history_boundaries"}),
+        ("sandbox fault kill", {"kill-node"}),
+        ("pipeline sync --on-lost-history ", {"fail", "resync"}),
+    ],
+)
+def test_shells_complete_options_and_values(words: str, completed: set[str]) -> None:
+    line = f"dcp-mirror {words}"
+    count = len(line.split()) - (not line.endswith(" "))
+    given = {"_DCP_MIRROR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
+    assert set(call(env=given).out.split()) == completed
+
+
+def test_every_command_has_its_line_of_help_and_its_example() -> None:
     listed = [name for lines in SECTIONS.values() for name in lines]
     modules = {file.stem for file in (ROOT / "cli").glob("*.py")}
-    assert set(listed) - {"top"} <= modules
+    assert {MODULES.get(name, name) for name in listed} <= modules
+    assert set(EXAMPLES) == set(listed)
     assert all(len(line) <= 66 for lines in SECTIONS.values() for line in lines.values())
 
 

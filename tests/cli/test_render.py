@@ -66,6 +66,7 @@ def document(**more: Any) -> dict[str, Any]:
         "vbuckets_held": 3,
         "workers": [worker],
         "servers": [],
+        "listeners": {"http": ["http://127.0.0.1:8080"]},
         "totals": totals(rows) | {"documents_per_s": 1500.0, "bytes_per_s": 2.0**20},
         "vbuckets": rows,
         "catch_up": None,
@@ -191,6 +192,7 @@ def test_the_demo_fits_eighty_columns() -> None:
     text = drawn(render.demo_view(document(), [0.0, 5.0, 10.0], ["1.0 s  it began"]))
     assert max(map(len, text.splitlines())) <= 80
     assert "▄█" in text
+    assert "http://127.0.0.1:8080" in text
     assert "it began" in drawn(render.demo_end(["1.0 s  it began"]))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mirror.sandbox.commands import COMMANDS
 from mirror.sandbox.control import default_path
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.feed.authority import Authority
+from tests.terminal import Terminal
 
 
 def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_path: Path) -> None:
@@ -37,18 +39,23 @@ def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_p
         assert (source.returncode, out, err) == (0, "", "")
 
 
-def test_at_each_start_the_bucket_is_another_unless_it_is_to_be_the_same(tmp_path: Path) -> None:
+def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
+    """A restarted demo source was refused: another bucket."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     same = "0123456789abcdef" * 2
     uuids = []
-    for options in ([], [], ["--bucket-uuid", same]):
+    chosen = ["--bucket-uuid", same]
+    for options in ([], [], chosen, ["--port", port], ["--port", port], ["--port", port, "--bucket", "other"]):
         with background("sandbox", "--control", tmp_path / "s", *options) as source:
             assert source.stdout is not None
             source.stdout.readline()
             uuids.append(call("sandbox", "fault", "--control", tmp_path / "s", "status").json["bucket_uuid"])
             source.terminate()
             source.communicate(timeout=LIMIT_S)
-    assert len(set(uuids)) == 3
+    assert len(set(uuids[:4])) == 4
     assert uuids[2] == same
+    assert uuids[3] == uuids[4] != uuids[5]
     assert "32 hexadecimal digits" in call("sandbox", "--bucket-uuid", "mine").complaint
 
 
@@ -141,3 +148,16 @@ def test_arguments_are_numbers_flags_lists_or_text() -> None:
     }
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         arguments_from(["node"])
+
+
+@pytest.mark.parametrize("password", ["", "secret"])
+def test_a_person_sees_the_next_step(tmp_path: Path, password: str) -> None:
+    options = ("--control", tmp_path / "s", "--load", "10")
+    with Terminal("sandbox", *options, cwd=tmp_path, DCP_MIRROR_PASSWORD=password) as terminal:
+        shown = terminal.until("--http 8080")
+        assert f"user demo, password {'that of DCP_MIRROR_PASSWORD' if password else 'demo'}; Ctrl-C" in shown
+        given = "" if password else "DCP_MIRROR_PASSWORD=demo "
+        assert f"mirror it: {given}dcp-mirror run --source couchbase://demo@127.0.0.1:" in shown
+        assert "secret" not in shown
+        terminal.type("\x03")
+        assert terminal.end() == 0
