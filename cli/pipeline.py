@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from mirror.spark.bodies import Reading
     from mirror.spark.compare import Compared
     from mirror.spark.documents import Layouts
-    from mirror.spark.progress import BatchFigures
+    from mirror.spark.metrics import SyncMetrics
+    from mirror.spark.progress import BatchFigures, MergeFigures
     from mirror.spark.runner import Runner
 
 app = typer.Typer(
@@ -410,6 +411,10 @@ def sync(
     overwrite_schema: Annotated[
         bool, typer.Option("--overwrite-schema", help="Columns may also go or get other types than they have.")
     ] = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option("--metrics", metavar="HOST:PORT", help="Answer Prometheus there.", show_default=False),
+    ] = None,
     master: MasterOption = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
@@ -427,7 +432,9 @@ def sync(
         **({"connection": source} if source else {"path": str(data_from(data, config))}),
     }
     from mirror.spark.lake import Costs
+    from mirror.spark.metrics import SyncMetrics
     from mirror.spark.places import folder_at
+    from mirror.spark.progress import BatchFigures
     from mirror.spark.sync import How, check_source, checkpoint_for
     from mirror.spark.sync import sync as run
 
@@ -445,15 +452,25 @@ def sync(
             overwrite_schema,
         ),
     )
-    checkpoint_for(folder_at(to), how)
+    place = folder_at(to)
+    place.check_access()
+    checkpoint_for(place, how)
+    counted = SyncMetrics()
     check_source(source_options, options.settings_from({"source": source}, config=config).settings)
-    with spark_session("sync", master) as spark, render.Screen(to_stderr=True) as screen, ending() as stop:
+    with (
+        serving_metrics(counted, metrics),
+        spark_session("sync", master) as spark,
+        render.Screen(to_stderr=True) as screen,
+        ending() as stop,
+    ):
 
-        def show(figures: BatchFigures) -> None:
+        def show(figures: BatchFigures | MergeFigures) -> None:
+            counted.add(figures)
+            is_batch = isinstance(figures, BatchFigures)
             if as_json:
-                output.print_json(asdict(figures))
+                output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
                 sys.stdout.flush()
-            line = batch_line(figures)
+            line = batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures)
             screen.show(line, line)
 
         def warn(line: str) -> None:
@@ -470,9 +487,22 @@ def sync(
         )
 
 
-def batch_line(figures: BatchFigures) -> str:
-    """One batch in one line."""
-    changed = ", ".join(
+def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
+    """Answer Prometheus at the address of --metrics, if one is given. Raises ConfigError."""
+    if address is None:
+        return nullcontext()
+    from mirror.serve.listener import parse_addresses
+    from mirror.spark.metrics import serving
+
+    parsed, *more = parse_addresses(address, "--metrics")
+    if more or parsed.tls or parsed.path is not None:
+        raise ConfigError(f"--metrics {address!r}: give one HOST:PORT", hint="for example 127.0.0.1:9100")
+    return serving(metrics, parsed.host, parsed.port)
+
+
+def changed_rows(figures: BatchFigures | MergeFigures) -> str:
+    """The rows that a batch or a merge changed."""
+    return ", ".join(
         f"{value:,} {name}"
         for name, value in (
             ("inserted", figures.inserted),
@@ -482,6 +512,17 @@ def batch_line(figures: BatchFigures) -> str:
         )
         if value is not None
     )
+
+
+def merge_line(figures: MergeFigures) -> str:
+    """One merge in one line."""
+    cost = f"{render.size(figures.rewritten_bytes)} rewritten, {render.duration(figures.duration_ms / 1000)}"
+    return f"merge up to batch {figures.batch} | {changed_rows(figures)} | {cost}"
+
+
+def batch_line(figures: BatchFigures) -> str:
+    """One batch in one line."""
+    changed = changed_rows(figures)
     lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
     rate = f"{render.number(figures.events_per_s)}/s, {render.duration(figures.duration_ms / 1000)}"
     return f"batch {figures.batch} | {render.counted(figures.events, 'event')} ({changed}) | {rate}{lag}"

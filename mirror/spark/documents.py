@@ -184,6 +184,8 @@ class DocumentsTable:
         self._bodies = None if layout.fields is None else Bodies(layout.fields, layout.reading)
         self._source_schema = pa.schema([*layout.schema, pa.field(f"{layout.mark}live", pa.bool_())])
         self._misfits = self._bodies_read = 0
+        self.rewritten_bytes = 0
+        """Of the files that the last fold's merge wrote; a load of new vbuckets rewrites nothing."""
         self._failed: MirrorError | None = None
         self._folded_to = -1
         """The newest batch that this object has folded, or found nothing in."""
@@ -268,7 +270,11 @@ class DocumentsTable:
 
     def bytes(self) -> int:
         """Its size as it is now."""
-        return sum(pa.table(self.table.get_add_actions()).column("size_bytes").to_pylist())
+        return sum(self._sizes().values())
+
+    def _sizes(self) -> dict[str, int]:
+        files = pa.table(self.table.get_add_actions())
+        return dict(zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True))
 
     def compact(self) -> None:
         """Fewer and larger files."""
@@ -294,7 +300,7 @@ class DocumentsTable:
         """Fold these files of `changes`, which are all that it lacks up to batch `number`, in the batches' order. The
         last commit carries `marks`. Its events are not counted. Raises CommitConflict, MirrorError.
         """
-        self._misfits = self._bodies_read = 0
+        self._misfits = self._bodies_read = self.rewritten_bytes = 0
         left, done = list(names), NOTHING
         while left:
             first = batch_of(left[0])
@@ -349,6 +355,7 @@ class DocumentsTable:
             column_properties={f"{mark}value": ColumnProperties(statistics_enabled="NONE")},
         )
         self._failed = None
+        before = set(self._sizes())
         try:
             merge = (
                 self.table.merge(
@@ -374,6 +381,7 @@ class DocumentsTable:
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
         # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
         assert not any(changed) or self.marked_batch == number
+        self.rewritten_bytes = sum(size for name, size in self._sizes().items() if name not in before)
         return Applied(0, *changed)
 
     def _find_misfits(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> None:

@@ -138,6 +138,8 @@ class Lake:
         self._folded: int | None = None
         """The newest batch that this object has brought into `documents`."""
         self._due_s = self._vacuumed_s = clock()
+        self.rewritten_bytes = 0
+        """By the last merge."""
         self._waiting_bytes = 0
         """Of files in `changes` that are not folded yet."""
         self._misfits_table = MisfitsTable(folder.child(QUARANTINE_FOLDER))
@@ -303,7 +305,8 @@ class Lake:
         self._refresh_documents()
         if self._layouts.per_collection:
             self._make_missing(number)
-        done, folded, rewritten_bytes = NOTHING, False, 0
+        done, folded = NOTHING, False
+        self.rewritten_bytes = 0
         for collection, table in self._tables.items():
             names = self._files_of(table.folded_to, number)
             if collection is not None:
@@ -313,15 +316,14 @@ class Lake:
                 continue
             applied = table.fold(self.changes_folder, names, number, marks)
             done, folded = done.plus(applied), True
-            if applied.updated or applied.deleted:
-                rewritten_bytes += table.bytes()
+            self.rewritten_bytes += table.rewritten_bytes
         if folded:
             with opened(self.changes_folder, self._files_of(number - 1, number)) as files:
                 done = done._replace(events=sum(file.metadata.num_rows for file in files))
         self._folded, self._waiting_bytes = number, 0
         self._collections.clear()
-        if rewritten_bytes and self._costs.rewrite_rate:  # a merge that only inserts adds files and rewrites none
-            self._due_s = self._clock() + rewritten_bytes / self._costs.rewrite_rate
+        if self.rewritten_bytes and self._costs.rewrite_rate:
+            self._due_s = self._clock() + self.rewritten_bytes / self._costs.rewrite_rate
         return done
 
     def _make_missing(self, number: int) -> None:

@@ -37,6 +37,21 @@ class BatchFigures:
     """How far the source was ahead when the batch ended, where that is known."""
 
 
+@dataclass(frozen=True)
+class MergeFigures:
+    """One merge of batches into the tables of documents."""
+
+    batch: int
+    """The newest batch that is in them now."""
+    inserted: int
+    updated: int
+    deleted: int
+    misfits: int
+    rewritten_bytes: int
+    """Of the files that it wrote."""
+    duration_ms: int
+
+
 class Listener(StreamingQueryListener):
     """Turns progress events into figures."""
 

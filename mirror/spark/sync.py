@@ -15,6 +15,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from mirror.spark.lake import Batch, Costs, Lake
 from mirror.spark.local import chosen_vbids
 from mirror.spark.options import parse
 from mirror.spark.places import Folder, LocalFolder, folder_at
-from mirror.spark.progress import BatchFigures, Listener
+from mirror.spark.progress import BatchFigures, Listener, MergeFigures
 from mirror.spark.runner import error_of
 from mirror.spark.sink import write_parts
 from storage.errors import StorageError
@@ -127,12 +128,20 @@ def check_source(options: Mapping[str, str], settings: Settings) -> None:
 class SyncTarget:
     """What foreachBatch calls."""
 
-    def __init__(self, lake: Lake, checkpoint: Path, how: How, on_batch: Callable[[int, Applied], None]) -> None:
-        """`on_batch` hears what each batch did."""
+    def __init__(
+        self,
+        lake: Lake,
+        checkpoint: Path,
+        how: How,
+        on_batch: Callable[[int, Applied], None],
+        on_merge: Callable[[MergeFigures], None] = lambda _: None,
+    ) -> None:
+        """`on_batch` hears what each batch did, `on_merge` of each merge."""
         self._lake = lake
         self._checkpoint = checkpoint
         self._how = how
         self._on_batch = on_batch
+        self._on_merge = on_merge
         self.failed: Exception | None = None
         self._busy = threading.Lock()
         self._number = -1
@@ -162,11 +171,21 @@ class SyncTarget:
         if not tidy and not self._lake.due():
             self._on_batch(number, NOTHING._replace(events=events))
             return
-        self._on_batch(number, self._lake.update_documents(batch))
+        self._on_batch(number, self._merged(lambda: self._lake.update_documents(batch)))
         if tidy:
             self._lake.tidy(self._how.keep_hours)
         else:
             self._lake.tidy_documents()
+
+    def _merged(self, fold: Callable[[], Applied]) -> Applied:
+        began_s = time.monotonic()
+        done = fold()
+        batch = self._lake.done_batch
+        if any(done) and batch is not None:
+            took_ms = round((time.monotonic() - began_s) * 1000)
+            changed = (done.inserted, done.updated, done.deleted, done.misfits)
+            self._on_merge(MergeFigures(batch, *changed, self._lake.rewritten_bytes, took_ms))
+        return done
 
     def catch_up(self, *, due_only: bool) -> None:
         """Bring into `documents` what was put off, unless a batch is under way. Raises what stands in the way."""
@@ -174,7 +193,7 @@ class SyncTarget:
             return
         try:
             if not due_only or self._lake.due():
-                done = self._lake.catch_up()
+                done = self._merged(self._lake.catch_up)
                 if any(done):
                     self._on_batch(self._number, done)
                     self._lake.tidy_documents()
@@ -188,7 +207,7 @@ def sync(
     to: Path | str,
     how: How | None = None,
     *,
-    on_figures: Callable[[BatchFigures], None] | None = None,
+    on_figures: Callable[[BatchFigures | MergeFigures], None] | None = None,
     on_warning: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Synced:
@@ -225,7 +244,7 @@ def sync(
             if listener is not None:
                 listener.applied(number, applied)
 
-        sink = SyncTarget(lake, checkpoint, how, on_batch)
+        sink = SyncTarget(lake, checkpoint, how, on_batch, on_figures or (lambda _: None))
         try:
             sink.catch_up(due_only=False)
             for left in reversed(range(STARTS_MAX)):

@@ -21,6 +21,7 @@ from mirror.spark.documents import Applied
 from mirror.spark.lake import Costs, Lake
 from mirror.spark.parts import PartWriter
 from mirror.spark.places import Folder, folder_at
+from mirror.spark.progress import MergeFigures
 from mirror.spark.sync import How, SyncTarget, check_source, checkpoint_name, space_warning, sync
 from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
@@ -91,8 +92,9 @@ def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
     place = checkpoint(tmp_path / "_checkpoint", **{f"b{number}": str(number) for number in range(4)})
     now_s = 0.0
     done: list[tuple[int, Applied]] = []
+    merges: list[MergeFigures] = []
     with Lake(folder_at(tmp_path), "an-id", costs=Costs(rewrite_rate=1), clock=lambda: now_s) as lake:
-        sink = SyncTarget(lake, place, How(), lambda *each: done.append(each))
+        sink = SyncTarget(lake, place, How(), lambda *each: done.append(each), merges.append)
         for number in range(3):
             sink([event("mutation", "a", (1, number + 1), value=b"")], number)
         sink.catch_up(due_only=True)
@@ -105,6 +107,13 @@ def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
         sink.catch_up(due_only=False)
         sink.catch_up(due_only=False)
         assert done[4:] == [(3, Applied(1, 0, 0, 0)), (3, Applied(0, 0, 1, 0))]
+    assert [(each.batch, each.inserted, each.updated) for each in merges] == [
+        (0, 1, 0),
+        (1, 0, 1),
+        (2, 0, 1),
+        (3, 0, 1),
+    ]
+    assert [each.rewritten_bytes > 0 for each in merges] == [False, True, True, True]
 
 
 def test_tables_are_tidied_between_batches(tmp_path: Path, executors: list[str]) -> None:

@@ -1,0 +1,98 @@
+"""What `sync` did, for Prometheus: counters of its batches and merges, and how far the tables are behind.
+
+Knows figures (progress.py) and prometheus_client; never a table or a stream. Invariant: a figure that is not known is
+left out, never 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import time
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from mirror.errors import ConfigError
+from mirror.spark.progress import BatchFigures, MergeFigures
+
+_COUNTERS = {
+    "batches": "Batches that `changes` got.",
+    "events": "Events that `changes` got.",
+    "merges": "Merges of batches into the tables of documents.",
+    "misfits": "Documents that did not fit the schema when they were merged.",
+    "rewritten_bytes": "Bytes of the files that merges wrote.",
+}
+_GAUGES = {
+    "lag_seqnos": "Seqnos that the mirror was ahead of `changes` when the last batch ended.",
+    "waiting_events": "Events in `changes` that are not merged into the tables of documents yet.",
+    "last_batch_timestamp_seconds": "When the last batch was committed.",
+    "last_merge_timestamp_seconds": "When the last merge was committed.",
+}
+
+
+class SyncMetrics(Collector):
+    """The figures of one run."""
+
+    def __init__(self) -> None:
+        """All counters at 0."""
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._rows = dict.fromkeys(("inserted", "updated", "deleted"), 0)
+        self._gauges: dict[str, float] = {}
+        self._merged_to = -1
+
+    def add(self, figures: BatchFigures | MergeFigures) -> None:
+        """Count a batch or a merge. They come from two threads, so a batch may be reported after its merge."""
+        with self._lock:
+            if isinstance(figures, BatchFigures):
+                self._counts["batches"] += 1
+                self._counts["events"] += figures.events
+                self._gauges["last_batch_timestamp_seconds"] = time()
+                if figures.lag_seqnos is not None:
+                    self._gauges["lag_seqnos"] = figures.lag_seqnos
+                waiting = self._gauges.get("waiting_events", 0)
+                if figures.batch > self._merged_to:
+                    waiting += figures.events
+                self._gauges["waiting_events"] = waiting
+                return
+            self._counts["merges"] += 1
+            self._counts["misfits"] += figures.misfits
+            self._counts["rewritten_bytes"] += figures.rewritten_bytes
+            for change in self._rows:
+                self._rows[change] += getattr(figures, change)
+            self._merged_to = figures.batch
+            self._gauges |= {"waiting_events": 0, "last_merge_timestamp_seconds": time()}
+
+    def collect(self) -> Iterator[Metric]:
+        """What a scrape gets."""
+        with self._lock:
+            counts, rows, gauges = dict(self._counts), dict(self._rows), dict(self._gauges)
+        for name, count in counts.items():
+            yield CounterMetricFamily(f"dcp_mirror_sync_{name}", _COUNTERS[name], value=count)
+        changed = CounterMetricFamily("dcp_mirror_sync_rows", "Rows of the tables of documents.", labels=("change",))
+        for change, count in rows.items():
+            changed.add_metric((change,), count)
+        yield changed
+        for name, value in gauges.items():
+            yield GaugeMetricFamily(f"dcp_mirror_sync_{name}", _GAUGES[name], value=value)
+
+
+@contextmanager
+def serving(metrics: SyncMetrics, host: str, port: int) -> Iterator[int]:
+    """Answer scrapes of `metrics` at http://host:port/metrics; yields the port. Raises ConfigError."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics {host}:{port}: {error.strerror or error}", hint="give another port") from None
+    try:
+        yield int(server.server_port)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
