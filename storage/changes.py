@@ -75,7 +75,7 @@ class Range(NamedTuple):
     after_seqno: Seqno
     """Up to here both positions have one history."""
     purged_before: int = 0
-    """As for `validity.check_changes`."""
+    """As for `validity.check_tombstones`."""
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
@@ -113,7 +113,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
         if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
             raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
         before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
-        validity.check_changes(reader, txn, served, after, before)
+        validity.check_tombstones(reader, txn, served, after, before)
     return Range(served, lost, after, before)
 
 
@@ -236,7 +236,8 @@ def rows(
         prefix = keys.PREFIX.pack(link.branch)
         while position < last:
             with reader.environment.read() as txn:
-                validity.check_changes(reader, txn, served, position, purged_before)
+                validity.check(reader, txn, served)
+                validity.check_tombstones(reader, txn, served, position, purged_before)
                 found = index.rows_between(txn, reader.vbid, prefix, position, last, scan.CHUNK_ROWS, pieces.bytes_max)
             if not found:
                 break

@@ -2,9 +2,9 @@
 
 A reader of documents sees one boundary. A reader of changes who applies each of them ends with the documents of the
 boundary that it reads up to. Rollbacks, resyncs, merges and the purger can make either impossible between two
-transactions; the reader is told so by ViewInvalidated. Every transaction of a read of documents begins with `check`,
-every transaction of a read of changes with `check_changes`. Knows chains, boundaries, the floor and how far tombstones
-of a vbucket were purged; never what is read. Invariants:
+transactions; the reader is told so by ViewInvalidated. Every transaction of a read begins with `check`, that of a read
+of changes then calls `check_tombstones`. Knows chains, boundaries, the floor and how far tombstones of a vbucket were
+purged; never what is read. Invariants:
 - rows that are read in the transaction of a check that did not raise are those that the first one would have seen;
 - a reader of changes has no version of a key whose tombstone the purger took before the reader got it.
 """
@@ -50,14 +50,12 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
     return None
 
 
-def check_changes(
+def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int
 ) -> None:
-    """Raise ViewInvalidated unless a reader that has the changes up to `after_seqno` can go on from there: as `check`,
-    and the purger took no tombstone above it, but for those that were gone before the reader had anything
-    (`purged_before`, what `purged_seqno` was then).
+    """Raise ViewInvalidated if the purger took a tombstone above `after_seqno`, but for those that were gone before the
+    reader had anything (`purged_before`, what `purged_seqno` was then).
     """
-    check(reader, txn, pinned)
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
         raise ViewInvalidated(
@@ -71,11 +69,12 @@ def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_
     Of a copy that a resync has replaced it is not stored any more. But there the purger takes nothing more, and it had
     taken each boundary below a tombstone before, or together with, that tombstone.
     """
-    pub = txn.pub(reader.vbid)
-    if chain.common_seqno(reader.chain_at(txn, pub.branch, pub.seqno), pinned.links) is not None:
-        return branches.purge_row(txn, reader.vbid).local_purge_seqno
-    kept = chain.newest_boundary(txn, reader.vbid, pinned.links, after_seqno)
-    return SEQNO_MAX if kept is None else int(kept.seqno)
+    if pinned.survives_rollback:
+        pub = txn.pub(reader.vbid)
+        if chain.common_seqno(reader.chain_at(txn, pub.branch, pub.seqno), pinned.links) is None:
+            kept = chain.newest_boundary(txn, reader.vbid, pinned.links, after_seqno)
+            return SEQNO_MAX if kept is None else int(kept.seqno)
+    return branches.purge_row(txn, reader.vbid).local_purge_seqno
 
 
 def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -> None:
