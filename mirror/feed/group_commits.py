@@ -23,7 +23,7 @@ from mirror.feed.pace import CommitPace
 from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
-from storage.errors import Full, Locked, SeqnoOrder, StorageError
+from storage.errors import CorruptedError, Full, Locked, SeqnoOrder, StorageError
 from storage.writer import GroupWriter
 
 log = get_logger("feed")
@@ -220,8 +220,9 @@ class GroupCommits:
 
     def _give_up(self, group: Group) -> None:
         """The group is damaged, locked or taken over, which no waiting changes. The others go on."""
+        status = VbucketStatus.DAMAGED if isinstance(group.error, CorruptedError) else VbucketStatus.REFUSED
         for vbucket in group.vbuckets.values():
-            vbucket.report(VbucketStatus.REFUSED, f"the store failed: {group.error}")
+            vbucket.report(status, f"the store failed: {group.error}")
         group.writer.give_up()
 
     def _retry_later(self, group: Group, delay_s: float) -> None:

@@ -25,7 +25,13 @@ from storage.model import Vbid, VbucketState
 from storage.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
-    (VbucketStatus.REFUSED, VbucketStatus.ROLLING_BACK, VbucketStatus.RESYNCING, VbucketStatus.WAITING)
+    (
+        VbucketStatus.REFUSED,
+        VbucketStatus.DAMAGED,
+        VbucketStatus.ROLLING_BACK,
+        VbucketStatus.RESYNCING,
+        VbucketStatus.WAITING,
+    )
 )
 """The text of these states is kept as the last error."""
 

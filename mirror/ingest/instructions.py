@@ -33,6 +33,7 @@ class VbucketStatus(StrEnum):
     ROLLING_BACK = "rolling-back"
     RESYNCING = "resyncing"
     REFUSED = "refused"
+    DAMAGED = "damaged"
     NO_ACTIVE_NODE = "no-active-node"
     FINISHED = "finished"
 

@@ -42,7 +42,7 @@ async def test_damaged_group_stops_and_the_others_go_on(
 
     monkeypatch.setattr(mirror.writers[1].owner, "write", damaged)
     write(cluster, 50, "after")
-    await mirror.until_state(1, "refused")
+    await mirror.until_state(1, "damaged")
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "page 7" in consumer.status()["groups"][1]["error"]
@@ -132,7 +132,7 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
-    assert mirror.row(1)["state"] == "refused"
+    assert mirror.row(1)["state"] == "damaged"
     directory.GroupLock(writer.path).release()  # given up
     await mirror.stop()
 
