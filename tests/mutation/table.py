@@ -598,9 +598,32 @@ MUTATIONS = (
         _POINT_READS,
         "    if found is not None and found[KIND] not in KINDS:",
         "    if False:",
-        "tests/storage/test_bit_flips.py -k 'passed or no_known'",
+        _OF_BIT_FLIPS,
     ),
-    Mutation(_READER, "if behind <= wire_key:", "if False:", _OF_BIT_FLIPS),
+    Mutation(
+        _READER,
+        'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), behind, reference)',
+        "pass",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        _READER,
+        'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), before, reference)',
+        "pass",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        _POINT_READS,
+        "if (has_older := cursor.prev_dup()) and cursor.value() >= dup:",
+        "has_older = False\n            if False:",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        "storage/scan.py",
+        "if cursor.count() > 1 and cursor.prev_dup() and cursor.value() >= dup:",
+        "if False:",
+        _OF_BIT_FLIPS,
+    ),
     Mutation(
         _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS
     ),
@@ -608,8 +631,8 @@ MUTATIONS = (
     Mutation("storage/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
     Mutation(
         "storage/index.py",
-        "        raise not_in_order(txn, vbid)\n    if cursor.next()",
-        "        pass\n    if cursor.next()",
+        "            check_end(txn, vbid, cursor, key, value)\n",
+        "            pass\n",
         _OF_BIT_FLIPS,
     ),
     Mutation("storage/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
