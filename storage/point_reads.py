@@ -28,7 +28,7 @@ from storage.records import KIND, MUTATION, ROW_KEY, SEQNO
 from storage.seal import RESIDUE
 from storage.tokens import AsOf
 from storage.transaction import Transaction
-from storage.vbucket_reader import KINDS, VbucketReader, Visible, end_of_references
+from storage.vbucket_reader import VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
@@ -106,13 +106,13 @@ class ReadRun:
             if flags or not above:
                 return None
             cursor = txn.cursor(reader.keys)
-            if not cursor.set_key(wire_key) or not cursor.last_dup():
+            if not cursor.set_key(wire_key):
                 return None
             dup = cursor.value()
+            if has_older := cursor.next_dup():
+                dup = reader.newest(cursor, wire_key)
             if not above < dup <= up_to or dup[KIND] != MUTATION:
                 return None
-            if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
-                raise reader.mismatch(wire_key)
             row_key = dup[ROW_KEY]
             views = self._views.get(reader.environment)
             if views is None:
@@ -186,22 +186,22 @@ class PointReads:
                 _, branch, above, up_to, _, _, _ = visible
                 if above:  # from here on as in `ReadRun.row`
                     cursor = txn.cursor(reader.keys)
-                    if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
+                    if not cursor.set_key(b"\0" + key):
                         reader.check_absent(txn, cursor, b"\0" + key)
                         return None
                     dup = cursor.value()
+                    if has_older := cursor.next_dup():
+                        dup = reader.newest(cursor, b"\0" + key)
                     if above < dup <= up_to:
                         if dup[KIND] != MUTATION:
-                            reader.check_newest(cursor, b"\0" + key, dup)
+                            reader.check_kind(b"\0" + key, dup)
                             return None
                         row_key = dup[ROW_KEY]
                         stored = txn.get(row_key, b"", reader.rows)
                         if reader.verify_reads and crc32c(stored) != RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
-                        if document.key != key or document.collection_id:
-                            raise reader.mismatch(b"\0" + key)
-                        if cursor.prev_dup() and (cursor.value() >= dup or stored[24:32] != dup[SEQNO]):
+                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
                             raise reader.mismatch(b"\0" + key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
@@ -252,13 +252,15 @@ class PointReads:
                     _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
                     row_key = None
                     if is_plain and above:  # from here on as in `ReadRun.row`
-                        if not cursor.set_key(b"\0" + key) or not cursor.last_dup():
+                        if not cursor.set_key(b"\0" + key):
                             reader.check_absent(txn, cursor, b"\0" + key)
                             continue
                         dup = cursor.value()
+                        if has_older := cursor.next_dup():
+                            dup = reader.newest(cursor, b"\0" + key)
                         if above < dup <= up_to:
                             if dup[KIND] != MUTATION:
-                                reader.check_newest(cursor, b"\0" + key, dup)
+                                reader.check_kind(b"\0" + key, dup)
                                 continue
                             row_key = dup[ROW_KEY]
                     if row_key is not None:
@@ -266,9 +268,7 @@ class PointReads:
                         if reader.verify_reads and crc32c(stored) != RESIDUE:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
-                        if document.key != key or document.collection_id:
-                            raise reader.mismatch(b"\0" + key)
-                        if cursor.prev_dup() and (cursor.value() >= dup or stored[24:32] != dup[SEQNO]):
+                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
                             raise reader.mismatch(b"\0" + key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
@@ -451,11 +451,13 @@ def _newest(
     the caller has it.
     """
     cursor = txn.raw.cursor(reader.keys)
-    if not cursor.set_key(wire_key) or not cursor.last_dup():
+    if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)
         return None
     dup: bytes = cursor.value()
-    reader.check_newest(cursor, wire_key, dup)
+    if cursor.next_dup():
+        dup = reader.newest(cursor, wire_key)
+    reader.check_kind(wire_key, dup)
     dup_branch, dup_seqno, _ = _unpack_dup(dup)
     if dup_branch == branch and dup_seqno <= seqno:
         return dup
@@ -465,6 +467,6 @@ def _newest(
     found = chain.newest_version(cursor, wire_key, links)
     if cursor.next_dup() if found is not None else cursor.set_key(wire_key):
         reader.check_named(txn.raw, wire_key, cursor.value())
-    if found is not None and found[KIND] not in KINDS:
-        raise reader.mismatch(wire_key)
+    if found is not None:
+        reader.check_kind(wire_key, found)
     return found

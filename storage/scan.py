@@ -240,11 +240,10 @@ def references(
             break
         if seen >= rows_max:
             return found, wire_key
-        cursor.last_dup()  # not one by one: a key may have any number of versions
         dup = cursor.value()
+        if cursor.count() > 1:  # not one by one: a key may have any number of versions
+            dup = reader.newest(cursor, wire_key)
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
-        if cursor.count() > 1 and cursor.prev_dup() and cursor.value() >= dup:
-            raise reader.mismatch(wire_key)
         if dup_branch != branch or seqno > cut:
             reader.check_named(txn.raw, wire_key, dup)
             dup = chain.newest_version(cursor, wire_key, links)

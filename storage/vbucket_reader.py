@@ -284,11 +284,20 @@ class VbucketReader:
             hint="`dcp-mirror verify --repair` fetches the vbucket again",
         )
 
-    def check_newest(self, cursor: Any, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless the last reference of a key, where the cursor is, is of a known kind and above
+    def newest(self, cursor: Any, wire_key: bytes) -> bytes:
+        """The last reference of a key that has several, where the cursor is. Raises CorruptedError unless it is above
         the one before it.
         """
-        if reference[KIND] not in KINDS or (cursor.prev_dup() and cursor.value() >= reference):
+        cursor.last_dup()
+        reference: bytes = cursor.value()
+        cursor.prev_dup()
+        if cursor.value() >= reference:
+            raise self.mismatch(wire_key)
+        return reference
+
+    def check_kind(self, wire_key: bytes, reference: bytes) -> None:
+        """Raise CorruptedError unless a reference is of a known kind."""
+        if reference[KIND] not in KINDS:
             raise self.mismatch(wire_key)
 
     def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:

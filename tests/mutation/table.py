@@ -594,12 +594,8 @@ MUTATIONS = (
         "if False:",
         _OF_BIT_FLIPS,
     ),
-    Mutation(
-        _POINT_READS,
-        "    if found is not None and found[KIND] not in KINDS:",
-        "    if False:",
-        _OF_BIT_FLIPS,
-    ),
+    Mutation(_READER, "if reference[KIND] not in KINDS:", "if False:", _OF_BIT_FLIPS),
+    Mutation(_READER, "if cursor.value() >= reference:", "if False:", _OF_BIT_FLIPS),
     Mutation(
         _READER,
         'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), behind, reference)',
@@ -610,18 +606,6 @@ MUTATIONS = (
         _READER,
         'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), before, reference)',
         "pass",
-        _OF_BIT_FLIPS,
-    ),
-    Mutation(
-        _POINT_READS,
-        "if (has_older := cursor.prev_dup()) and cursor.value() >= dup:",
-        "has_older = False\n            if False:",
-        _OF_BIT_FLIPS,
-    ),
-    Mutation(
-        "storage/scan.py",
-        "if cursor.count() > 1 and cursor.prev_dup() and cursor.value() >= dup:",
-        "if False:",
         _OF_BIT_FLIPS,
     ),
     Mutation(
