@@ -25,6 +25,8 @@ from storage.model import BranchReason, FailoverLog, Identity
 FORMAT = 2
 FILE = "mirror.json"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
+META_BYTES = 8192
+"""LMDB's two meta pages: a file without them holds nothing."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
 """A reader that looks whether somebody writes holds the lock for some microseconds."""
@@ -60,8 +62,9 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
 def check_unused(path: str) -> None:
     """Raise CorruptedError if a group at `path` was ever filled, though `mirror.json` is missing."""
     for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
-        if not os.path.getsize(file):
-            continue
+        with open(file, "rb") as data:
+            if not any(data.read(META_BYTES)):  # a creation was cut short by a power cut
+                continue
         environment = Environment(os.path.dirname(file), ())
         try:
             stored, fence = _meta(environment)

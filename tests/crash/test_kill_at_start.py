@@ -88,13 +88,14 @@ def is_level(source: SandboxThread, service: Service) -> bool:
 
 
 def test_a_directory_that_was_half_made_is_recreated(source: SandboxThread, tmp_path: Path) -> None:
-    """The moments inside of the making are short: they are put together by hand from a directory that was whole."""
+    """The moments inside of the making are short: they are put together by hand from a directory that was made."""
     whole = tmp_path / "whole" / "data"
     whole.parent.mkdir()
-    with Service(source.connection_string, whole, *FLAGS) as service:
+    with Service(source.connection_string, tmp_path / "other", *FLAGS) as service:
         service.start()
         until("a mirror", lambda: is_level(source, service))
         assert service.terminate() == 0
+    directory.create(str(whole), directory.load(str(tmp_path / "other")))
     (whole / "mirror.json").rename(whole / "mirror.json.new")
     (whole / "group-0003" / "data.mdb").unlink()
     (whole / "group-0002" / "data.mdb").write_bytes(b"\0" * 5000)

@@ -9,7 +9,7 @@ import pytest
 
 from storage import directory, handover
 from storage.check import check
-from storage.errors import CorruptedError, NotAMirror, StorageError
+from storage.errors import CorruptedError, StorageError
 from storage.model import Identity
 from storage.view import open_view
 from storage.writer import GroupWriter
@@ -36,7 +36,7 @@ def test_groups_made_apart_are_a_mirror_together(tmp_path: Path) -> None:
     target = tmp_path / "mirror"
     target.mkdir()
     sizes = [packed(tmp_path / f"scratch-{group}", target, group) for group in range(2)]
-    with pytest.raises(NotAMirror):
+    with pytest.raises(CorruptedError, match=r"mirror\.json is missing"):
         open_view(str(target))
     handover.describe(str(target), IDENTITY)
     assert check(str(target)).problems == []
