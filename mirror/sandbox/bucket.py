@@ -54,8 +54,11 @@ class Bucket:
         checkpoints_kept: int,
         profile: Profile = PROFILES[DEFAULT_PROFILE],
         keeps_history: bool = False,
+        bounded: bool = False,
     ) -> None:
-        """An empty bucket without nodes, as a server of that profile has it; with history, as Magma keeps it."""
+        """An empty bucket without nodes, as a server of that profile has it; with history, as Magma keeps it;
+        `bounded`: see Vbucket.
+        """
         self.name = name
         self.profile = profile
         self.keeps_history = keeps_history
@@ -66,6 +69,7 @@ class Bucket:
         self.manifest = BucketManifest(history_default=keeps_history)
         self.documents = SandboxDocuments(clock, self.manifest)
         self._checkpoints = (checkpoint_items_max, checkpoints_kept)
+        self._bounded = bounded
         self.vbuckets = [self._new_vbucket(vbid) for vbid in range(vbuckets)]
         self.map = SandboxMap(
             name,
@@ -350,6 +354,7 @@ class Bucket:
             checkpoint_items_max=items_max,
             checkpoints_kept=kept,
             keeps_history=self.keeps_history,
+            bounded=self._bounded,
         )
 
     def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:

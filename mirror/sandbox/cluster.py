@@ -63,6 +63,7 @@ class SandboxCluster:
         expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
         profile: str = DEFAULT_PROFILE,
         keeps_history: bool = False,
+        bounded: bool = False,
         antilag_items: int = 0,
         in_turn: bool = True,
     ) -> None:
@@ -88,6 +89,7 @@ class SandboxCluster:
             checkpoints_kept=checkpoints_kept,
             profile=profile_named(profile),
             keeps_history=keeps_history,
+            bounded=bounded,
         )
         self.bucket.tuning.antilag_items = antilag_items
         self.user = self.bucket.users.add(user, password)

@@ -228,7 +228,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             disk_flags=DISK if port.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
             ack_markers=self.ack_markers,
             live_snapshot_items=self._live_snapshot_items,
-            announced_ends=port.sent(request.vbid).snapshot_ends,
+            announced_ends=None if port.vbucket(request.vbid).bounded else port.sent(request.vbid).snapshot_ends,
         )
         encoder = ItemEncoder(replace(controls))
         return ProducerStream(port.vbucket(request.vbid), request, stream_filter, encoder, options, self._rng)

@@ -22,10 +22,15 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import SandboxControl, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE
 from mirror.sandbox.tls import NodeTls
+from mirror.sandbox.vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
 PASSWORD_VARIABLE = "DCP_MIRROR_PASSWORD"
+
+HISTORY_ITEMS = 100_000
+CHECKPOINT_ITEMS_MIN = 50
+"""The checkpoints of all vbuckets hold so many changes together, but each one this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,8 @@ async def _serve(options: ServeOptions) -> None:
         replicas=options.replicas,
         profile=options.profile,
         keeps_history=options.history,
+        bounded=True,
+        checkpoint_items_max=max(CHECKPOINT_ITEMS_MIN, HISTORY_ITEMS // options.vbuckets // CHECKPOINTS_KEPT),
         tls=options.tls,
         tls_only=options.tls_only,
         tls_port=options.tls_port,

@@ -8,7 +8,7 @@ snapshot is complete at its end for what the filter shows; once ended it gives n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -67,7 +67,7 @@ class StreamOptions:
     tuning: StreamTuning = field(default_factory=StreamTuning)
     ack_markers: bool = False
     live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
-    announced_ends: set[int] = field(default_factory=set)
+    announced_ends: set[int] | None = None
     """Takes the last seqno of each snapshot that is announced, for tests to know them."""
 
 
@@ -117,7 +117,6 @@ class ProducerStream:
         self._from_disk = False
         self._last_sent = 0
         self._visible_seqno = vbucket.max_visible_seqno(request.start_seqno)
-        self._log = vbucket.log
 
     # --- called by the connection
 
@@ -274,7 +273,8 @@ class ProducerStream:
         return is_partial and self._options.seqno_advanced
 
     def _open(self, items: Iterator[Item], end: int, *, from_disk: bool) -> None:
-        self._options.announced_ends.add(end)
+        if self._options.announced_ends is not None:
+            self._options.announced_ends.add(end)
         self._pending = items
         self._snapshot_end = end
         self._from_disk = from_disk
@@ -288,14 +288,15 @@ class ProducerStream:
         With change streams, from where history is kept, every version (behind a marker of its own, where the two meet).
         """
         purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
+        changes = self.vbucket.changes
         if first >= history:
-            return self._found_on_disk(first, last, purge_seqno, history)
-        newest = self._found_on_disk(first, history - 1, purge_seqno, history, last)
+            return self._found_on_disk(changes(first, last), last, purge_seqno, history)
+        newest = self._found_on_disk(changes(first, history - 1), last, purge_seqno, history)
         if history > last:
             return newest
         marker = self._marker_of(self._snapshot_start, last, self._options.disk_flags | HISTORY)
         turn = [BetweenItem(history - 1, codec_dcp.encode(marker))]
-        return chain(newest, turn, self._found_on_disk(history, last, purge_seqno, history))
+        return chain(newest, turn, self._found_on_disk(changes(history, last), last, purge_seqno, history))
 
     @property
     def _has_history(self) -> bool:
@@ -305,17 +306,13 @@ class ProducerStream:
         """From which seqno on every version is sent; above `last` when none is."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
-    def _found_on_disk(
-        self, first: int, last: int, purge_seqno: int, history: int, as_of: int | None = None
-    ) -> Iterator[Item]:
-        log, keeps = self._log, self.vbucket.keeps
-        as_of = last if as_of is None else as_of
+    def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
+        keeps = self.vbucket.keeps
         passes = None if self._filter.all else self._filter.passes
         shows = self._encoder.shows
         antilag = self._options.tuning.antilag_items if self._options.seqno_advanced else 0
         left_out = 0
-        for position in range(first - 1, last):
-            item = log[position]
+        for item in items:
             superseded = item.next_seqno
             if (
                 superseded

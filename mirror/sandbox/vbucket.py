@@ -1,17 +1,20 @@
-"""One vbucket of the source: every version it ever had, which of them are newest, and where its histories part.
+"""One vbucket of the source: its versions, which of them are newest, and where its histories part.
 
 Knows seqnos, checkpoints, failover log and purge. Must never know connections, features, time or the cluster map: the
-callers hand in CAS and times. Invariants: `log[seqno - 1]` is the version with that seqno on the current history, so
-every seqno has exactly one; a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, which
-makes *any* cut of the log a consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a group
-written at once is never cut. Nothing is forgotten: the logs of lost histories stay, so that tests can ask `state_at`.
+callers hand in CAS and times. Invariants: `log` has the versions of the current history in the order of their seqnos,
+above `forgotten_seqno` one for each; a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above
+E, which makes *any* cut of the log a consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a
+group written at once is never cut. Only a `bounded` vbucket forgets anything: without it the superseded versions and
+the logs of lost histories stay, so that tests can ask `state_at`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 
 from mirror.sandbox.item import (
@@ -32,6 +35,8 @@ CHECKPOINT_ITEMS_MAX = 10_000
 
 CHECKPOINTS_KEPT = 4
 """Checkpoints in memory. A stream that falls behind them continues from disk (its cursor is dropped)."""
+
+_SEQNO = attrgetter("seqno")
 
 FAILOVER_LOG_MAX = 25
 """Entries kept; the engine's default."""
@@ -56,14 +61,19 @@ class Vbucket:
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
         keeps_history: bool = False,
+        bounded: bool = False,
     ) -> None:
-        """An empty vbucket with a history of its own; if it `keeps_history`, every version is on its disk."""
+        """An empty vbucket with a history of its own; if it `keeps_history`, every version is on its disk. If it is
+        `bounded`, it has what an engine has: the newest versions, and those that fit into its checkpoints.
+        """
         self.vbid = vbid
         self.history_start_seqno = int(keeps_history)
         """From here on every version is on disk, superseded ones included; 0 where only the newest are."""
         self.without_history: set[int] = set()
         """Collections of which only the newest versions are kept nevertheless."""
         self.log: list[Item] = []
+        self.forgotten_seqno = 0
+        """Versions that were superseded by here are gone; no snapshot or failover can end below it."""
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
@@ -83,6 +93,11 @@ class Vbucket:
         self._checkpoint_items_max = checkpoint_items_max
         self._checkpoints_kept = checkpoints_kept
         self._checkpoints: deque[int] = deque([1])
+        self._kept_items = checkpoint_items_max * checkpoints_kept
+        self.bounded = bounded and not keeps_history
+        self._forget_at_items = 2 * self._kept_items
+        self._forgotten_purge_seqno = 0
+        self._open_group: int | None = None
         self._group_first: dict[int, int] = {}
         self._group_last: dict[int, int] = {}
         self._system: dict[bytes, Item] = {}
@@ -94,7 +109,7 @@ class Vbucket:
     @property
     def high_seqno(self) -> int:
         """Seqno of the newest change."""
-        return len(self.log)
+        return self.log[-1].seqno if self.log else 0
 
     @property
     def vbuuid(self) -> int:
@@ -128,10 +143,10 @@ class Vbucket:
 
     def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
         """The newest change by a seqno (of all) that is neither a prepare nor an abort."""
-        seqno = len(self.log) if as_of_seqno is None else as_of_seqno
-        while seqno and self.log[seqno - 1].kind in (PREPARE, ABORT):
-            seqno -= 1
-        return seqno
+        count = self._count_up_to(self.high_seqno if as_of_seqno is None else as_of_seqno)
+        while count and self.log[count - 1].kind in (PREPARE, ABORT):
+            count -= 1
+        return self.log[count - 1].seqno if count else 0
 
     def find(self, key: bytes, collection_id: int) -> Item | None:
         """The newest version of a wire key, a tombstone perhaps."""
@@ -147,7 +162,7 @@ class Vbucket:
 
     def append(self, item: Item) -> None:
         """Take the next version: of a document, a prepare or an abort. System events go through `append_event`."""
-        assert item.seqno == len(self.log) + 1, "seqnos have no gaps"
+        assert item.seqno == self.high_seqno + 1 or item.seqno <= self.forgotten_seqno, "seqnos have no gaps"
         kind = item.kind
         collection_id = item.collection_id
         if kind == PREPARE:
@@ -188,7 +203,7 @@ class Vbucket:
         Keys are wire keys, and must be new here: this is the quick way to a large vbucket.
         """
         log, items, vbid, pack = self.log, self.newest[0], self.vbid, MUTATION_HEAD.pack
-        first = seqno = len(log)
+        first = seqno = self.high_seqno
         known = len(items)
         cas = self.next_cas(now_ns)
         for key, value in documents:
@@ -209,11 +224,13 @@ class Vbucket:
 
     def begin_group(self) -> int:
         """Start writing a group that must land in one snapshot; returns the mark for `end_group`."""
-        return len(self.log) + 1
+        self._open_group = self.high_seqno + 1
+        return self._open_group
 
     def end_group(self, first: int) -> None:
         """End the group that began at the mark."""
-        last = len(self.log)
+        self._open_group = None
+        last = self.high_seqno
         for seqno in range(first, last):
             self._group_last[seqno] = last
             self._group_first[seqno] = first
@@ -223,26 +240,26 @@ class Vbucket:
 
     def lose_together(self, first: int) -> None:
         """A failover loses all from `first` to now or nothing of it; snapshots may cut it."""
-        for seqno in range(first, len(self.log)):
+        for seqno in range(first, self.high_seqno):
             self._group_first.setdefault(seqno, first)
 
     def open_checkpoint(self) -> None:
         """Close the open checkpoint, unless it is empty."""
-        if self._checkpoints[-1] != len(self.log) + 1:
-            self._checkpoints.append(len(self.log) + 1)
+        if self._checkpoints[-1] != self.high_seqno + 1:
+            self._checkpoints.append(self.high_seqno + 1)
             while len(self._checkpoints) > self._checkpoints_kept:
                 self._checkpoints.popleft()
 
     def to_disk(self) -> None:
         """Forget what is in memory, as a restart does: streams that lack anything get it in disk snapshots."""
-        self._checkpoints = deque([len(self.log) + 1])
+        self._checkpoints = deque([self.high_seqno + 1])
 
     def purge(self, below_seqno: int | None = None) -> int:
         """Compact: tombstones up to a seqno are forgotten, never the newest change. Returns the purge seqno."""
-        last = len(self.log) - 1 if below_seqno is None else min(below_seqno, len(self.log) - 1)
+        last = self.high_seqno - 1 if below_seqno is None else min(below_seqno, self.high_seqno - 1)
         if self.history_start_seqno:
             last = min(last, self.history_start_seqno - 1)
-        for item in self.log[:last]:
+        for item in self.log[: self._count_up_to(last)]:
             if item.next_seqno:
                 continue
             ended = item.kind == SYSTEM_EVENT and item.event in (
@@ -263,14 +280,14 @@ class Vbucket:
     def discard_history(self, below_seqno: int) -> None:
         """Compact: below a seqno only the newest versions are kept from now on."""
         if self.history_start_seqno:
-            self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, len(self.log) + 1))
+            self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
         """A new history begins, `lose` changes back (at a seqno where no group is cut). Returns where it begins."""
-        base = max(len(self.log) - lose, 0)
+        base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
-        if base < len(self.log):
-            self.lost.append(PastHistory(self.log, self.failover_log))
+        if base < self.high_seqno:
+            self._keep_lost()
             self._cut(base)
         entries = [(self._new_vbuuid(), base), *self.failover_log.pruned(base)]
         self.failover_log = FailoverLog.of(entries[:FAILOVER_LOG_MAX])
@@ -280,14 +297,57 @@ class Vbucket:
 
     def reset(self) -> None:
         """Delete the vbucket and recreate it: empty, with a new history."""
-        self.lost.append(PastHistory(self.log, self.failover_log))
+        self._keep_lost()
+        self.forgotten_seqno = self._forgotten_purge_seqno = 0
         self._cut(0)
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
         self.purge_seqno = 0
         self._notify()
 
+    def _keep_lost(self) -> None:
+        if not self.bounded:
+            self.lost.append(PastHistory(self.log, self.failover_log))
+
+    def _forget(self) -> None:
+        """Drop the versions that were superseded before the oldest change that checkpoints can hold.
+
+        Running backfills go on with the old list. Of tombstones and aborts only so many newest are kept as checkpoints
+        hold changes; system events are all kept.
+        """
+        seqno = self.high_seqno - self._kept_items
+        if self._open_group is not None:
+            seqno = min(seqno, self._open_group - 1)
+        seqno = self._group_first.get(seqno, seqno + 1) - 1
+        if seqno <= self.forgotten_seqno:
+            return
+        buried = [item.seqno for item in self.log if not item.next_seqno and (item.deleted or item.kind == ABORT)]
+        if len(buried) > self._kept_items:
+            self.purge(min(buried[-self._kept_items] - 1, seqno))
+        completed = self.high_completed_seqno(seqno)
+        self._forgotten_purge_seqno = max(
+            (item.seqno for item in self.log if item.next_seqno == item.seqno < seqno),
+            default=self._forgotten_purge_seqno,
+        )
+        self.log = [
+            item
+            for item in self.log
+            if item.seqno >= seqno or not 0 < item.next_seqno <= seqno or item.kind == SYSTEM_EVENT
+        ]
+        self.forgotten_seqno = seqno
+        self.completed = [(seqno, completed), *(entry for entry in self.completed if entry[0] > seqno)]
+        self._group_first = {key: first for key, first in self._group_first.items() if key > seqno}
+        self._group_last = {key: last for key, last in self._group_last.items() if key > seqno}
+        self._forget_at_items = len(self.log) * 3 // 2 + self._kept_items
+
+    def _count_up_to(self, seqno: int) -> int:
+        """How many versions of the log have a seqno up to this one."""
+        return seqno if self.forgotten_seqno == 0 else bisect_right(self.log, seqno, key=_SEQNO)
+
     def _complete(self, item: Item) -> None:
-        prepare = self.prepared.pop(item.key)
+        prepare = self.prepared.pop(item.key, None)
+        if prepare is None:
+            assert item.seqno <= self.forgotten_seqno, "only a prepare that was forgotten is missing"
+            return
         self._supersede(prepare, item)
         self.completed.append((item.seqno, prepare.seqno))
 
@@ -297,8 +357,10 @@ class Vbucket:
 
     def _push(self, item: Item) -> None:
         self.log.append(item)
-        if len(self.log) - self._checkpoints[-1] + 1 >= self._checkpoint_items_max:
+        if self.high_seqno - self._checkpoints[-1] + 1 >= self._checkpoint_items_max:
             self.open_checkpoint()
+        if self.bounded and len(self.log) >= self._forget_at_items:
+            self._forget()
         self._notify()
 
     def _notify(self) -> None:
@@ -310,16 +372,16 @@ class Vbucket:
 
     def _cut(self, base: int) -> None:
         """Make the log that of the first `base` changes, as it was when they were all."""
-        kept = self.log[:base]
+        kept = self.log[: self._count_up_to(base)]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
         self.collection_high_seqno = {}
-        self.completed = []
+        self.completed = [entry for entry in self.completed if entry[0] <= self.forgotten_seqno]
         self.locks.clear()
         self._checkpoints = deque([1])
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}
-        self.purge_seqno = max(purged, default=0)
+        self.purge_seqno = max(purged, default=self._forgotten_purge_seqno)
         # the versions are the same, but which of them are newest is sent again; a lost log is only ever replayed
         for item in kept:
             item.next_seqno = 0
@@ -347,8 +409,8 @@ class Vbucket:
         It ends within the checkpoint that the next change is in, and never inside of a group.
         """
         first = after_seqno + 1
-        assert self.memory_floor_seqno < first <= len(self.log)
-        last = min(after_seqno + count, len(self.log))
+        assert self.memory_floor_seqno < first <= self.high_seqno
+        last = min(after_seqno + count, self.high_seqno)
         opens = False
         for start in self._checkpoints:
             if start == first:
@@ -360,7 +422,7 @@ class Vbucket:
 
     def changes(self, first_seqno: int, last_seqno: int) -> Sequence[Item]:
         """The versions of a range of seqnos, superseded ones included."""
-        return self.log[first_seqno - 1 : last_seqno]
+        return self.log[self._count_up_to(first_seqno - 1) : self._count_up_to(last_seqno)]
 
     # --- what tests ask
 
@@ -373,7 +435,9 @@ class Vbucket:
         """
         seqno = self.high_seqno if seqno is None else seqno
         state: dict[bytes, Item] = {}
-        for item in self._history_log(seqno, vbuuid)[:seqno]:
+        for item in self._history_log(seqno, vbuuid):
+            if item.seqno > seqno:
+                break
             kind = item.kind
             if kind == SYSTEM_EVENT:
                 if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
@@ -390,8 +454,10 @@ class Vbucket:
 
     def _history_log(self, seqno: int, vbuuid: int | None) -> list[Item]:
         if vbuuid is None:
-            if seqno > len(self.log):
-                raise LookupError(f"vb {self.vbid}: seqno {seqno} is above {len(self.log)}")
+            if not self.forgotten_seqno <= seqno <= self.high_seqno:
+                raise LookupError(
+                    f"vb {self.vbid}: seqno {seqno} is not in {self.forgotten_seqno} to {self.high_seqno}"
+                )
             return self.log
         for history in self._histories():
             upper = len(history.log)

@@ -14,7 +14,7 @@ from mirror.sandbox.vbucket import FAILOVER_LOG_MAX, Vbucket
 from tests.manual_clock import ManualClock
 
 
-def bucket(**options: int) -> Bucket:
+def bucket(*, bounded: bool = False, **options: int) -> Bucket:
     made = Bucket(
         "demo",
         vbuckets=1,
@@ -22,6 +22,7 @@ def bucket(**options: int) -> Bucket:
         rng=Random(1),
         checkpoint_items_max=options.get("checkpoint_items_max", 10_000),
         checkpoints_kept=options.get("checkpoints_kept", 4),
+        bounded=bounded,
     )
     made.map.owners = [0]
     return made
@@ -62,6 +63,59 @@ def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool
     assert newest == vbucket.state_at()
 
 
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from("abcdef"), st.booleans()),
+        st.integers(1, 6),
+    ),
+    min_size=30,
+    max_size=150,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps)
+def test_a_bounded_vbucket_is_the_same_as_one_that_forgets_nothing(taken: list[tuple[str, bool] | int]) -> None:
+    """Both fail over and open checkpoints alike, and show the same at each seqno that is not forgotten."""
+    source = bucket(bounded=True, checkpoint_items_max=5, checkpoints_kept=2)
+    whole = bucket(checkpoint_items_max=5, checkpoints_kept=2)
+    bounded, model = source.vbuckets[0], whole.vbuckets[0]
+    for step in taken:
+        if isinstance(step, int):
+            assert bounded.failover(step) == model.failover(step) or bounded.high_seqno == bounded.forgotten_seqno
+            if bounded.high_seqno != model.high_seqno:
+                return
+            continue
+        key, delete = step
+        for each in (source, whole):
+            if delete and each.get(key) is not None:
+                each.delete(key)
+            else:
+                each.set(key, {"n": each.vbuckets[0].high_seqno})
+        assert bounded.high_seqno == model.high_seqno
+        assert len(bounded.log) <= 2 * 10 + 3 * (6 + 10)
+    for last in range(bounded.forgotten_seqno, bounded.high_seqno + 1):
+        found = {key: item.frame for key, item in shown(bounded, last).items()}
+        assert found == {key: item.frame for key, item in model.state_at(last).items()}
+        assert {key: item.frame for key, item in bounded.state_at(last).items()} == found
+        assert bounded.max_visible_seqno(last) == model.max_visible_seqno(last)
+    assert (bounded.memory_floor_seqno, bounded.lost) == (model.memory_floor_seqno, [])
+
+
+def test_a_bounded_vbucket_keeps_so_many_tombstones_and_no_lost_history() -> None:
+    source = bucket(bounded=True, checkpoint_items_max=5, checkpoints_kept=2)
+    vbucket = source.vbuckets[0]
+    for index in range(1000):
+        source.set(f"k{index}", {})
+        source.delete(f"k{index}")
+    assert len(vbucket.log) <= 60
+    assert 1900 < vbucket.purge_seqno <= vbucket.forgotten_seqno
+    assert vbucket.failover(100) == vbucket.forgotten_seqno, "no more can be lost than is kept"
+    assert 1900 < vbucket.purge_seqno <= vbucket.high_seqno
+    vbucket.reset()
+    assert (vbucket.high_seqno, vbucket.purge_seqno, vbucket.lost) == (0, 0, [])
+
+
 def test_a_failover_with_loss_keeps_the_lost_history() -> None:
     source = bucket()
     vbucket = source.vbuckets[0]
@@ -74,7 +128,7 @@ def test_a_failover_with_loss_keeps_the_lost_history() -> None:
     assert vbucket.high_seqno == 7
     assert vbucket.state_at(9, old) == lost_state
     assert vbucket.state_at(6, old) == vbucket.state_at(6)
-    with pytest.raises(LookupError, match="above 7"):
+    with pytest.raises(LookupError, match="0 to 7"):
         vbucket.state_at(9)
     with pytest.raises(LookupError, match="no history"):
         vbucket.state_at(8, vbucket.vbuuid)

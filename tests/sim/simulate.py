@@ -36,7 +36,7 @@ from tests.sim.loop import SimLoop, drive
 from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
 from tests.sim.processes import OtherReader, digest
 from tests.sim.reader import SimReader
-from tests.sim.source import SimProducer, Source
+from tests.sim.source import SimProducer, SimStream, Source
 
 VBUCKETS = 4
 KEYS = 14
@@ -800,10 +800,11 @@ class World:
             return
         stream = self.rng.choice(list(producer.streams.values()))
         # Only what was sent before: a row that comes too early hides those before it, and nobody could notice.
-        sent = stream._last_sent if stream.phase is StreamPhase.SNAPSHOT else min(stream.seqno, len(stream._log))
+        assert isinstance(stream, SimStream)
+        sent = stream._last_sent if stream.phase is StreamPhase.SNAPSHOT else min(stream.seqno, len(stream.log))
         if not sent:
             return
-        item = stream._log[self.rng.randrange(sent)]
+        item = stream.log[self.rng.randrange(sent)]
         frame = bytearray(stream._encoder.encode(item, from_disk=True))
         frame[12:16] = stream.opaque.to_bytes(4)
         producer.window.sent(counted_size(decode(bytes(frame))[0]))  # a prepare counts for more than its bytes

@@ -68,6 +68,10 @@ class SimStream(ProducerStream):
     counts: Counter[str]
     shapes: tuple[str, ...] = ("plain",)
 
+    def __init__(self, vbucket: Vbucket, *args: Any) -> None:
+        super().__init__(vbucket, *args)
+        self.log = vbucket.log
+
     def _begin_disk(self, out: bytearray) -> bool:
         self._shape = self._rng.choice(self.shapes)
         self._purge_seqno = self.vbucket.purge_seqno
@@ -102,11 +106,11 @@ class SimStream(ProducerStream):
         if self._filter.collections is not None and turn == last:
             turn = last - 1  # what ends it may be held back, and is sent after the second marker
         purge_seqno = self._purge_seqno
-        yield from self._found_on_disk(first, turn, purge_seqno, last + 1, last)  # no further: each once
+        yield from self._found_on_disk(self.log[first - 1 : turn], last, purge_seqno, last + 1)  # no further: each once
         self.counts["double markers"] += 1
         marker = SnapshotMarker(self.vbucket.vbid, first, last, DOUBLE)
         yield Extra(max(turn, first - 1), b"", codec_dcp.encode(marker))
-        for item in self._log[turn:last]:
+        for item in self.log[turn:last]:
             if self._stays(item, last, purge_seqno) and self._filter.passes(item) and self._encoder.shows(item):
                 yield item
 
@@ -115,7 +119,7 @@ class SimStream(ProducerStream):
         while item.next_seqno and item.next_seqno <= last:
             if item.next_seqno == item.seqno:
                 return item.seqno > purge_seqno
-            item = self._log[item.next_seqno - 1]
+            item = self.log[item.next_seqno - 1]
         return True
 
 
