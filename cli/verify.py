@@ -40,6 +40,7 @@ COUNTED = (
     "missing_here",
     "missing_there",
     "different",
+    "rev_only",
     "purged_here",
     "purged_there",
     "moved",
@@ -208,6 +209,7 @@ def difference_object(difference: Difference) -> dict[str, Any]:
         "kind": difference.verdict.value,
         "collection_id": collection_id,
         **output.key_fields(key),
+        "fields": difference.fields,
         "here": version_object(difference.here),
         "there": version_object(difference.there),
     }
@@ -242,6 +244,8 @@ def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None
             left -= 1
             key = output.for_people(keys.split_key(difference.key)[1])
             sides = f"here {seqno_of(difference.here)}, source {seqno_of(difference.there)}"
+            if difference.fields:
+                sides += f": {', '.join(difference.fields)}"
             typer.echo(f"  {difference.verdict.value.replace('_', ' ')}\t{key}\t{sides}")
     sums = facts["totals"]
     count = sums["different"] + sums["missing_here"] + sums["missing_there"]

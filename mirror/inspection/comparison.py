@@ -13,6 +13,8 @@ exact although B and E differ, with L the lower of both:
   no longer sends: either way both say that the document is absent. One that only the source holds must be at or below
   what the mirror's own purger has passed; else a deletion is missing. A *document* that only the mirror holds is a
   difference; only where B < E and the source has purged above B its deletion may have come and gone (`excuse_purged`).
+- A version whose revision differs by one and nothing else is the same (`REV_ONLY`): kv_engine 7.2.4 raises the revision
+  of a committed version, in memory until it restarts, when a durable delete of its key aborts.
 - Documents whose collection is gone on the other side: the drop or flush came between the two moments where the side
   that knows of it is the later one; else it is a difference.
 - Expiry is no question: both sides say versions, and an expired document is one until its deletion has a seqno.
@@ -43,12 +45,13 @@ class Verdict(Enum):
     DIFFERENT = "different"
     MOVED = "moved"
     """It changed between the two moments."""
+    REV_ONLY = "rev_only"
     PURGED_HERE = "purged_here"
     PURGED_THERE = "purged_there"
 
 
 DIFFERENCES = frozenset((Verdict.MISSING_HERE, Verdict.MISSING_THERE, Verdict.DIFFERENT))
-COMPARED = DIFFERENCES | {Verdict.EQUAL}
+COMPARED = DIFFERENCES | {Verdict.EQUAL, Verdict.REV_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,15 @@ class Difference:
         assert version is not None, "a difference is of something"
         return version.key
 
+    @property
+    def fields(self) -> list[str]:
+        """The fields that differ between both versions. `content`: value, xattrs, flags, expiry or datatype."""
+        if self.here is None or self.there is None:
+            return []
+        names = ("seqno", "rev_seqno", "cas", "deleted", "digest")
+        found = [name for name in names if getattr(self.here, name) != getattr(self.there, name)]
+        return [name.replace("digest", "content") for name in found]
+
 
 @dataclass(slots=True)
 class VbucketResult:
@@ -105,6 +117,8 @@ class VbucketResult:
     missing_here: int = 0
     missing_there: int = 0
     different: int = 0
+    rev_only: int = 0
+    """Keys whose revision alone differs, by one: counted as equal."""
     purged_here: int = 0
     purged_there: int = 0
     moved: int = 0
@@ -160,12 +174,14 @@ class VbucketResult:
 
 
 def not_said(results: Iterable[VbucketResult]) -> str:
-    """What a verdict does not speak of, in words; empty: it speaks of all that was read of the source."""
+    """Return the limits of a verdict in words; empty if it covers all that was read of the source."""
     found = list(results)
     seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
+    revisions = sum(each.rev_only for each in found)
     parts = [
         f"compared up to what the mirror has published: the source is {seqnos:,} seqnos ahead" if seqnos else "",
         f"{keys_left:,} keys changed meanwhile and were not compared" if keys_left else "",
+        f"of {revisions:,} keys the revision alone differs, by one: durable deletes were aborted" if revisions else "",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -178,7 +194,10 @@ def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, sou
     if any(version is not None and version.seqno > both_seqno for version in (here, there)):
         return Verdict.MOVED
     if here is not None and there is not None:
-        return Verdict.EQUAL if here == there else Verdict.DIFFERENT
+        if here == there:
+            return Verdict.EQUAL
+        raised = here._replace(rev_seqno=there.rev_seqno) == there and abs(here.rev_seqno - there.rev_seqno) == 1
+        return Verdict.REV_ONLY if raised else Verdict.DIFFERENT
     if there is not None:
         if not mirror.has_collection(there) and mirror.seqno > source.seqno:
             return Verdict.MOVED
@@ -254,6 +273,6 @@ def compare(
         if left is not None:
             mine.add(left)
         if right is not None:
-            theirs.add(right)
+            theirs.add(left if verdict is Verdict.REV_ONLY and left is not None else right)
     result.digest, result.source_digest = mine.hex(), theirs.hex()
     return moved

@@ -39,6 +39,10 @@ ALIVE, DEAD = version("k", 5), version("k", 5, deleted=True)
         (ALIVE, version("k", 5, digest=b"e"), side(9), side(9), Verdict.DIFFERENT),
         (ALIVE, version("k", 6), side(9), side(9), Verdict.DIFFERENT),
         (ALIVE, DEAD, side(9), side(9), Verdict.DIFFERENT),
+        (ALIVE, ALIVE._replace(rev_seqno=2), side(9), side(9), Verdict.REV_ONLY),
+        (ALIVE._replace(rev_seqno=2), ALIVE, side(9), side(9), Verdict.REV_ONLY),
+        (ALIVE, ALIVE._replace(rev_seqno=3), side(9), side(9), Verdict.DIFFERENT),
+        (ALIVE, ALIVE._replace(rev_seqno=2, cas=6), side(9), side(9), Verdict.DIFFERENT),
         (ALIVE, version("k", 8), side(7), side(9), Verdict.MOVED),
         (version("k", 8), ALIVE, side(9), side(7), Verdict.MOVED),
         (version("k", 8), None, side(9), side(7), Verdict.MOVED),
@@ -68,6 +72,17 @@ def test_a_collection_that_is_gone_moved_only_where_the_later_side_says_so() -> 
     assert judge(None, doc, side(7), side(9, c8=2)) is Verdict.MISSING_HERE
     assert judge(doc, None, side(7, c8=2), side(9)) is Verdict.MOVED
     assert judge(doc, None, side(9, c8=2), side(9)) is Verdict.MISSING_THERE
+
+
+def test_a_raised_revision_is_equal_with_a_note_and_a_difference_names_its_fields() -> None:
+    result = VbucketResult(7)
+    raised = ALIVE._replace(rev_seqno=2)
+    assert compare(result, [ALIVE], [raised], side(9), side(9)) == {}
+    assert (result.state, result.rev_only, result.differences, result.documents) == ("equal", 1, [], 1)
+    assert result.digest == result.source_digest
+    assert "of 1 keys the revision alone differs" in not_said([result])
+    compare(result, [ALIVE], [ALIVE._replace(rev_seqno=3, digest=b"e")], side(9), side(9))
+    assert result.differences[0].fields == ["rev_seqno", "content"]
 
 
 def test_pairs_take_each_key_once_and_refuse_keys_that_fall() -> None:
