@@ -197,6 +197,13 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """A worker has all its streams, or lost one, or has caught up: its report is news."""
+
+    op: ClassVar[str] = "turned"
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The stores are open, or the addresses are listened at."""
 
@@ -225,7 +232,9 @@ class ExitReport:
 
 
 StartMessage = StartWorker | StartServer
-PipeMessage = StartWorker | StartServer | StopWork | Request | NewClusterMap | Beat | Ready | Answer | ExitReport
+PipeMessage = (
+    StartWorker | StartServer | StopWork | Request | NewClusterMap | Beat | Turned | Ready | Answer | ExitReport
+)
 
 Message = ControlCommand | ProcessCommand | PipeMessage
 

@@ -416,6 +416,10 @@ class Consumer:
             if vbucket.source_high_seqno is not None
         }
 
+    def standing(self) -> tuple[bool, bool]:
+        """True if every vbucket streams, and true if every one has caught up."""
+        return self._status.standing()
+
     def status(self) -> ProcessReport:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         return self._status.report()

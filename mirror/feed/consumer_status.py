@@ -47,6 +47,12 @@ class ConsumerStatus:
         self._consumer = consumer
         self._clock_step_count = 0
 
+    def standing(self) -> tuple[bool, bool]:
+        """True if every vbucket streams, and true if every one has caught up."""
+        vbuckets = self._consumer.vbuckets.values()
+        streaming = all(vbucket.streaming and vbucket.in_contact for vbucket in vbuckets)
+        return streaming, streaming and all(vbucket.caught_up for vbucket in vbuckets)
+
     def report(self) -> ProcessReport:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         consumer = self._consumer

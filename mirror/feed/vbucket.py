@@ -334,9 +334,10 @@ class MirroredVbucket(VbucketHost):
         high = self.source_high_seqno
         published = int(state.published_seqno)
         failing = self.machine.failing_text if self.machine is not None else None
+        status = VbucketStatus.WAITING if self.streaming and not self.in_contact else self.status
         return {
             "vbid": self.vbid,
-            "state": "stalled" if self.stalled_streams else "failing" if failing else str(self.status),
+            "state": "stalled" if self.stalled_streams else "failing" if failing else str(status),
             "text": self.stall_text if self.stalled_streams else failing or self.text,
             "branch": int(state.branch),
             "vbuuid": int(state.failover_log.newest_vbuuid),
@@ -368,6 +369,17 @@ class MirroredVbucket(VbucketHost):
             "row_bytes": history.row_bytes if history is not None else None,
             "key_bytes": history.key_bytes if history is not None else None,
         } | self._contact()
+
+    @property
+    def in_contact(self) -> bool:
+        """True while the vbucket's node answers."""
+        return self.session is not None and self.session.answers
+
+    @property
+    def caught_up(self) -> bool:
+        """True if readers have all that the source is known to have."""
+        high = self.source_high_seqno
+        return high is not None and self._lag(high, self.sink.state()) == 0
 
     def _contact(self) -> dict[str, Any]:
         """What status says of the contact with the vbucket's node: none while that answers nothing."""

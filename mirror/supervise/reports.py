@@ -31,6 +31,10 @@ REPORT_INTERVAL_S = 1.0
 """How often workers send a full report, at most."""
 VBUCKETS_PER_REPORT_S = 256
 """Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
+TURN_PAUSE_S = 0.1
+"""Between a worker's news and the look: the other workers mostly have the same."""
+VBUCKETS_PER_NEWS_S = 1000
+"""Looks because of news come more rarely with more vbuckets, too."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
 """How long one look waits for reports; later ones count at the next."""
@@ -73,6 +77,10 @@ class Reports:
         self._rows: dict[int, Row] = {}
         self._pending: set[asyncio.Task[None]] = set()
         """Requests to processes that are not answered yet."""
+        self._turned = asyncio.Event()
+        """A worker has news."""
+        self._looked_s = float("-inf")
+        """The last look because of news."""
         self._trend = Trend()
         self._observer = Observer()
         self._health = of_mirror(STARTING, "no vbucket reported")
@@ -139,7 +147,25 @@ class Reports:
                 progress(self.document())
             if self._context.maps is not None:
                 self._context.maps.retry()
-            await self._context.clock.sleep(REPORT_INTERVAL_S)
+            if await self._news():
+                requested_s = float("-inf")
+
+    async def _news(self) -> bool:
+        """Return after the interval, or sooner and true if a worker has news."""
+        try:
+            async with asyncio.timeout(REPORT_INTERVAL_S):
+                await self._turned.wait()
+                since_s = self._context.clock.monotonic() - self._looked_s
+                await asyncio.sleep(max(TURN_PAUSE_S, len(self._rows) / VBUCKETS_PER_NEWS_S - since_s))
+        except TimeoutError:
+            return False
+        self._turned.clear()
+        self._looked_s = self._context.clock.monotonic()
+        return True
+
+    def look_soon(self) -> None:
+        """Have the workers report without waiting for the interval: one of them has news."""
+        self._turned.set()
 
     async def collect(self) -> None:
         """Have every running process report, and judge the result. Workers that are silent are not waited for."""

@@ -24,7 +24,7 @@ from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
-from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, UseKvNodes
+from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Turned, UseKvNodes
 from mirror.supervise.children import Child, ChildExited, ChildMessage, server_command, worker_command
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
@@ -299,6 +299,8 @@ class Supervisor:
         match message:
             case Beat():
                 pass
+            case Turned():
+                self._reports.look_soon()
             case Ready():
                 if child.phase is ProcessPhase.STARTING:  # one that is stopping may become ready yet
                     self._ready(child)

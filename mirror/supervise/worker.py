@@ -7,10 +7,12 @@ sends no heartbeat. Invariant: stores are opened after the process was spawned.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ from mirror.messages import (
     RollBack,
     StartMessage,
     StartWorker,
+    Turned,
 )
 from mirror.supervise import logs
 from mirror.supervise.child import Send, Work, main
@@ -45,7 +48,33 @@ from storage.model import Identity
 from storage.purge import Window
 from storage.writer import GroupWriter
 
+LOOK_S = 0.1
+"""How often a worker looks whether its report is news."""
+BEHIND_S = 1.0
+"""To catch up is news after this long: with live writes a vbucket is behind for a moment again and again."""
+
 log = get_logger("worker")
+
+
+class News:
+    """Decides when a worker's report is news: all its streams are open, or one is not; it has caught up."""
+
+    def __init__(self) -> None:
+        """No stream is open yet."""
+        self._streaming = False
+        self._behind_since_s: float | None = float("-inf")
+
+    def turned(self, standing: tuple[bool, bool], now_s: float) -> bool:
+        """True if the report is news. `standing`: every vbucket streams, every one has caught up."""
+        streaming, caught_up = standing
+        since_s = self._behind_since_s
+        if caught_up:
+            self._behind_since_s = None
+        elif since_s is None:
+            self._behind_since_s = now_s
+        turned = streaming != self._streaming or (caught_up and since_s is not None and now_s - since_s >= BEHIND_S)
+        self._streaming = streaming
+        return turned
 
 
 class MirrorWork:
@@ -60,8 +89,10 @@ class MirrorWork:
         writers: list[GroupWriter],
         failures: dict[int, tuple[range, StorageError]],
         pins: PinnedPages,
+        send: Send,
     ) -> None:
         """Use `open_stores`."""
+        self._send = send
         self._consumer = consumer
         self._pins = pins
         self._writers = writers
@@ -69,11 +100,20 @@ class MirrorWork:
 
     async def run(self) -> None:
         """Mirror until stopped, then close the stores."""
+        telling = asyncio.create_task(self._tell_news())
         try:
             await self._consumer.run()
         finally:
+            telling.cancel()
             for writer in self._writers:
                 writer.close()
+
+    async def _tell_news(self) -> None:
+        news = News()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if news.turned(self._consumer.standing(), time.monotonic()):
+                self._send(Turned())
 
     async def stop(self) -> None:
         """Commit what is complete."""
@@ -222,7 +262,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         map_floor=None if floor is None else (floor[0], floor[1]),
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
     )
-    work = MirrorWork(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s))
+    work = MirrorWork(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s), send)
     work.resume_leases(start.leases)
     settle_collector()
     return work

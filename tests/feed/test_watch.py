@@ -237,7 +237,7 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
         proxy.deaf.set()
         await mirror.until(lambda: mirror.row(1)["node"] is None, "the loss of contact")
         row = mirror.row(1)
-        assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("streaming", None, None)
+        assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
         assert row["last_error"] == f"{address} does not answer"
         assert row["silent_ms"] > 500
         assert consumer.ready_sessions()

@@ -19,7 +19,7 @@ from mirror.config import Settings
 from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
 from mirror.supervise import processes
 from mirror.supervise.channel import Channel
-from mirror.supervise.child import ChildProcess, Make
+from mirror.supervise.child import ChildProcess, Make, Send
 from mirror.supervise.children import Child
 from mirror.supervise.heartbeat import Heartbeat
 from mirror.supervise.supervisor import Supervisor
@@ -76,11 +76,17 @@ class TaskProcess:
         return -signal.Signals(self._killed_by) if self._killed_by is not None else self._task.result()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, reports: Callable[[Sequence[int]], Report]) -> list[TaskProcess]:
-    """Have supervisors start tasks instead of processes; returns them as they start."""
+def use(
+    monkeypatch: pytest.MonkeyPatch, reports: Callable[[Sequence[int]], Report], sends: list[Send] | None = None
+) -> list[TaskProcess]:
+    """Have supervisors start tasks instead of processes; returns them as they start. `sends` takes what each worker
+    sends messages with.
+    """
     started: list[TaskProcess] = []
 
-    async def make(start: StartMessage, _send: object) -> Work:
+    async def make(start: StartMessage, send: Send) -> Work:
+        if sends is not None:
+            sends.append(send)
         return Work(start.groups if isinstance(start, StartWorker) else (), reports)
 
     async def spawn(slot: int, groups: tuple[int, ...], heartbeat: Heartbeat, *_: object) -> Child:

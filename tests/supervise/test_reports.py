@@ -14,9 +14,14 @@ from mirror.errors import (
     ExitCode,
     MirrorError,
 )
+from mirror.messages import Turned
+from mirror.supervise import reports
+from mirror.supervise.child import Send
 from storage import directory
 from storage.model import Identity
+from tests.supervise import in_process
 from tests.supervise.conftest import eventually
+from tests.supervise.in_process import vbids_of, vbucket
 from tests.supervise.service import (
     ask,
     phases,
@@ -47,6 +52,23 @@ async def test_until_caught_up_ends_by_itself(tmp_path: Path) -> None:
     assert await service.run() == ExitCode.DONE
     assert seen[-1]["catch_up"]["vbuckets_done"] == 8
     assert seen[-1]["catch_up"]["share"] == 1.0
+
+
+async def test_news_of_a_worker_is_not_kept_until_the_next_regular_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "REPORT_INTERVAL_S", 3600.0)
+    published, sends = [0], list[Send]()
+    in_process.use(
+        monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid, published[0]) for vbid in vbids_of(groups)]}, sends
+    )
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: len(sends) == 1)
+        sends[0](Turned())
+        await eventually(lambda: service.status_document()["state"] == "catching up")
+        published[0] = 5
+        sends[0](Turned())
+        await eventually(lambda: service.status_document()["state"] == "following")
 
 
 async def test_until_caught_up_fails_with_what_the_source_refused(

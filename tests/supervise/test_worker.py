@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from mirror.supervise.children import worker_command
+from mirror.supervise.worker import BEHIND_S, News
 
 
 def loaded_by(module: str) -> set[str]:
@@ -28,6 +29,19 @@ def test_a_server_starts_without_what_workers_mirror_with() -> None:
     """A fourth of the time it takes until the first read is answered."""
     assert {"mirror.feed.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.worker")
     assert not loaded_by("mirror.supervise.server") & {"mirror.feed.consumer", "mirror.ingest.machine"}
+
+
+def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() -> None:
+    news = News()
+    assert not news.turned((False, False), 0.0)
+    assert news.turned((True, False), 1.0)
+    assert news.turned((True, True), 1.1), "the first time"
+    assert not news.turned((True, True), 1.2)
+    assert not news.turned((True, False), 1.3)
+    assert not news.turned((True, True), 1.4), "behind for a moment, as with live writes"
+    assert not news.turned((True, False), 2.0)
+    assert news.turned((True, True), 2.0 + BEHIND_S)
+    assert news.turned((False, False), 9.0), "a stream ended"
 
 
 def test_the_command_line_holds_no_secret() -> None:
