@@ -9,6 +9,7 @@ step is left out; an end by whatever closes every connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -39,7 +40,8 @@ from mirror.feed.connection_string import NodeAddress, parse
 from mirror.feed.discovery import Survey, survey
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.srv import look_up
-from mirror.feed.transport import Link, Opaques
+from mirror.feed.tls import Tls
+from mirror.feed.transport import Link, Opaques, open_link
 from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.machine import STREAM_FLAGS
@@ -196,6 +198,12 @@ class Doctor:
 
     async def _try(self, address: NodeAddress) -> str | None:
         loop = asyncio.get_running_loop()
+        if self._access.source.tls:
+            with contextlib.suppress(MirrorError):  # said by the plain connection, or by the step `tls`
+                timeout_s = self._settings.connect_timeout_s
+                tls = Tls.of(self._settings)
+                (await open_link(address, tls=tls, timeout_s=timeout_s, clock=self._clock)).close()
+                return None
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
                 await loop.getaddrinfo(address.host, address.port)

@@ -273,6 +273,8 @@ class SandboxCluster:
     async def rebalance(self, numbers: Iterable[int] | None = None, *, pause_seconds: float = 0.0) -> int:
         """Spread the vbuckets evenly over these nodes (all that live), one move at a time. Returns how many moved."""
         targets = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
+        members = {node.number for node in self.bucket.map.nodes}
+        self.bucket.map.nodes += [self.nodes[number].address for number in targets if number not in members]
         moved = 0
         for vbid, owner in enumerate(list(self.bucket.map.owners)):
             target = targets[vbid % len(targets)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -55,6 +56,24 @@ async def test_a_known_authority_and_a_name_that_fits(authority: Authority, host
         assert link.secure
         assert (await link.request(Opcode.NOOP, timeout_s=10)).status == Status.SUCCESS
         link.close()
+
+
+async def test_a_connection_that_we_end_is_ended_with_close_notify(authority: Authority) -> None:
+    """Servers log its absence as an error."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> bytes:
+            plain, _ = listening.accept()
+            context = authority.node_context("127.0.0.1")
+            with context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=False) as secure:
+                secure.settimeout(30)
+                return secure.recv(1)
+
+        serving = asyncio.create_task(asyncio.to_thread(serve))
+        address = NodeAddress("127.0.0.1", listening.getsockname()[1])
+        tls = Tls.of(settings_for(authority))
+        (await open_link(address, tls=tls, timeout_s=10, clock=SystemClock())).close()
+        assert await serving == b""
 
 
 async def test_an_unknown_authority(authority: Authority, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     assert row["stalls"] >= 1
     health = assess([reported_row(row, 0) | {"lag_s": 0.0}], 1, lag_limit_s=30)
     assert health.state == "degraded"
-    assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source has more and sends nothing: 2")
+    assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source has more and sends nothing")
     await mirror.until(lambda: len(cluster.sent(2).stream_requests) > requested, "requested again")
     await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
     await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")

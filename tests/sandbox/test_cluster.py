@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,10 @@ async def test_nodes_join_and_leave_by_rebalance() -> None:
         assert await cluster.rebalance([1]) == 4
         assert [node.number for node in cluster.bucket.map.nodes] == [1]
         assert cluster.connection_string == f"couchbase://demo@127.0.0.1:{cluster.nodes[1].port}/demo"
+        assert await cluster.rebalance([1, 0]) == 4
+        config: dict[str, Any] = await config_of(cluster, 0)
+        chains = config["vBucketServerMap"]["vBucketMap"]
+        assert sorted(chains) == [[0]] * 4 + [[1]] * 4, "a node that left comes back"
 
 
 async def test_a_bucket_recreated_breaks_connections() -> None:
