@@ -138,10 +138,7 @@ def same_bucket(view: View, reader: SourceReader) -> None:
     """Refuse to compare two buckets. Raises BucketChanged."""
     identity = view.identity
     if identity.bucket_uuid and reader.bucket_uuid and identity.bucket_uuid != reader.bucket_uuid:
-        raise BucketChanged(
-            f"bucket {identity.bucket_name} at the source has uuid {reader.bucket_uuid}, "
-            f"the data directory mirrors uuid {identity.bucket_uuid}"
-        )
+        raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, reader.bucket_uuid)
     if identity.vbucket_count != reader.vbucket_count:
         raise BucketChanged(
             f"the source has {reader.vbucket_count} vbuckets, the data directory {identity.vbucket_count}"

@@ -82,7 +82,7 @@ class Settings:
     """Limit for the answer to one request. Opening a stream on a busy node takes seconds."""
     retry_delay_min_ms: Annotated[int, Field(ge=1, le=60_000)] = 100
     """Pause before the first attempt to connect again; doubles with each failure. At most `retry_delay_max_ms`."""
-    retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 10_000
+    retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect: a node that is back is noticed within it."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     """Fail when no node of the source can be reached for this long after the start. 0: keep trying (with

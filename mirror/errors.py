@@ -169,6 +169,12 @@ class BucketChanged(ClusterError):
         "or have the old one set aside by `run --replace-bucket`"
     )
 
+    @staticmethod
+    def of(name: str, mirrored_uuid: str, found_uuid: str | None) -> BucketChanged:
+        """The error for two uuids of a bucket of that name."""
+        what = f"bucket {name} was recreated, or is another one: uuid {mirrored_uuid} is now {found_uuid}"
+        return BucketChanged(what)
+
 
 class SupervisionError(MirrorError):
     """Workers, their pipes, their locks."""

@@ -148,6 +148,8 @@ class StartWorker:
     """The inherited descriptor in which the worker notes the group that it works in."""
     quarantined: list[list[Any]] = field(default_factory=list)
     """[group, why] of each group that must not be opened."""
+    ends_on_refusal: bool = False
+    """A refusal by the source ends the worker; else it is shown, and the source is asked again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from mirror.feed.consumer_commands import ConsumerCommands
 from mirror.feed.consumer_status import ConsumerStatus
 from mirror.feed.group_commits import Group, GroupCommits
 from mirror.feed.map_follower import MapFollower
-from mirror.feed.nodes import NodeKeeper
+from mirror.feed.nodes import NodeKeeper, pause_s
 from mirror.feed.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.session import NodeSession, StreamAnswer
 from mirror.feed.vbucket import MirroredVbucket
@@ -68,11 +68,13 @@ class Consumer:
         cluster_map: ClusterMap | None = None,
         map_floor: Revision | None = None,
         share_map: Callable[[ClusterMap], None] | None = None,
+        ends_on_refusal: bool = True,
     ) -> None:
         """Mirror what `writers` are for. They stay the caller's to close.
 
         `cluster_map` is one to begin with; no map older than `map_floor` is followed. With `share_map`, a newer map is
-        handed to that function instead of being followed, and `follow` is called when it is recorded.
+        handed to that function instead of being followed, and `follow` is called when it is recorded. Without
+        `ends_on_refusal` a refusal by the source is shown as the state of the vbuckets, and the source is asked again.
         """
         self.clock: Clock = clock or SystemClock()
         self.settings = settings
@@ -83,6 +85,7 @@ class Consumer:
         self._access = Access.of(source, settings)
         self._first_map = cluster_map
         self._share_map = share_map
+        self._ends_on_refusal = ends_on_refusal
         newest = NewestMap(identity.bucket_uuid, map_floor)
         self.map_follower = MapFollower(self._access, self.clock, newest, self, self._task_ended)
         name = f"dcp-mirror:{self.clock.unique()}:{worker}"
@@ -177,16 +180,23 @@ class Consumer:
         if self._first_map is not None:
             self.map_follower.check(self._first_map)
             self.follow(self._first_map)
-        await self.map_follower.find_first()
+        attempt = 0
+        while self.cluster_map is None:
+            try:
+                await self.map_follower.find_first()
+            except ClusterError as error:
+                if self._ends_on_refusal or error.retryable:
+                    raise
+                for vbucket in self.vbuckets.values():
+                    vbucket.report(VbucketStatus.REFUSED, str(error))
+                await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter(), error))
+                attempt += 1
         await self.map_follower.run()
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Refuse a map that makes going on impossible. Raises BucketChanged, NotSupported."""
         if verdict is MapVerdict.OTHER_BUCKET:
-            raise BucketChanged(
-                f"bucket {self.identity.bucket_name} at the source has uuid {found.bucket_uuid}, "
-                f"the data directory mirrors uuid {self.identity.bucket_uuid}"
-            )
+            raise BucketChanged.of(self.identity.bucket_name, self.identity.bucket_uuid, found.bucket_uuid)
         if found.vbucket_count != self.identity.vbucket_count:
             raise BucketChanged(
                 f"bucket {self.identity.bucket_name} at the source has {found.vbucket_count} vbuckets, "
@@ -203,8 +213,12 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """No map of the source can be followed any more."""
-        self._end(error)
+        """No map of the source can be followed any more: each session that opens again is refused by the same rule."""
+        if self._ends_on_refusal:
+            self._end(error)
+            return
+        for session in self.ready_sessions():
+            session.close(error if isinstance(error, ClusterError) else None)
 
     def follow(self, found: ClusterMap) -> None:
         """Move the vbuckets to where a map says they are, unless a newer one is followed already."""
@@ -263,8 +277,8 @@ class Consumer:
         for vbid in self._vbids_at(keeper.address):
             vbucket = self.vbuckets[vbid]
             if vbucket.session is None:
-                vbucket.report(VbucketStatus.WAITING, str(error))
-        if self._was_ready:
+                vbucket.report(VbucketStatus.WAITING if error.retryable else VbucketStatus.REFUSED, str(error))
+        if self._was_ready or not self._ends_on_refusal:
             return
         errors = [other.error for other in self.connections.keepers.values()]
         if all(one is not None and not one.retryable for one in errors):

@@ -202,7 +202,9 @@ class MapPoller:
             node.close()
             node.error = str(error)
             node.failures += 1
-            node.not_before_s = self._clock.monotonic() + pause_s(node.failures - 1, settings, self._clock.jitter())
+            node.not_before_s = self._clock.monotonic() + pause_s(
+                node.failures - 1, settings, self._clock.jitter(), error
+            )
             return
         node.error, node.failures = None, 0
         if found is not None:

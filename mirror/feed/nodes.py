@@ -17,6 +17,8 @@ from mirror.config import Settings
 from mirror.errors import MirrorError
 from mirror.feed.connection_string import NodeAddress
 from mirror.feed.session import NodeSession
+from mirror.ingest.backoff import delay_s
+from mirror.ingest.instructions import RetryReason
 from mirror.log import get_logger
 from mirror.wire.errors import ProtocolError
 
@@ -35,8 +37,10 @@ class NodeOwner(Protocol):
         ...
 
 
-def pause_s(attempt: int, settings: Settings, jitter: float) -> float:
-    """Seconds before try number `attempt` (0 is the first after a failure)."""
+def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
+    """Seconds before try number `attempt` (0 is the first after a failure); after a refusal up to a minute."""
+    if error is not None and not error.retryable:
+        return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
     full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)
     return full_ms * (0.5 + 0.5 * jitter) / 1000
 
@@ -104,7 +108,7 @@ class NodeKeeper:
                 finally:
                     self.session = None
                     session.close()
-            await self._clock.sleep(pause_s(self.failures - 1, self._settings, self._clock.jitter()))
+            await self._clock.sleep(pause_s(self.failures - 1, self._settings, self._clock.jitter(), self.error))
             self.reconnects += 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -627,6 +627,10 @@ class VbucketMachine:
     def _react(self, reaction: Reaction, cause: str, config: bytes, out: list[Instruction]) -> None:
         if reaction.action is Action.STOP:
             self._refuse(reaction.text, out)
+        elif reaction.action is Action.REFUSED:
+            self._forget_stream()
+            self._report(VbucketStatus.REFUSED, reaction.text, out)
+            self._wait(reaction.reason, cause, out)
         elif reaction.action is Action.WAIT_FOR_COLLECTIONS:
             self._refuse(reaction.text, out)
             out.append(RefreshCollections(self.vbid, cause))

@@ -33,6 +33,8 @@ class Action(Enum):
     """Ask which collections there are, and wait until there are some to ask for."""
     GO_BACK = auto()
     """The source cannot continue from there at all: drop the open snapshot, else search for common history."""
+    REFUSED = auto()
+    """Report the refusal, and ask again after a delay of up to a minute: somebody may grant what is missing."""
     STOP = auto()
     """Report and wait for people: asking again cannot help."""
 
@@ -72,8 +74,8 @@ STREAM_ENDS: dict[int, Reaction] = {
         "every collection that is mirrored here was dropped at the source; waiting for one of that name to be created",
     ),
     StreamEndReason.LOST_PRIVILEGES: Reaction(
-        Action.STOP,
-        "the user lost the privilege to stream; grant it DcpProducer and DcpStream (role data_dcp_reader) and restart",
+        Action.REFUSED,
+        "the user lost the privilege to stream; grant it DcpProducer and DcpStream (role data_dcp_reader)",
     ),
 }
 
@@ -94,8 +96,8 @@ REFUSALS: dict[int, Reaction] = {
     Status.ERANGE: Reaction(Action.GO_BACK, "the source calls the position out of range"),
     Status.ROLLBACK: Reaction(Action.GO_BACK, "the source demands a rollback without saying where to"),
     Status.EACCESS: Reaction(
-        Action.STOP,
-        "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader) and restart",
+        Action.REFUSED,
+        "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader)",
     ),
     Status.ENOMEM: Reaction(Action.RETRY, "the source is short of memory and starts no backfills; asking again", _BUSY),
     Status.EBUSY: Reaction(Action.RETRY, "the source is busy; asking again", _BUSY),

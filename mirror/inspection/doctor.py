@@ -26,6 +26,7 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import (
     AuthRejected,
+    BucketChanged,
     BucketMissing,
     ClusterError,
     ConfigError,
@@ -136,13 +137,13 @@ class Doctor:
             if found is None:
                 return self.findings
             cluster_map = found.newest
-            self._judge_map(cluster_map, view)
+            fits = self._judge_map(cluster_map, view)
             self._judge_revisions(found, view)
             await self._open_sessions(cluster_map)
             if self._sessions:
                 self._judge_controls()
                 await self._collections(cluster_map)
-                await self._dry_run(cluster_map, view)
+                await self._dry_run(cluster_map, view if fits else None)
             await self._disk(view)
             return self.findings
         finally:
@@ -286,7 +287,8 @@ class Doctor:
 
     # -- what is there --------------------------------------------------------------------------------------------
 
-    def _judge_map(self, found: ClusterMap, view: View | None) -> None:
+    def _judge_map(self, found: ClusterMap, view: View | None) -> bool:
+        """Judge the map; true if it is that of the bucket in the data directory."""
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
@@ -301,16 +303,10 @@ class Doctor:
         else:
             self._say("map", StepVerdict.OK, text)
         if view is None:
-            return
+            return False
         identity = view.identity
         if identity.bucket_uuid and found.bucket_uuid and identity.bucket_uuid != found.bucket_uuid:
-            self._say(
-                "identity",
-                StepVerdict.FAIL,
-                f"the data directory mirrors uuid {identity.bucket_uuid}: the bucket is another one, or was recreated",
-                "take another data directory, or have this one set aside by `run --replace-bucket`",
-                _OfData(""),
-            )
+            self._fail("identity", BucketChanged.of(identity.bucket_name, identity.bucket_uuid, found.bucket_uuid))
         elif identity.vbucket_count != found.vbucket_count:
             self._say(
                 "identity",
@@ -321,6 +317,8 @@ class Doctor:
             )
         else:
             self._say("identity", StepVerdict.OK, "the data directory mirrors this bucket")
+            return True
+        return False
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
         """Which nodes have an older map, and whether the newest is as new as what the mirror followed before."""

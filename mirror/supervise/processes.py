@@ -59,14 +59,18 @@ class Processes:
         *,
         worker: Command,
         server: Command,
+        ends_on_refusal: bool,
     ) -> None:
-        """`post` gets the messages and the exit of each process. None is planned before `begin`."""
+        """`post` gets the messages and the exit of each process. None is planned before `begin`. `ends_on_refusal` is
+        for the workers.
+        """
         self._context = context
         self._listeners = listeners
         self._event_log = event_log
         self._post = post
         self._worker = worker
         self._server = server
+        self._ends_on_refusal = ends_on_refusal
         self.slots: dict[int, ProcessSlot] = {}
         self.desired: dict[int, tuple[int, ...]] = {}
         """Slot -> its groups, for each process that there should be."""
@@ -184,6 +188,7 @@ class Processes:
             map_floor=None if maps.floor is None else list(maps.floor),
             group_mark=mark_descriptor,
             quarantined=[list(each) for each in self.quarantine.groups.items()],
+            ends_on_refusal=self._ends_on_refusal,
         )
 
     # what processes did

@@ -171,10 +171,7 @@ class Setup:
     def _compare(self, source: Source, identity: Identity) -> None:
         data = self._context.data
         if source.bucket_uuid != identity.bucket_uuid:
-            raise BucketChanged(
-                f"{data} mirrors bucket {identity.bucket_name!r} ({identity.bucket_uuid}), and the source has "
-                f"{source.bucket_name!r} ({source.bucket_uuid})"
-            )
+            raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, source.bucket_uuid)
         if source.vbucket_count != identity.vbucket_count:
             raise BucketChanged(
                 f"{data} mirrors {identity.vbucket_count} vbuckets, and the source has {source.vbucket_count}"

@@ -116,7 +116,13 @@ class Supervisor:
         self._hook = Hook(clock, settings.on_event)
         self._event_log = EventLog(clock, settings.data, self._hook.put)
         self._processes = Processes(
-            self._context, self._listeners, self._event_log, self._events.put_nowait, worker=command, server=server
+            self._context,
+            self._listeners,
+            self._event_log,
+            self._events.put_nowait,
+            worker=command,
+            server=server,
+            ends_on_refusal=until_caught_up,
         )
         self._reports = Reports(
             self._context,

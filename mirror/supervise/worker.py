@@ -261,6 +261,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
         cluster_map=None if newest is None else ClusterMap.from_wire(newest),
         map_floor=None if floor is None else (floor[0], floor[1]),
         share_map=lambda found: send(NewClusterMap(found.to_wire())),
+        ends_on_refusal=start.ends_on_refusal,
     )
     work = MirrorWork(consumer, writers, failures, PinnedPages(clock.monotonic, settings.reader_pin_limit_s), send)
     work.resume_leases(start.leases)

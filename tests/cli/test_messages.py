@@ -31,6 +31,7 @@ from mirror.messages import (
     StartWorker,
     StopService,
     StopWork,
+    Turned,
     UseKvNodes,
     control_command,
     encode,
@@ -47,7 +48,7 @@ MESSAGES: list[PipeMessage] = [
     StopWork(), Request(1, GetStatus()),
     Request(2, HoldPositions("a", 9, [[0, 1, 5]])), Request(3, UseKvNodes(None, 2)),
     Request(4, ReleaseLease("a")), Request(5, RollBack(1, 2)), Request(6, Resync(1)), NewClusterMap({"rev": 2}), Beat(),
-    Ready(), Answer(1, {"vbuckets": []}), Answer(2, error="no"), ExitReport("wrong password", 4, True),
+    Turned(), Ready(), Answer(1, {"vbuckets": []}), Answer(2, error="no"), ExitReport("wrong password", 4, True),
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Mirror:
         self.consumer: Consumer | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def start(self, connection_string: str) -> Consumer:
+    def start(self, connection_string: str, **more: Any) -> Consumer:
         clock = SystemClock()
         self.writers = [
             GroupWriter.open(
@@ -77,7 +77,12 @@ class Mirror:
             for group in self.own_groups
         ]
         self.consumer = Consumer(
-            self.settings, source=parse(connection_string), writers=self.writers, identity=self.identity, clock=clock
+            self.settings,
+            source=parse(connection_string),
+            writers=self.writers,
+            identity=self.identity,
+            clock=clock,
+            **more,
         )
         self.task = asyncio.create_task(self.consumer.run())
         return self.consumer

@@ -328,6 +328,39 @@ async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, tmp_pa
     assert_equal(mirror, cluster)
 
 
+async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_the_old_one_is_back(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string, ends_on_refusal=False)
+    await follow(mirror, cluster)
+    uuid, vbuckets = cluster.bucket.map.bucket_uuid, list(cluster.vbuckets)
+    await cluster.recreate_bucket()
+    await mirror.until(lambda: {mirror.row(vbid)["state"] for vbid in range(VBUCKETS)} == {"refused"}, "refused")
+    assert f"uuid {uuid} is now {cluster.bucket.map.bucket_uuid}" in mirror.row(0)["text"]
+    cluster.bucket.map.bucket_uuid, cluster.bucket.vbuckets = uuid, vbuckets
+    cluster.bucket.map_changed()
+    write(cluster, 100, "later")
+    await follow(mirror, cluster)
+    await mirror.stop()
+
+
+async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+    write(cluster, 100)
+    mirror = mirror_of(cluster, tmp_path)
+    mirror.start(cluster.connection_string, ends_on_refusal=False)
+    await follow(mirror, cluster)
+    privileges = cluster.user.privileges
+    cluster.add_user("demo", "demo", frozenset({"Read"}))
+    cluster.faults.cut()
+    await mirror.until(lambda: mirror.row(0)["state"] == "refused", "refused")
+    cluster.add_user("demo", "demo", privileges)
+    write(cluster, 100, "later")
+    await follow(mirror, cluster)
+    await mirror.stop()
+
+
 async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 100)
     mirror = mirror_of(cluster, tmp_path)

@@ -92,6 +92,8 @@ async def test_node_that_fails_is_tried_again_after_growing_pauses() -> None:
     assert bench.keeper.failures == 3
     assert isinstance(bench.keeper.error, AuthRejected)
     await bench.pass_time(0.5)
+    assert bench.owner.notified[-1] == "three", "after a refusal the pause is longer"
+    await bench.pass_time(4.0)
     assert bench.owner.notified[-1] == "ready"
     assert bench.keeper.failures == 0
     assert bench.keeper.error is None
