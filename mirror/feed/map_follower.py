@@ -22,7 +22,7 @@ from mirror.feed.discovery import discover
 from mirror.feed.map_poll import MapPoller
 from mirror.feed.nodes import pause_s
 from mirror.feed.session import NodeSession
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Node
 from mirror.log import get_logger
 from mirror.wire.frame import Frame
 
@@ -184,6 +184,7 @@ class MapFollower:
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """A node sent its map."""
+        found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
             # A host that left the cluster and serves another bucket of that name says nothing about ours.
@@ -193,6 +194,10 @@ class MapFollower:
             self.offer(found)
         except MirrorError as error:
             self._user.on_map_refused(error)
+
+    def _is_away(self, node: Node) -> bool:
+        address = self._access.address_of(node)
+        return address is not None and self._poller.is_away(address)
 
     def on_first_map(self, found: ClusterMap) -> None:
         """The map of a node that a session is opened to, before anything is requested of it."""

@@ -106,6 +106,11 @@ class MapPoller:
         errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
         return None if None in errors or not errors else errors[-1]
 
+    def is_away(self, address: NodeAddress) -> bool:
+        """True if the node did not answer when it was last queried."""
+        node = self._nodes.get(address)
+        return node is not None and node.failures > 0
+
     def wake(self) -> None:
         """Ask now instead of at the end of the interval."""
         self._wake.set()
@@ -194,9 +199,10 @@ class MapPoller:
         settings = self._access.settings
         try:
             link, handshake = await self._connection(node)
-            known = self._maps.current
+            some_away = any(each.failures for each in self._nodes.values())
+            known = None if some_away else self._maps.current  # theirs may be of equal revision and name other nodes
             config = await fetch_newer_config(link, handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
-            found = self._read(config, node.address) if config and config != node.config else None
+            found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:
             log.debug("no map from node", node=str(node.address), error=str(error))
             node.close()

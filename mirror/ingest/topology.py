@@ -15,8 +15,8 @@ and believes that it is active. Its map is well formed, so the revision is all t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -81,6 +81,8 @@ class ClusterMap:
     """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
     network_offered: bool = True
     """Some node has addresses of that network; else all have their own."""
+    replaces: bool = False
+    """It takes the place of a map of its own revision (`NewestMap.instead`)."""
     of_mirror: bool = False
     """The map of a mirror's DCP port, which names itself alone: its revisions are not those of the cluster's maps."""
 
@@ -143,7 +145,8 @@ class MapVerdict(Enum):
 class NewestMap:
     """The newest map of one bucket, and the rule by which it is replaced: by a newer one, never by an older.
 
-    Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map. A
+    Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map,
+    unless it names other nodes and those that it does not name are away: the cluster was restarted with other ports. A
     mirror that serves as the source numbers its maps by its own starts: such a map is accepted where none of the
     cluster's is followed, and sets no floor.
     """
@@ -169,7 +172,17 @@ class NewestMap:
             return MapVerdict.OLDER
         if current is None or current.of_mirror or found.revision > current.revision:
             return MapVerdict.NEWER
+        if found.replaces and found.revision == current.revision and found.nodes != current.nodes:
+            return MapVerdict.NEWER
         return MapVerdict.KNOWN
+
+    def instead(self, found: ClusterMap, away: Callable[[Node], bool]) -> ClusterMap:
+        """Return the map, marked to replace the followed one if that has its revision and names nodes that are away."""
+        current = self.current
+        if current is None or current.of_mirror or found.revision != current.revision:
+            return found
+        gone = [node for node in current.nodes if node not in found.nodes]
+        return replace(found, replaces=True) if gone and all(map(away, gone)) else found
 
     def take(self, found: ClusterMap) -> bool:
         """Make a map the current one if it is newer; returns whether it was."""

@@ -221,6 +221,24 @@ async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_pat
     assert_equal(mirror, cluster)
 
 
+async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_another_port(tmp_path: Path) -> None:
+    """The cluster was restarted: the same bucket, the same revision, another address."""
+    async with source_of() as cluster:
+        write(cluster, 50)
+        mirror = mirror_of(cluster, tmp_path)
+        mirror.start(cluster.connection_string)
+        await follow(mirror, cluster)
+        await cluster.kill_node(1)
+        node = cluster.nodes[1]
+        await node.start("127.0.0.1", 0)
+        cluster.bucket.map.nodes[1] = node.address
+        cluster.bucket.map._cache.clear()
+        write(cluster, 50, "after")
+        await follow(mirror, cluster)
+        await mirror.stop()
+        assert_equal(mirror, cluster)
+
+
 async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> None:
     async with source_of(advertised_host="node.internal.invalid", external_host="127.0.0.1") as cluster:
         write(cluster, 50)

@@ -177,6 +177,20 @@ def test_whatever_order_maps_come_in_the_revision_followed_only_rises(
     assert followed[-1] == max([(1, 2), *ours])
 
 
+def test_a_map_of_equal_revision_is_followed_where_the_nodes_that_it_does_not_name_are_away() -> None:
+    newest = NewestMap("0123")
+    assert newest.take(parsed())
+    moved = parsed(nodesExt=[{"services": {"kv": 11210, "kvSSL": 11207, "mgmt": 8091}, "thisNode": True}])
+    assert moved.nodes != parsed().nodes
+    assert newest.judge(moved) is MapVerdict.KNOWN
+    assert newest.judge(newest.instead(moved, lambda node: node == A)) is MapVerdict.KNOWN, "the other one is there"
+    assert newest.judge(newest.instead(parsed(rev=6, nodesExt=[]), lambda _node: True)) is MapVerdict.OLDER
+    assert newest.judge(newest.instead(parsed(), lambda _node: True)) is MapVerdict.KNOWN
+    replacing = newest.instead(moved, lambda node: node == B)
+    assert newest.take(replacing)
+    assert newest.judge(replacing) is MapVerdict.KNOWN
+
+
 def test_a_mirrors_map_is_not_compared_with_the_clusters() -> None:
     """Its revision is the second of its start; a client that goes from one to the other is not kept out for ever."""
     newest = NewestMap("0123", (2, 7))
