@@ -21,7 +21,7 @@ Read = Generator[None, None, Contents]
 
 BYTES_MAX = 1
 """Of a page or a piece of changes: one document each."""
-LARGE_BYTES = 64
+LARGE_BYTES = 1
 REFUSALS = (ViewInvalidated, Unavailable, Closed)
 
 
@@ -125,7 +125,11 @@ def in_pages_or_large(get_view: Callable[[], View], pin: Pin) -> Read:
             more = bool(start)
             yield
             if large is not None:
-                found[wire_key(large.document)] = (large.document.seqno, b"".join(large.pieces()))
+                pieces = []
+                for piece in large.pieces():
+                    pieces.append(piece)
+                    yield
+                found[wire_key(large.document)] = (large.document.seqno, b"".join(pieces))
     return found
 
 

@@ -336,6 +336,8 @@ class Store(RuleBasedStateMachine):
             try:
                 changes = list(self.view.changes(token.vbid, since=token))
             except ViewInvalidated:
+                if not self.has_id(token):
+                    continue
                 # Allowed only where history was purged: never merely because of a rollback, nor while it is leased.
                 assert self.purged(token.vbid)
                 assert self.held.get(token, 0) <= self.clock.now or self.was_resynced(token)
@@ -357,6 +359,11 @@ class Store(RuleBasedStateMachine):
             known = all_branches(txn, vbid)
             is_purged = purge_row(txn, vbid).purged_seqno > 0
             return is_purged or 1 not in known or any(row.kept_seqno < SEQNO_MAX for row in known.values())
+
+    def has_id(self, token: Token) -> bool:
+        """False once owners changed so often that the id of its history is not kept any more."""
+        history_ids = self.view.history_ids(token.vbid, token.branch)
+        return not history_ids or token.history_id in history_ids
 
     @invariant()
     def views_show_the_model(self) -> None:
