@@ -8,6 +8,7 @@ a stop is answered within the time that is left; streams end at once, so that th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import sys
@@ -34,6 +35,7 @@ from mirror.serve.listener import Limits
 from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
 from mirror.serve.tls import server_tls
+from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that reads in bulk computes before the event loop has its turn: Python's own 5 ms are as long as
@@ -112,6 +114,8 @@ class HttpServer:
     async def start(self) -> None:
         """Listen."""
         self._set_date()
+        with contextlib.suppress(StorageError):
+            self.service.view.published()  # as in `KvBucket`
         for each in self._listening:
             tls: ssl.SSLContext | None = self._tls if each.tls else None
             factory = partial(BoundedProtocol, self._config, self.gate, {"local": each.local})

@@ -9,6 +9,7 @@ exists or not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from functools import cached_property, partial
@@ -84,6 +85,8 @@ class KvBucket:
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()
+        with contextlib.suppress(StorageError):
+            self.view.published()  # 30 ms for 1,024 vbuckets, once: not in the first request
         self._files = self._file_numbers()
         identity = self.view.identity
         self.name = identity.bucket_name

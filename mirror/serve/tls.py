@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 
 from mirror.config import Settings
@@ -18,6 +19,9 @@ from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.serve.auth import Reader, Users
 from mirror.server.privileges import certified_name
+
+READ_BYTES = 64 * 1024
+"""What is read of a connection in one step. Of records of one byte asyncio's own 256 KiB are a step of 7 ms."""
 
 log = get_logger("tls")
 
@@ -34,6 +38,7 @@ class ListenerTls:
         self._client_ca_file = client_ca_file
         self._stamp = self._stamp_now()
         self._first_authorities = self._stamp[-1]
+        SSLProtocol.max_size = READ_BYTES
         self.context = self._load()
 
     def _load(self) -> ssl.SSLContext:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import multiprocessing
+import secrets
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -13,13 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mirror.wire import codec_kv
+from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
-from mirror.wire.constants import Opcode
+from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Opcode
 from storage.keys import vbid_of
 from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
 from tests.oracle import kv_client
+from tests.serve.kv_rig import ALL_FEATURES
 
 XATTR_PATH = 4
 CONNECTIONS = 2_000
@@ -243,6 +248,220 @@ def scans_of_large_documents(site: Site) -> None:
     at_once(8, read)
 
 
+def scans_that_wait(site: Site) -> None:
+    """For a seqno that does not come: 1,024 of them once looked for it 200,000 times a second."""
+    required = {"vb_uuid": "77", "seqno": 10**12, "timeout_ms": 60_000}
+    body = {"range": {"start": "AA==", "end": "/w=="}, "snapshot_requirements": required}
+    frame = fr.request(Opcode.RANGE_SCAN_CREATE, value=json.dumps(body).encode(), datatype=1)
+
+    def wait() -> None:
+        client = Kv(site.kv)
+        client.ask(codec_kv.hello(b"", ALL_FEATURES))
+        client.send(*[frame] * 64)
+        while True:
+            client.receive()
+
+    at_once(16, wait)
+
+
+def scans_that_are_not_continued(site: Site) -> None:
+    body = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
+    frame = fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid_of(b"large", 16), value=body, datatype=1)
+    clients = [Kv(site.kv) for _ in range(200)]
+    while True:
+        for client in clients:
+            client.send(*[frame] * 64)
+            for _ in range(64):
+                client.receive()
+
+
+def lists_of_features(site: Site) -> None:
+    """Before a login: 60 KiB in each request."""
+    frame = codec_kv.hello(b"", range(30_000))
+
+    def ask() -> None:
+        client = Kv(site.kv, login=False)
+        while True:
+            client.send(*[frame] * 8)
+            for _ in range(8):
+                client.receive()
+
+    at_once(8, ask)
+
+
+def long_names_and_passwords(site: Site) -> None:
+    """Before a login: text that has to be prepared (RFC 4013), 60 KiB of it."""
+    text = "\u00e9" * 15_000
+    frames = (
+        codec_kv.sasl_auth(b"PLAIN", f"\0{text}\0{text}".encode()),
+        codec_kv.sasl_auth(b"SCRAM-SHA512", f"n,,n={text},r={text[:5000]}".encode()),
+    )
+
+    def ask() -> None:
+        client = Kv(site.kv, login=False)
+        for frame in frames * 2:
+            client.ask(frame)
+        client.close()
+
+    at_once(8, ask)
+
+
+def requests_in_single_bytes(site: Site) -> None:
+    """60 KiB, a byte in each packet."""
+    frame = fr.encode(fr.request(Opcode.GET, key=b"k" * 250, value=b"x" * 60_000))
+
+    def trickle() -> None:
+        client = Kv(site.kv)
+        client.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(len(frame)):
+            client.line.send(frame[at : at + 1])
+
+    at_once(8, trickle)
+
+
+def hellos_in_bulk(site: Site) -> None:
+    """250 TLS handshakes begun in one moment, none of which goes on."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+    hello = outgoing.read()
+    while True:
+        lines = []
+        for _ in range(250):
+            with contextlib.suppress(OSError):
+                lines.append(socket.create_connection(("127.0.0.1", site.kv_tls), timeout=2))
+        for line in lines:
+            with contextlib.suppress(OSError):
+                line.send(hello)
+        time.sleep(0.15)
+        for line in lines:
+            line.close()
+
+
+def tls_records_of_one_byte(site: Site) -> None:
+    """Each is decrypted by itself; nobody has logged in."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+
+    def trickle() -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        session = trusting.wrap_bio(incoming, outgoing)
+        line = socket.create_connection(("127.0.0.1", site.kv_tls), timeout=10)
+        while True:
+            try:
+                session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                line.sendall(outgoing.read())
+                incoming.write(line.recv(65536))
+        noops = fr.encode(kv_client.noop()) * 1000
+        for at in range(len(noops)):
+            session.write(noops[at : at + 1])
+        records = outgoing.read()
+        line.sendall(records)
+        line.close()
+
+    at_once(4, trickle)
+
+
+def streams_opened_and_closed(site: Site) -> None:
+    """Of DCP."""
+
+    def ask() -> None:
+        client = Kv(site.dcp)
+        client.ask(codec_kv.select_bucket(b"orders"))
+        client.ask(codec_dcp.to_frame(ev.DcpOpen(secrets.token_hex(8).encode(), int(DcpOpenFlag.PRODUCER))))
+        for _ in range(100):
+            for vbid in set(range(16)) - {vbid_of(b"large", 16)}:
+                request = ev.StreamRequest(vbid, 0, 0, NO_END_SEQNO, 0, 0, 0, opaque=vbid)
+                client.send(codec_dcp.to_frame(request), codec_dcp.to_frame(ev.CloseStream(vbid, opaque=vbid)))
+            client.line.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while client.line.recv(1 << 20):
+                    pass
+            client.line.setblocking(True)
+        client.close()
+
+    at_once(8, ask)
+
+
+def connections_that_take_each_others_name(site: Site) -> None:
+    """Of DCP."""
+
+    def ask() -> None:
+        client = Kv(site.dcp)
+        client.ask(codec_kv.select_bucket(b"orders"))
+        client.ask(codec_dcp.to_frame(ev.DcpOpen(b"the same", int(DcpOpenFlag.PRODUCER))))
+        client.close()
+
+    at_once(16, ask)
+
+
+def bodies_in_chunks_of_one_byte(site: Site) -> None:
+    """100,000 chunks were once one step of 14 ms."""
+
+    def ask() -> None:
+        client = Http(site.http)
+        head = f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{client.head}Transfer-Encoding: chunked\r\n\r\n".encode()
+        while True:
+            client.ask(head + b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n")
+
+    at_once(8, ask)
+
+
+def heads_in_single_bytes(site: Site) -> None:
+    def trickle() -> None:
+        client = Http(site.http)
+        client.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in f"GET / HTTP/1.1\r\n{client.head}X: {'x' * 50_000}".encode():
+            client.line.send(bytes((byte,)))
+
+    at_once(8, trickle)
+
+
+def waits_for_writes(site: Site) -> None:
+    """64 tokens in each of 200 requests, which look for them as long as they wait."""
+    tokens = "&".join(f"token={vbid % 16}:77:{10**12 + vbid}" for vbid in range(64))
+
+    def wait() -> None:
+        client = Http(site.http)
+        client.get(f"/v1/collections/_default/documents/small?timeout_ms=60000&{tokens}")
+
+    at_once(200, wait)
+
+
+def streams_that_come_and_go(site: Site) -> None:
+    def ask() -> None:
+        client = Http(site.http)
+        client.line.sendall(f"GET /v1/changes?since=now HTTP/1.1\r\n{client.head}\r\n".encode())
+        client._more()
+        client.close()
+
+    at_once(8, ask)
+
+
+def pages_that_nobody_waits_for(site: Site) -> None:
+    def ask() -> None:
+        client = Http(site.http)
+        client.line.sendall(f"GET /v1/collections/_default/documents?limit=1000 HTTP/1.1\r\n{client.head}\r\n".encode())
+        client.close()
+
+    at_once(8, ask)
+
+
+def http_clients_that_pipeline_and_read_nothing(site: Site) -> None:
+    """200 of them once kept others waiting for 0.4 s."""
+    one = f"GET /v1/collections/_default/documents/small HTTP/1.1\r\n{Http(site.http).head}\r\n".encode() * 100
+    clients = [Http(site.http) for _ in range(200)]
+    for client in clients:
+        client.line.setblocking(False)
+    while True:
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.line.send(one)
+        time.sleep(0.01)
+
+
 ATTACKS = (
     Attack("kv", checksums_of_a_large_document),
     Attack("kv", checksums_of_many_requests),
@@ -263,6 +482,21 @@ ATTACKS = (
     Attack("http", changes_with_large_documents),
     Attack("kv", large_documents_over_kv),
     Attack("kv", scans_of_large_documents),
+    Attack("kv", scans_that_wait),
+    Attack("kv", scans_that_are_not_continued),
+    Attack("kv", lists_of_features),
+    Attack("kv", long_names_and_passwords),
+    Attack("kv", requests_in_single_bytes),
+    Attack("kv", hellos_in_bulk),
+    Attack("kv", tls_records_of_one_byte),
+    Attack("dcp", streams_opened_and_closed),
+    Attack("dcp", connections_that_take_each_others_name),
+    Attack("http", bodies_in_chunks_of_one_byte),
+    Attack("http", heads_in_single_bytes),
+    Attack("http", waits_for_writes),
+    Attack("http", streams_that_come_and_go),
+    Attack("http", pages_that_nobody_waits_for),
+    Attack("http", http_clients_that_pipeline_and_read_nothing),
 )
 
 

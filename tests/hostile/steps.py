@@ -10,7 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+STEP_MAX_S = 0.005
+"""No step may take longer."""
 
 
 class Steps:
@@ -64,3 +68,19 @@ def timed(thread: threading.Thread | None = None) -> Iterator[Steps]:
         yield steps
     finally:
         asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+def write_long_steps(path: Path) -> None:
+    """From now on, write each step of this process that is longer than `STEP_MAX_S` to a file."""
+    run = asyncio.Handle._run
+    file = path.open("a", buffering=1)
+
+    def measured(handle: Any) -> None:
+        name = name_of(handle)
+        began = time.thread_time()
+        run(handle)
+        seconds = time.thread_time() - began
+        if seconds > STEP_MAX_S:
+            file.write(f"{seconds * 1000:.1f} ms: {name}\n")
+
+    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]

@@ -58,9 +58,30 @@ _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
 _OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
 _OF_LOGINS = "tests/serve/test_logins.py"
+_OF_ADMISSION = "tests/serve/test_admission.py -k 'handshake or said'"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 
 MUTATIONS = (
+    # --- the steps of a listener's event loop
+    Mutation(
+        "mirror/serve/http_protocol.py",
+        "self._gate.turns.call(self._go_on)",
+        "self.loop.call_soon(self._go_on)",
+        "tests/serve/test_http_protocol.py -k ahead_of_their_answers",
+    ),
+    Mutation("mirror/serve/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
+    Mutation(
+        "mirror/serve/admission.py",
+        "self._waiting[peer] = queue",
+        "self._waiting = {peer: queue} | self._waiting",
+        _OF_ADMISSION,
+    ),
+    Mutation(
+        "mirror/serve/kv_scans.py",
+        "scan.position, self._byte_count = following, byte_count",
+        "scan.position = following",
+        "tests/serve/test_kv_scans.py",
+    ),
     # --- a mirror as the source
     Mutation(
         "mirror/feed/watch.py",
