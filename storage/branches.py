@@ -29,9 +29,9 @@ from storage.model import (
 )
 from storage.transaction import Transaction
 
-HISTORY_IDS_MAX = 64
+HISTORY_IDS_MAX = 512
 """Histories of one branch that are kept apart: one for each owner that published on it. Positions of older ones are
-refused."""
+refused. A service that cron starts each minute is an owner each time; a row with all of them takes 10 KiB."""
 
 
 class Moment(NamedTuple):

@@ -8,9 +8,11 @@ msgpack array whose first element is the record's version.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import wraps
 from mmap import mmap
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import cramjam
@@ -339,12 +341,9 @@ those at or below its seqno.
 
 def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
     """Which history a position is of; 0: of none that is known."""
-    found = 0
-    for history_id, above_seqno in history_ids:
-        if found and above_seqno >= seqno:
-            break
-        found = history_id
-    return found
+    if not history_ids:
+        return 0
+    return history_ids[bisect_left(history_ids, seqno, 1, key=itemgetter(1)) - 1][0]
 
 
 class Pub(NamedTuple):
