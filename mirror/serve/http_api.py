@@ -26,7 +26,7 @@ from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
 from mirror.serve.http_requests import Parameters, vbucket
 from mirror.serve.http_service import Service, refuse_websites
-from mirror.serve.http_status import Report
+from mirror.serve.http_status import Report, partly_shown, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
@@ -80,11 +80,16 @@ async def get_collections(request: Request) -> Response:
 
 
 async def get_status(request: Request) -> Response:
-    """The whole status."""
+    """The whole status, as its reader may see it."""
     service: Service = request.state.service
-    await service.reader(request)
+    reader = await service.reader(request)
     Parameters(request, ())
-    return Response(await service.status.rendered(dumps), 200, FRESH, "application/json")
+    render = dumps if reader.reads_all else _some_status
+    return Response(await service.status.rendered(render), 200, FRESH, "application/json")
+
+
+def _some_status(report: Report) -> bytes:
+    return dumps(partly_shown(report))
 
 
 async def get_samples(request: Request) -> Response:
@@ -98,28 +103,36 @@ async def get_samples(request: Request) -> Response:
 async def get_vbuckets(request: Request) -> Response:
     """A row for each vbucket."""
     service: Service = request.state.service
-    await service.reader(request)
+    reader = await service.reader(request)
     Parameters(request, ())
-    return Response(await service.status.rendered(_vbucket_rows), 200, FRESH, "application/json")
+    render = _vbucket_rows if reader.reads_all else _some_vbucket_rows
+    return Response(await service.status.rendered(render), 200, FRESH, "application/json")
 
 
 def _vbucket_rows(report: Report) -> bytes:
     return dumps({"vbuckets": report["vbuckets"]})
 
 
+def _some_vbucket_rows(report: Report) -> bytes:
+    return dumps({"vbuckets": partly_shown_rows(report["vbuckets"])})
+
+
 async def get_vbucket(request: Request) -> Response:
     """One vbucket and its history."""
     service: Service = request.state.service
-    await service.reader(request)
+    reader = await service.reader(request)
     Parameters(request, ())
     view = service.view
     vbid = vbucket(request.path_params["vbid"], view.identity.vbucket_count)
     report = await service.status.report()
+    rows = [row for row in report["vbuckets"] if row["vbid"] == vbid]
+    if not reader.reads_all:
+        rows = partly_shown_rows(rows)
     state = view.state(vbid)
     boundaries = view.boundaries(vbid)
     return _answer(
         {
-            "status": next((row for row in report["vbuckets"] if row["vbid"] == vbid), None),
+            "status": rows[0] if rows else None,
             "failover_log": [{"vbuuid": f"{entry.vbuuid:012x}", "seqno": entry.seqno} for entry in state.failover_log],
             "boundaries": [
                 {

@@ -36,6 +36,17 @@ PAST_SHOWN = 20
 TOGETHER_MS = 5_000
 """Rollbacks of vbuckets within this time of each other, and resyncs, are one entry of the past."""
 
+SHOWN_TO_ALL = frozenset((
+    "service", "state", "reasons", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
+    "vbucket_count", "vbuckets_held", "group_count", "sync", "totals", "catch_up", "disk", "history", "lag_limit_s",
+))  # fmt: skip
+"""What a status says to readers of some collections. Paths, processes, the source's user, names of collections and of
+other readers, and the texts of errors, events and warnings are for readers of everything."""
+PROCESS_SHOWN_TO_ALL = frozenset(
+    ("kind", "slot", "phase", "groups", "uptime_s", "heartbeat_age_s", "restarts", "last_exit_ms")
+)
+ROW_HIDDEN: dict[str, None] = dict.fromkeys(("detail", "last_error", "resync_why"))
+
 READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
 """What server processes call the documents that they gave to readers."""
 
@@ -58,6 +69,29 @@ async def ask_service(data: Path) -> Report | None:
         return None
     found = answer.get("status") if isinstance(answer, dict) and answer.get("ok") else None
     return found if isinstance(found, dict) else None
+
+
+def partly_shown_rows(rows: list[Report]) -> list[Report]:
+    """The rows of vbuckets for readers of some collections: whether a node is in contact, without its address."""
+    return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
+
+
+def partly_shown(report: Report) -> Report:
+    """The status for readers of some collections, in the same shape."""
+    found = {name: value if name in SHOWN_TO_ALL else _hidden(value) for name, value in report.items()}
+    for kind in ("workers", "servers"):
+        found[kind] = [
+            {name: value if name in PROCESS_SHOWN_TO_ALL else _hidden(value) for name, value in row.items()}
+            for row in report[kind]
+        ]
+    return found | {"vbuckets": partly_shown_rows(report["vbuckets"])}
+
+
+def _hidden(value: object) -> object:
+    """An empty value of the same shape."""
+    if isinstance(value, dict):
+        return {name: _hidden(each) for name, each in value.items()}
+    return [] if isinstance(value, list) else "" if isinstance(value, str) else None
 
 
 def reads_of(report: Report) -> dict[str, int]:

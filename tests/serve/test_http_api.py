@@ -166,6 +166,31 @@ def test_an_error_names_no_collection_that_its_reader_may_not_read(guarded: Site
         assert answer.json()["hint"] == "GET /v1/collections lists them"
 
 
+def test_a_reader_of_some_collections_sees_figures_and_no_secrets_of_the_service(guarded: Site) -> None:
+    """The status once showed everybody the path, process ids and the source's user."""
+    secret = "secret-of-the-operator"
+    report = service_report(guarded.data)
+    process = {"pid": 4711, "last_error": secret, "counters": {}, "heartbeat_age_s": 0.1, "groups": [0], "slot": 0}
+    process |= {"phase": "running", "uptime_s": 1.0, "restarts": 0, "last_exit": secret, "last_exit_ms": 1}
+    report |= {"data": secret, "pid": 4711, "source": f"couchbase://{secret}@db1.example/bucket", "message": secret}
+    report |= {"warnings": [secret], "selection": secret, "listeners": {"kv": [secret]}, "source_error": secret}
+    report |= {"workers": [process], "servers": [process | {"kind": "kv"}], "supervisor": {"cpu_percent": 4711}}
+    report |= {"leases": [{"id": "1", "name": secret, "until_ms": 1, "vbuckets": 1}], "events": [{"text": secret}]}
+    for row in report["vbuckets"]:
+        row |= {"detail": secret, "last_error": secret, "resync_why": secret, "node": f"{secret}:11210"}
+    guarded.stands(report)
+    for path in ("/v1/status", "/v1/vbuckets", "/v1/vbuckets/0"):
+        assert secret in guarded.get(path, auth=("all", "secret")).text
+        found = guarded.get(path, auth=("shop", "secret"))
+        assert secret not in found.text
+        assert "4711" not in found.text
+        assert found.json().keys() == guarded.get(path, auth=("all", "secret")).json().keys()
+    shown = guarded.get("/v1/status", auth=("shop", "secret")).json()
+    assert shown["state"] == report["state"]
+    assert shown["workers"][0]["phase"] == "running"
+    assert shown["vbuckets"][0]["node"] == "hidden"
+
+
 @pytest.mark.parametrize(
     "request_line",
     [
