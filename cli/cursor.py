@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mirror.errors import ConfigError, SupervisionError
+from mirror.ownership import private_file
 from storage.view import Token
 
 FILE_BYTES_MAX = 16 << 20
@@ -42,8 +43,8 @@ def save(path: Path, tokens: Iterable[Token]) -> None:
     text = _HEAD + "".join(f"{token}\n" for token in sorted(tokens, key=lambda token: token.vbid))
     temporary = path.with_name(path.name + ".new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with private_file(temporary, replaces=path) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

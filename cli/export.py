@@ -23,6 +23,7 @@ from cli.get import as_of_from
 from mirror.document import values
 from mirror.errors import ConfigError
 from mirror.lease import hold
+from mirror.ownership import private_file
 from mirror.serve.objects import document_json, dumps
 from storage import bulk, records
 from storage.errors import StorageError, UnknownCollection, ViewInvalidated
@@ -140,9 +141,9 @@ def opened(to: str) -> Iterator[IO[bytes]]:
         sys.stdout.buffer.flush()
         return
     temporary = to + ".new"
-    os.makedirs(os.path.dirname(to) or ".", exist_ok=True)
+    os.makedirs(os.path.dirname(to) or ".", mode=0o700, exist_ok=True)
     try:
-        with open(temporary, "wb") as file:
+        with private_file(temporary, replaces=to) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -37,8 +37,15 @@ if TYPE_CHECKING:
     from mirror.spark.progress import BatchFigures, MergeFigures
     from mirror.spark.runner import Runner
 
+
+def private() -> None:
+    """Let what is written be this user's alone: libraries open the files."""
+    os.umask(0o077)
+
+
 app = typer.Typer(
     name="pipeline",
+    callback=private,
     help="Exports, lake tables, comparison and parallel backfill; on this machine or on Spark.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

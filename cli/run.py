@@ -22,6 +22,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
 from mirror.feed.connection_string import parse
+from mirror.ownership import refuse_files_of_others
 from mirror.supervise import logs
 from mirror.supervise.replace import set_aside_another_bucket
 from mirror.supervise.source import look_up_with
@@ -135,6 +136,7 @@ def run(
 
     def read() -> LoadedSettings:
         loaded = options.settings_from(flags, config=config, pairs=pairs)
+        refuse_files_of_others(loaded.settings, config)
         logs.set_up(loaded.settings.log_level, json=loaded.settings.log_json)
         return loaded
 

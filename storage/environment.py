@@ -242,6 +242,8 @@ class Environment:
     def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
         """Open the file. Raises StorageError."""
         refuse_unsound_lmdb()
+        if os.path.islink(os.path.join(path, LOCK_FILE)):  # LMDB would write where it leads
+            raise StorageError(f"{LOCK_FILE} is a symbolic link", path=path, hint="remove the link")
         try:
             return lmdb.open(
                 path,

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 from pathlib import Path
 
 import psutil
 
 from mirror.errors import ConfigError, SupervisionError
+from mirror.ownership import refuse_others
 from mirror.supervise.event_log import EVENTS_FILE
 from storage import directory, map_record
 
@@ -101,13 +101,8 @@ def is_served(data: Path) -> bool:
 
 
 def refuse_foreign(data: Path) -> None:
-    """Raise ConfigError when `data` is no mirror and holds somebody's files, or when anybody could put files there."""
-    if data.stat().st_mode & stat.S_IWOTH:
-        raise ConfigError(
-            f"{data} can be written by every user of this machine",
-            hint=f"chmod o-w {data}, and look whose files are in it",
-            setting="data",
-        )
+    """Raise ConfigError when `data` is no mirror and holds somebody's files, or when others could put files there."""
+    refuse_others(data, "the data directory", "data")
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,35 @@ def test_a_directory_gets_a_file_for_each_vbucket_and_a_file_its_name_at_the_end
     assert call("export", "--data", mirrored, "--to", tmp_path / "one.jsonl", "--vbid", "3").code == 0
     assert (tmp_path / "one.jsonl").read_bytes() == files[3].read_bytes()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one.jsonl", "split"]
+
+
+def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_more(
+    mirrored: Path, tmp_path: Path
+) -> None:
+    """Files had the mode 0644 once, and 0666 with a umask of 0."""
+
+    def export_to(to: str, *more: object) -> None:
+        assert call("export", "--data", mirrored, "--vbid", 3, "--to", to, *more, preexec_fn=no_umask).code == 0
+
+    def modes(*paths: Path) -> list[str]:
+        return [f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths]
+
+    export_to(f"{tmp_path}/split/", "--cursor", tmp_path / "cursor")
+    assert modes(tmp_path / "split", tmp_path / "split" / "vbucket-00003.jsonl", tmp_path / "cursor") == [
+        "700",
+        "600",
+        "600",
+    ]
+    for path, mode in ((tmp_path / "split", 0o755), (tmp_path / "cursor", 0o640), (tmp_path / "one", 0o644)):
+        path.touch()
+        path.chmod(mode)
+    export_to(str(tmp_path / "one"), "--cursor", tmp_path / "cursor")
+    export_to(f"{tmp_path}/split/")
+    assert modes(tmp_path / "split", tmp_path / "one", tmp_path / "cursor") == ["755", "644", "640"]
+
+
+def no_umask() -> None:
+    os.umask(0)
 
 
 @pytest.fixture(scope="module")

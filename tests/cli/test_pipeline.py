@@ -29,6 +29,7 @@ def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> 
     assert (facts["documents"], facts["format"], facts["vbuckets"], facts["version"]) == (183, "parquet", 16, None)
     table = ds.dataset(tmp_path / "out", format="parquet").to_table()
     assert table.num_rows == 183
+    assert {each.stat().st_mode & 0o077 for each in ((tmp_path / "out"), *(tmp_path / "out").rglob("*"))} == {0}
     assert "\ufffdbase64://5rZXk=" in table.column("key").to_pylist()
     again = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out")
     assert again.code == 2

@@ -57,6 +57,7 @@ _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_ch
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
 _OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
+_OF_OWNERSHIP = "tests/supervise/test_ownership.py"
 _OF_LOGINS = "tests/serve/test_logins.py"
 _OF_ADMISSION = "tests/serve/test_admission.py -k 'handshake or said'"
 _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
@@ -641,4 +642,7 @@ MUTATIONS = (
         _OF_BIT_FLIPS,
     ),
     Mutation("storage/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
+    # --- files of others are not believed, and documents are written for this user alone
+    Mutation("mirror/ownership.py", "(stat.S_IWGRP | stat.S_IWOTH)", "stat.S_IWOTH", _OF_OWNERSHIP),
+    Mutation("mirror/ownership.py", "not in (0, os.geteuid())", "not in (0, found.st_uid)", _OF_OWNERSHIP),
 )

@@ -276,6 +276,18 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
     writer.close()
 
 
+def test_a_link_in_place_of_the_lock_file_is_not_followed(path: str, clock: Clock, tmp_path: Path) -> None:
+    open_writer(path, clock=clock).close()
+    victim, lock = tmp_path / "victim", os.path.join(directory.group_path(path, 0), "lock.mdb")
+    victim.write_bytes(b"precious")
+    os.unlink(lock)
+    os.symlink(victim, lock)
+    for attempt in (lambda: open_writer(path, clock=clock), lambda: open_view(path).get(keys_of(0, 1)[0])):
+        with pytest.raises(StorageError, match=r"lock\.mdb is a symbolic link"):
+            attempt()
+    assert victim.read_bytes() == b"precious"
+
+
 def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file_alone(path: str, clock: Clock) -> None:
     """In a process of its own, in which permissions bind root too."""
     open_writer(path, clock=clock).close()

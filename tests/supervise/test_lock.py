@@ -76,14 +76,15 @@ def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_a_directory_that_anybody_may_write_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o1777, 0o770])
+def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    data.chmod(0o1777)
-    with pytest.raises(ConfigError, match="every user of this machine") as caught:
+    data.chmod(mode)
+    with pytest.raises(ConfigError, match="can be written by other users") as caught:
         ServiceLock(data)
-    assert f"chmod o-w {data}" in caught.value.hint
-    data.chmod(0o770)
+    assert f"chmod go-w {data}" in caught.value.hint
+    data.chmod(0o750)
     ServiceLock(data).release()
 
 

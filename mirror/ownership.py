@@ -1,0 +1,68 @@
+"""Owners and modes of files: which ones a service believes, and who may read what the commands write.
+
+Never knows what the files hold. Invariants: a service believes no file or directory that another user owns or others
+may write (sshd's rule); documents leave the mirror in files of mode 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import IO
+
+from mirror.config import PasswordSource, Settings
+from mirror.errors import ConfigError
+
+
+def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
+    """Raise ConfigError for a file of the settings that another user owns, or that others may write."""
+    password = PasswordSource.of(settings)
+    secret = None if password.folder is None else password.folder / "password"
+    for what, setting, path in (
+        ("the settings file", "config", config),
+        ("the users file", "users_file", settings.users_file),
+        ("the password file", "password_file", password.file),
+        ("the password file", "secrets_dir", secret),
+        ("the key", "listen_tls_key_file", settings.listen_tls_key_file or settings.listen_tls_cert_file),
+        ("the key", "tls_client_key_file", settings.tls_client_key_file or settings.tls_client_cert_file),
+    ):
+        if path is not None:
+            refuse_others(path, what, setting)
+
+
+def refuse_others(path: Path, what: str, setting: str) -> None:
+    """Raise ConfigError if another user owns a file or directory, or others may write it. A missing one passes."""
+    try:
+        found = path.stat()
+    except OSError:
+        return
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{what} {path} belongs to user {_name(found.st_uid)}, who could change it",
+            hint=f"make it root's or this user's: chown {_name(os.geteuid())} {path}",
+            setting=setting,
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{what} {path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"chmod go-w {path}, and look what is in it",
+            setting=setting,
+        )
+
+
+def private_file(path: str | os.PathLike[str], *, replaces: str | os.PathLike[str]) -> IO[bytes]:
+    """A file to write for this user alone, or with the mode of the file that it is to replace. Raises OSError."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
+    with contextlib.suppress(FileNotFoundError):
+        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(replaces).st_mode))
+    return file
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,66 @@
+"""Files and directories of other users, or that others may write, are refused by name before a service starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mirror.config_reader import validated
+from mirror.errors import ConfigError
+from mirror.ownership import refuse_files_of_others, refuse_others
+from tests.cli.conftest import call
+
+NAMED = ("users_file", "password_file", "listen_tls_key_file", "tls_client_key_file")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_text("x")
+    path.chmod(0o644)
+    return path
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+@pytest.mark.parametrize("setting", [*NAMED, "config"])
+def test_a_file_that_others_may_write_is_refused_by_name(file: Path, setting: str, mode: int) -> None:
+    settings = validated({} if setting == "config" else {setting: file})
+    config = file if setting == "config" else None
+    refuse_files_of_others(settings, config)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{file} can be written by other users") as caught:
+        refuse_files_of_others(settings, config)
+    assert caught.value.setting == setting
+    assert f"chmod go-w {file}" in caught.value.hint
+
+
+@pytest.mark.parametrize("setting", ["listen_tls_cert_file", "tls_client_cert_file"])
+def test_a_certificate_that_holds_its_key_is_judged_as_one(file: Path, setting: str) -> None:
+    file.chmod(0o666)
+    with pytest.raises(ConfigError, match="can be written"):
+        refuse_files_of_others(validated({setting: file}), None)
+
+
+def test_a_file_of_another_user_is_refused_and_roots_is_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 4711)
+    if file.stat().st_uid:
+        with pytest.raises(ConfigError, match="belongs to user"):
+            refuse_others(file, "the users file", "users_file")
+        return
+    refuse_others(file, "the users file", "users_file")
+    os.chown(file, 4712, -1)
+    with pytest.raises(ConfigError, match="belongs to user 4712"):
+        refuse_others(file, "the users file", "users_file")
+
+
+def test_a_service_does_not_start_with_such_a_file(tmp_path: Path, file: Path) -> None:
+    file.chmod(0o666)
+    source = "couchbase://demo@127.0.0.1:1/orders"
+    for flags in (("--config", file), ("--set", f"users_file={file}"), ("--set", f"password_file={file}")):
+        file.write_text("")
+        found = call("run", "--source", source, "--data", tmp_path / "data", *flags)
+        assert found.code == 2
+        assert f"{file} can be written by other users" in found.err
+    assert not (tmp_path / "data").exists()
