@@ -108,6 +108,15 @@ def test_the_mirror_of_the_compose_file_has_no_rights_and_waits_for_its_source()
     assert "image: dcp-mirror" in mirror
 
 
+def test_the_mirror_of_the_compose_file_reads_no_file_of_the_host() -> None:
+    """The password was one, written with umask 077 by another user than the image's, who could not read it."""
+    services, _, rest = (FOLDER / "compose.yaml").read_text().partition("\nvolumes:\n")
+    assert re.findall(r"^    (?:secrets|configs|env_file):.*", services, re.M) == []
+    mounted = [flow(text) for text in re.findall(r"^    volumes: (.+)", services, re.M)]
+    assert mounted == [["mirror:/data"]]
+    assert rest == "  mirror:\n", "a volume of the engine"
+
+
 def flow(text: str) -> list[str]:
     """A list as YAML writes it in one line, with plain and quoted words."""
     return [json.loads(word) if word[0] == '"' else word for word in re.findall(r'"(?:[^"\\]|\\.)*"|[^\s,\[\]]+', text)]
@@ -153,23 +162,39 @@ def containers(replaced: dict[str, str]) -> Containers:
     )
 
 
+def given_to_compose(folder: Path) -> dict[str, str]:
+    """The environment that the command of docs/operations.md gives to compose, found by a podman that prints it."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (command,) = re.findall(r"\n(.*podman compose .*)\n", text)
+    program = folder / "podman"
+    program.write_text("#!/bin/sh\nenv\n")
+    program.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    said = subprocess.run(["sh", "-c", command], env={"PATH": path}, cwd=folder, capture_output=True, check=True)
+    return dict(line.split("=", 1) for line in said.stdout.decode().splitlines())
+
+
+def filled_in(text: str, variables: dict[str, str]) -> str:
+    """A value of the compose file whose variable must be set: `${NAME:?why}`."""
+    found = re.fullmatch(r"\$\{(\w+):\?.+\}", text)
+    return variables[found[1]] if found else text
+
+
 @pytest.mark.ci
 def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: Path) -> None:
     """Those of source, mirror and both health checks, with the variables of image and compose file and no others."""
-    secret = tmp_path / "password"
-    secret.write_text("demo")
-    secret.chmod(0o600)
     http, source_port, kv = (str(free_port()) for _ in range(3))
+    given = given_to_compose(tmp_path)
     there = {
         "8080": http,
         "11310": source_port,
         "11410": kv,
         "/data": f"{tmp_path}/mirror",
-        "/run/secrets/password": str(secret),
     }
     found = containers(there)
     assert set(re.findall(r"\b\d{4,5}\b", " ".join([*found.source[1:4], *found.mirror_check]))) == {http, source_port}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {name: filled_in(value, given) for name, value in found.variables.items()}
     base = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def healthy(check: list[str]) -> bool:
@@ -181,7 +206,7 @@ def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: P
     more: Any = {"stdout": log, "stderr": subprocess.STDOUT, "process_group": 0, "cwd": tmp_path}
     with (
         ProcessGroup(found.source, env=base, **more),
-        ProcessGroup(found.mirror, env=base | found.variables, **more) as mirror,
+        ProcessGroup(found.mirror, env=base | variables, **more) as mirror,
     ):
         until("the source to be healthy", lambda: healthy(found.source_check))
         until("the mirror to be healthy", lambda: healthy(found.mirror_check))
