@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,7 +281,9 @@ def new_salt_key() -> str:
 def read_users(path: Path) -> dict[str, Any]:
     """The file's document. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would not open
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _bad(path, "is not a file")
             data = file.read(USERS_FILE_BYTES_MAX + 1)
         document = json.loads(data) if len(data) <= USERS_FILE_BYTES_MAX else None
     except OSError as error:

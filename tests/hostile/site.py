@@ -20,13 +20,18 @@ from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame
+from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until
 from tests.serve.certificates import make_certificate
-from tests.serve.kv_rig import Store
+from tests.serve.kv_rig import DEFAULT, Store
 
 USER, PASSWORD = "ann", "a good password"
 VALUE = b'{"small": true}'
+BOB = "bob"
+"""A user of the default collection, with the same password."""
+SECRET = b'{"secret": "TOPSECRET"}'
+"""The document `secret` of `hr.salaries`, which has the number 9."""
 LARGE_BYTES = 20 * 1024 * 1024
 MIDDLE_BYTES = 300 * 1000
 PAUSE_S = 0.002
@@ -36,12 +41,15 @@ MIB = 1024 * 1024
 class Kv:
     """A KV client that waits for each answer."""
 
-    def __init__(self, port: int, *, login: bool = True, timeout_s: float = LIMIT_S) -> None:
+    def __init__(self, port: int, *, login: bool = True, user: str = USER, timeout_s: float = LIMIT_S) -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
         self._buffer = FrameBuffer()
         if login:
-            answer = self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0{PASSWORD}".encode()))
-            assert answer.status == 0, answer
+            assert self.log_in(user) == 0
+
+    def log_in(self, user: str, password: str = PASSWORD) -> int:
+        """The status of a login."""
+        return self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode())).status
 
     def send(self, *frames: Frame) -> None:
         self.line.sendall(b"".join(map(fr.encode, frames)))
@@ -69,9 +77,9 @@ class Kv:
 class Http:
     """An HTTP client that keeps its connection."""
 
-    def __init__(self, port: int, *, login: bool = True) -> None:
+    def __init__(self, port: int, *, login: bool = True, user: str = USER) -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-        token = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        token = base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()
         self.head = "Host: localhost\r\n" + (f"Authorization: Basic {token}\r\n" if login else "")
 
     def get(self, path: str) -> tuple[int, bytes]:
@@ -141,6 +149,14 @@ class Site:
         return int(self.servers()[kind].memory_info().rss)
 
 
+def write_users(folder: Path, *names: str) -> Path:
+    """The users file of the service."""
+    users = {name: entry_of(PASSWORD, ("_default._default",) if name == BOB else ("*",)) for name in names}
+    path = folder / "users.json"
+    path.write_text(json.dumps({"users": users, "salt_key": new_salt_key()}))
+    return path
+
+
 def p99_s(read: Callable[[], object], count: int) -> float:
     """The longest but one in a hundred of the times that a client waits for a document."""
     waits = []
@@ -171,14 +187,15 @@ def attacked(folder: Path, *settings: str, **more: Any) -> Iterator[Site]:
     for number, (key, value) in enumerate(documents.items(), 1):
         vbid = store.put(key, value, number, datatype=1)
         seqnos[vbid] = number
+    store.collections(10, {8: "hr"}, DEFAULT, Collection(9, 8, "salaries", Seqno(10)))
+    store.put(b"secret", SECRET, 11, cid=9, datatype=1)
     store.close()
-    users = folder / "users.json"
-    users.write_text(json.dumps({"users": {USER: entry_of(PASSWORD)}, "salt_key": new_salt_key()}))
+    write_users(folder, USER, BOB)
     cert, key_file = make_certificate(folder)
     kv, kv_tls, http, http_tls, dcp, dcp_tls = free_ports(6)
     flags = [
         "--kv", f"{kv},tls://127.0.0.1:{kv_tls}", "--http", f"{http},tls://127.0.0.1:{http_tls}", "--dcp", f"{dcp},tls://127.0.0.1:{dcp_tls}",
-        "--workers", "1", "--set", f"users_file={users}", "--set", f"listen_tls_cert_file={cert}",
+        "--workers", "1", "--set", f"users_file={folder / 'users.json'}", "--set", f"listen_tls_cert_file={cert}",
         "--set", f"listen_tls_key_file={key_file}", *(part for each in settings for part in ("--set", each)),
     ]  # fmt: skip
     steps = folder / "steps"
