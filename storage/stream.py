@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from storage import branches, chain, index, keys, prepares, validity
-from storage.errors import ViewInvalidated
-from storage.model import FailoverLog, Manifest, purge_seqno_of
+from storage import branches, chain, changes, index, keys, prepares, validity
+from storage.errors import CorruptedError, ViewInvalidated
+from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, purge_seqno_of
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader
@@ -25,6 +25,8 @@ from storage.view import View
 
 PIECE_ROWS = 2_000
 """Rows looked at in one transaction at most."""
+SETTLED_MS = 10_000
+"""A boundary that is older than the newest one by so much is not expected to be lost in a failover."""
 PIECE_BYTES = 1024 * 1024
 """Bytes of prepares read in one transaction where their last one is looked for."""
 
@@ -85,22 +87,93 @@ def served_state(view: View, vbid: int) -> ServedState:
     )
 
 
-def shared_seqno(view: View, vbid: int, pinned: ServedState, seqno: int) -> int:
-    """Where a follower stood last that holds more than `seqno` of a history which is the served one's up to there.
+def next_end(view: View, vbid: int, served: ServedState, after_seqno: int, least_seqno: int) -> ServedState:
+    """Return what was served at the end of a follower's next snapshot: the next kept boundary above `after_seqno`.
 
-    What it was sent after the boundary that the mirror itself went back to came in snapshots that left out versions
-    which the lost ones replaced. Where the mirror did not go back it is the newest kept boundary up to `seqno`; 0 where
-    there is none, and below the floor: where it went back to down there is not known any more (`merge`).
+    It is not below `least_seqno`, the end of a snapshot that the follower holds in part. A follower that stands below
+    the floor gets one snapshot up to the newest boundary that is settled (`SETTLED_MS`): the floor itself would be gone
+    before a large snapshot is sent. `shared_seqno` knows of such snapshots. `rows` checks that `served` still holds.
+    """
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        floor = txn.pub(vbid).floor_seqno
+        links = served.links
+        kept = chain.boundaries_after(txn, reader.vbid, links, max(after_seqno, least_seqno - 1, floor - 1))
+        seqno = next((int(each.seqno) for each in kept), served.seqno)
+        if after_seqno < floor:
+            seqno = max(seqno, _settled_seqno(txn, reader.vbid, links, floor))
+        if seqno == served.seqno:
+            return served
+        links = chain.recut(links, seqno)
+        manifest = reader.manifest(txn, branches.manifest_key_on(txn, vbid, links))
+    return served._replace(seqno=seqno, links=links, manifest=manifest)
+
+
+def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno: int) -> int:
+    """The newest boundary that is older than the newest one by SETTLED_MS; the floor if none is."""
+    newest_ms = None
+    for boundary in chain.boundaries(txn, vbid, links):
+        newest_ms = boundary.history_ms if newest_ms is None else newest_ms
+        if boundary.seqno <= floor_seqno:
+            break
+        if newest_ms - boundary.history_ms >= SETTLED_MS:
+            return int(boundary.seqno)
+    return floor_seqno
+
+
+def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """Where a follower stood last that holds more than `seqno` of the history `vbuuid`, which is the served one's up to
+    there; 0 if that is not known.
+
+    It is the boundary that the mirror went back to from that history: no snapshot was sent across it, unless the mirror
+    lost boundaries of SETTLED_MS or more (`next_end`), or the follower was sent those of a copy that a resync replaced.
+    A mirror that did not go back had not sent what was lost: then it is the newest kept boundary of that history.
     """
     if seqno < pinned.floor_seqno:
         return 0
-    for link in pinned.links:
-        if 0 < link.base_seqno <= seqno:
-            return link.base_seqno
     reader = view.reader(vbid)
+    lost = {each.to_branch: each for each in changes.rollbacks(reader)}
+    passed = [lost[Branch(link.branch)] for link in pinned.links if link.branch in lost and link.base_seqno <= seqno]
+    of_history = [each for each in passed if each.from_vbuuid == vbuuid]
     with reader.environment.read() as txn:
-        found = chain.newest_boundary(txn, reader.vbid, pinned.links, seqno)
-    return int(found.seqno) if found is not None and found.seqno >= pinned.floor_seqno else 0
+        root = pinned.links[-1].branch
+        resynced = branches.get_branch(txn, vbid, root).reason == BranchReason.RESYNC
+        left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
+        if len(of_history) > 1 or (resynced and not of_history):
+            return 0
+        if left:
+            base_seqno = int(left[0].to_seqno)
+            unknown = _lost_settled(txn, reader.vbid, left[0])
+            return 0 if unknown or (resynced and base_seqno < _former_seqno(txn, reader.vbid, root)) else base_seqno
+        for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
+            if boundary.seqno < pinned.floor_seqno:
+                break
+            if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
+                return int(boundary.seqno)
+    return 0
+
+
+def _former_seqno(txn: Transaction, vbid: Vbid, root: int) -> int:
+    """The newest boundary of the copy that a resync replaced; 0 once nothing of it is left."""
+    seen = [branch for branch, row in branches.all_branches(txn, vbid).items() if branch < root and row.time_ms]
+    if not seen:
+        return 0
+    links = chain.load(txn, vbid, seen[-1], SEQNO_MAX)
+    newest = chain.newest_boundary(txn, vbid, links, SEQNO_MAX)
+    return int(newest.seqno) if newest is not None else 0
+
+
+def _lost_settled(txn: Transaction, vbid: Vbid, lost: changes.Rollback) -> bool:
+    """True if one of the boundaries that a rollback took back was settled, or nobody knows any more."""
+    try:
+        links = chain.load(txn, vbid, lost.from_branch, lost.from_seqno)
+        first = next(chain.boundaries_after(txn, vbid, links, lost.to_seqno), None)
+        newest = chain.newest_boundary(txn, vbid, links, lost.from_seqno)
+    except CorruptedError:  # the branch is gone
+        return True
+    if first is None or newest is None or any(link.kept_seqno < link.cut > lost.to_seqno for link in links):
+        return True
+    return newest.history_ms - first.history_ms >= SETTLED_MS
 
 
 class Commits:

@@ -29,6 +29,7 @@ from storage import stream as store
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
 from storage.stream import ServedState
+from storage.view import View
 
 STREAMS_MAX = 16_384
 """Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""
@@ -62,6 +63,24 @@ def published_history(served: ServedState) -> PublishedHistory:
     """What stream requests are judged by: the source's failover log, cut at what is published here."""
     log = FailoverLog.of((vbuuid, min(seqno, served.seqno)) for vbuuid, seqno in served.failover_log)
     return PublishedHistory(log, served.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
+
+
+def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
+    """Below what the rule answers if the client holds what the source lost (docs/protocol.md 4.2). Raises Refused if it
+    holds only what is not published here yet (4.8); StorageError.
+    """
+    is_inside = request.start_seqno > request.snap_start_seqno
+    held_seqno = request.snap_end_seqno if is_inside else request.start_seqno
+    end_seqno = (history.answered_log or FailoverLog()).end_of(request.vbuuid, SEQNO_MAX)
+    lacks_deletions = not seqno and request.start_seqno < history.purge_seqno
+    if end_seqno is None or lacks_deletions:
+        return seqno
+    if history.high_seqno < held_seqno <= end_seqno:
+        raise Refused(Status.NOT_MY_VBUCKET, bare=True)
+    if not seqno or held_seqno <= end_seqno or (is_inside and seqno == request.snap_start_seqno):
+        return seqno
+    assert history.served is not None
+    return store.shared_seqno(view, request.vbid, history.served, request.vbuuid, seqno)
 
 
 class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
@@ -161,23 +180,9 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         return published_history(self._bucket.state_for_dcp(request.vbid))
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
-        """Below what the rule answers if the client holds what the source lost (docs/protocol.md 4.2). Raises Refused
-        if it holds only what is not published here yet (4.8).
-        """
-        held_seqno = request.snap_end_seqno if request.start_seqno > request.snap_start_seqno else request.start_seqno
-        log = history.answered_log or FailoverLog()
-        end_seqno = log.end_of(request.vbuuid, SEQNO_MAX)
-        lacks_deletions = not seqno and request.start_seqno < history.purge_seqno
-        if end_seqno is None or lacks_deletions:
-            return seqno
-        if history.high_seqno < held_seqno <= end_seqno:
-            raise Refused(Status.NOT_MY_VBUCKET, bare=True)
-        if not seqno or held_seqno <= end_seqno:
-            return seqno
         assert isinstance(history, PublishedHistory)
-        assert history.served is not None
         try:
-            return store.shared_seqno(self._bucket.view, request.vbid, history.served, seqno)
+            return rollback_seqno(self._bucket.view, request, history, seqno)
         except StorageError as error:
             raise Refused(Status.ETMPFAIL, f"the store cannot be read: {error}") from error
 

@@ -40,6 +40,8 @@ PIECE_BYTES = 256 * 1024
 PIECES_PER_TURN = 4
 """Pieces of which the filter showed nothing, before the others have their turn."""
 
+SNAPSHOTS_PER_TURN = 32
+
 log = get_logger("dcp")
 
 
@@ -88,7 +90,10 @@ class DcpStream:
         self._holds_nothing = request.start_seqno == 0
         """The client has no document but those of this stream's first snapshot."""
         self._level = False
+        self._served: ServedState | None = None
+        """What the mirror serves, as of this turn."""
         self._pinned: ServedState | None = None
+        """What it served at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
         self._marker_end_seqno = 0
         self._last_sent_seqno = 0
@@ -101,15 +106,18 @@ class DcpStream:
     def take(self, bytes_max: int) -> bytes:
         """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
         out = bytearray()
-        self.waiting = False
-        pieces = 0
+        self.waiting, self._served = False, None
+        pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
         try:
             while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting):
                 if self._pinned is None:
+                    if self.snapshot_count == snapshots_max:
+                        break
                     self._begin(out)
                 elif self.position_seqno < self._pinned.seqno:
+                    row_count = self.row_count
                     self._fill(out, min(bytes_max - len(out), PIECE_BYTES))
-                    pieces += 1
+                    pieces += self.row_count == row_count
                 else:
                     self._finish(out)
         except HistoryUnavailable as left:
@@ -131,8 +139,10 @@ class DcpStream:
 
     def _begin(self, out: bytearray) -> None:
         """Begin the next snapshot, or see why there is none."""
-        now = store.served_state(self._view(), self.vbid)
         position = self.position_seqno
+        now = self._served
+        if now is None or now.seqno <= position:
+            now = store.served_state(self._view(), self.vbid)
         shared = now.has(self._branch, max(position, self._shared_seqno))
         if not (now.whole and shared) or now.failover_log != self._failover_log:
             out += self.end(StreamEndReason.STATE_CHANGED)
@@ -143,8 +153,9 @@ class DcpStream:
         elif now.seqno <= position:
             self.waiting = self._level = True
         else:
-            self._branch, self._shared_seqno = now.branch, 0
-            self._open(out, now)
+            pinned = store.next_end(self._view(), self.vbid, now, position, self._shared_seqno)
+            self._served, self._branch, self._shared_seqno = now, now.branch, 0
+            self._open(out, pinned)
 
     def _open(self, out: bytearray, now: ServedState) -> None:
         position = self.position_seqno

@@ -20,3 +20,9 @@ def source(tmp_path: Path) -> Iterator[Source]:
 def site(source: Source, tmp_path: Path) -> Iterator[Site]:
     with running(tmp_path / "data", source) as served:
         yield served
+
+
+@pytest.fixture
+def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first backfill is one snapshot, up to what is published."""
+    monkeypatch.setattr("storage.stream.SETTLED_MS", 0)

@@ -14,9 +14,10 @@ from mirror.ingest import collections as manifests
 from mirror.ingest.rollback import Accept, RollbackAnswer
 from mirror.serve.dcp_connection import ABILITIES
 from mirror.serve.dcp_filter import ServedFilter
-from mirror.serve.dcp_producer import published_history
+from mirror.serve.dcp_producer import published_history, rollback_seqno
 from mirror.serve.dcp_stream import DcpStream
 from mirror.server.controls import Controls
+from mirror.server.errors import Refused
 from mirror.server.producer import judge
 from mirror.wire import codec_dcp
 from mirror.wire.buffer import FrameBuffer
@@ -256,12 +257,14 @@ class World:
 
 
 class WatchedStream(DcpStream):
-    """Remembers on which branch each of its snapshots ended."""
+    """Remembers what was served at the end of each of its snapshots."""
 
-    branch_of: dict[int, int]
+    world: World
+    expected_at: dict[int, State]
 
     def _open(self, out: bytearray, now: stream.ServedState) -> None:
-        self.branch_of[now.seqno] = now.branch
+        at = [(link.branch, now.seqno) for link in now.links if link.base_seqno <= now.seqno]
+        self.expected_at[now.seqno] = next(self.world.expected[each] for each in at if each in self.world.expected)
         super()._open(out, now)
 
 
@@ -318,21 +321,26 @@ class Client:
                 0, 0, start, NO_END_SEQNO, self.log.vbuuid_at(start), snap_start, snap_end, opaque=7
             )
             stream_filter = ServedFilter(collections=self.collections, purge_seqno=purge_seqno)
-            answer = judge(request, published_history(served), stream_filter.purge_seqno)
+            history = published_history(served)
+            answer = judge(request, history, stream_filter.purge_seqno)
             if isinstance(answer, Accept):
                 self._count("middle" if middle else "accepted")
                 self.log = served.failover_log
                 controls = replace(self.controls)
                 self.stream = WatchedStream(request, served, stream_filter, controls, lambda: world.view)
-                self.stream.branch_of = {}
+                self.stream.world, self.stream.expected_at = world, {}
                 return
             assert isinstance(answer, RollbackAnswer), answer
-            self._count("rolled back")
-            self._forget_part()
-            while self.boundaries and self.boundaries[-1].seqno > answer.seqno:
+            try:
+                seqno = rollback_seqno(world.view, request, history, answer.seqno)
+            except Refused:  # it holds what is not published yet
+                self._count("waits")
+                self.stream = None
+                return
+            self._count("rolled back" if seqno else "begins again")
+            assert seqno in (0, *(each.seqno for each in self.boundaries)), "inside of a snapshot that was sent"
+            while self.boundaries and self.boundaries[-1].seqno > seqno:
                 self.boundaries.pop()
-            if not middle and self.boundary.seqno == start and start:
-                self.boundaries.clear()
             self.log = self.log.pruned(self.boundary.seqno)
             self._forget_part()
         raise AssertionError("twenty answers, and none accepts")
@@ -390,7 +398,7 @@ class Client:
     def _complete(self, seqno: int) -> None:
         self._count("complete")
         assert self.stream is not None
-        expected = self.world.expected[self.stream.branch_of[seqno], seqno]
+        expected = self.stream.expected_at[seqno]
         if self.collections is not None:
             prefixes = tuple(keys.encode_collection_id(cid) for cid in self.collections)
             expected = {key: at for key, at in expected.items() if key.startswith(prefixes)}

@@ -38,6 +38,7 @@ async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
         yield served
 
 
+@pytest.mark.usefixtures("all_settled")
 async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, endpoint: DcpEndpoint) -> None:
     store.put(b"a", b"old", 1)
     store.put(b"b", b"2", 2)
@@ -115,6 +116,40 @@ class KeepingClient:
         return rollbacks
 
 
+async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(
+    store: Store, endpoint: DcpEndpoint
+) -> None:
+    """So no failover ends inside of one that a client got, and its deletion at 81 cannot be passed over."""
+    for seqno in (79, 80):
+        store.put(b"k", b"x", seqno)
+    store.delete(b"k", 81)
+    store.put(b"k", b"again", 82)
+    client = await endpoint.client()
+    assert (await client.stream(0, 80, vbuuid=UUID)).status == 0
+    found = await client.events(4)
+    assert [each.end_seqno for each in found if isinstance(each, ev.SnapshotMarker)] == [81, 82]
+    assert isinstance(found[1], ev.Deletion)
+    store.writer.rollback(0, 81)
+    store.log(0, (UUID + 1, 81), (UUID, 0))
+    await client.event()
+    assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 81
+
+
+async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
+    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.stream.SETTLED_MS", 0)
+    for seqno in (80, 81, 82):
+        store.put(b"k", b"x", seqno)
+    client = await endpoint.client()
+    assert (await client.stream(0)).status == 0
+    await client.until_end(82)
+    store.writer.rollback(0, 81)
+    store.log(0, (UUID + 1, 81), (UUID, 0))
+    await client.event()
+    assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 0
+
+
 @pytest.mark.parametrize("lagging", [False, True])
 async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_left_out(
     store: Store, endpoint: DcpEndpoint, lagging: bool
@@ -174,6 +209,7 @@ async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_histo
     assert (await client.until_end(7))[-1].key == b"\0z"  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("all_settled")
 async def test_the_window_is_overshot_by_one_message_at_most(store: Store, endpoint: DcpEndpoint) -> None:
     for seqno in range(1, 101):
         store.put(b"key%03d" % seqno, b"x" * 300, seqno)
@@ -243,6 +279,7 @@ async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
         assert noop.opcode == Opcode.DCP_NOOP
 
 
+@pytest.mark.usefixtures("all_settled")
 async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_is(
     store: Store, endpoint: DcpEndpoint
 ) -> None:
@@ -273,6 +310,7 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
     assert documents == [b"\0a", b"\x0ai", b"\0b"], "a dropped collection's documents are not sent"
 
 
+@pytest.mark.usefixtures("all_settled")
 async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoint: DcpEndpoint) -> None:
     """Begin, flush and end of a collection have one key at a server, its settings another, a scope a third."""
     carts, items = Collection(9, 8, "carts", Seqno(1)), Collection(10, 8, "items", Seqno(2))
@@ -294,7 +332,8 @@ async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoi
     assert [getattr(each, "seqno", None) for each in await late.until_end(8)] == [None, 4, 5, 6, 8]
     assert (await late.say(ev.CloseStream(0))).status == 0
     assert (await late.stream(0, 3, vbuuid=UUID)).status == 0
-    assert [getattr(each, "seqno", None) for each in await late.until_end(8)] == [None, 4, 5, 6, 8]
+    found = [getattr(each, "seqno", None) for each in await late.until_end(8)]
+    assert found == [None, 4, None, 5, None, 6, None, 7, None, 8], "each was published by itself"
 
 
 async def test_a_client_without_collections_gets_the_default_one_and_snapshots_that_end_in_a_document(
@@ -345,6 +384,7 @@ async def test_the_newer_of_two_connections_of_one_name_lives(endpoint: DcpEndpo
 
 
 @pytest.mark.parametrize("order", [b"sequential", b"round-robin"])
+@pytest.mark.usefixtures("all_settled")
 async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, order: bytes) -> None:
     store = Store(tmp_path, vbuckets=4)
     store.logs(UUID)

@@ -285,6 +285,7 @@ async def test_end_of_a_finite_stream(store: Store, endpoint: DcpEndpoint) -> No
     assert isinstance((await client.events(3))[2], ev.StreamEnd)
 
 
+@pytest.mark.usefixtures("all_settled")
 async def test_a_seqno_that_no_row_carries_is_reported(store: Store, endpoint: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
     store.writer.set_open_snapshot(vbid, SnapshotRange(Seqno(5), Seqno(9)))

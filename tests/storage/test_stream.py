@@ -215,11 +215,16 @@ def test_changes_are_reported_once(store: Store, view: View) -> None:
 def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(store: Store, view: View) -> None:
     for seqno in (1, 4, 9):
         store.put(b"k%d" % seqno, b"v", seqno)
-    assert [stream.shared_seqno(view, 0, stream.served_state(view, 0), seqno) for seqno in (3, 4, 8, 9)] == [1, 4, 4, 9]
+    assert [stream.shared_seqno(view, 0, stream.served_state(view, 0), 7, seqno) for seqno in (3, 4, 8, 9)] == [
+        1,
+        4,
+        4,
+        9,
+    ]
     store.writer.rollback(0, 4)
     for seqno in (6, 8):
         store.put(b"k%d" % seqno, b"v", seqno)
     pinned = stream.served_state(view, 0)
-    assert [stream.shared_seqno(view, 0, pinned, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
+    assert [stream.shared_seqno(view, 0, pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
     raised = pinned._replace(floor_seqno=4)
-    assert stream.shared_seqno(view, 0, raised, 3) == 0, "what is not kept is no boundary any more"
+    assert stream.shared_seqno(view, 0, raised, 7, 3) == 0, "what is not kept is no boundary any more"
