@@ -24,7 +24,7 @@ from typing import NamedTuple
 from storage import keys, seal, validity
 from storage.collection_names import names_of
 from storage.errors import CorruptedError
-from storage.index import not_in_order
+from storage.index import check_place, not_in_order
 from storage.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
 from storage.scan import CHUNK_BYTES
 from storage.tokens import Pin
@@ -147,7 +147,13 @@ class _Read:
     def _run(self, txn: Transaction, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
         """Some rows below `position` and above `first`, oldest first, and the position below them (empty: the end)."""
         cursor = txn.raw.cursor(self._reader.rows)
-        if not (cursor.prev() if cursor.set_range(position) else cursor.last()):
+        if there := cursor.set_range(position):
+            if (at := cursor.key()) != position:
+                check_place(txn, self._vbid, at, cursor.value())
+            there = cursor.prev()
+        else:
+            there = cursor.last()
+        if not there:
             return [], b""
         newest: bytes = cursor.key()
         frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))

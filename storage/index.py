@@ -21,6 +21,7 @@ import msgpack
 from storage import keys
 from storage.environment import Environment
 from storage.errors import CorruptedError
+from storage.keys import BOUNDARY_SUFFIX, ROW_KEY_SIZE
 from storage.records import SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 
@@ -141,21 +142,28 @@ def rows_between(
         if key > end:
             check_end(txn, vbid, cursor, key, value)
             break
-        if len(key) == keys.ROW_KEY_SIZE:
+        if len(key) == ROW_KEY_SIZE:
             left -= len(value)
             if rows and left < 0:
                 break
             rows.append((key, value))
             if len(rows) == limit or left <= 0:
                 break
+        elif key[ROW_KEY_SIZE:] != BOUNDARY_SUFFIX:
+            raise not_in_order(txn, vbid)
     return rows
 
 
 def check_end(txn: Transaction, vbid: int, cursor: Any, key: bytes, value: bytes) -> None:
     """Raise CorruptedError if a walk over rows ended at one that a flipped bit put behind the others."""
-    if len(key) == keys.ROW_KEY_SIZE and value[24:32] != key[SEQNO]:
-        raise not_in_order(txn, vbid)
+    check_place(txn, vbid, key, value)
     if cursor.next() and cursor.key() <= key:
+        raise not_in_order(txn, vbid)
+
+
+def check_place(txn: Transaction, vbid: int, key: bytes, value: bytes) -> None:
+    """Raise CorruptedError if a row does not lie at its own seqno."""
+    if len(key) == ROW_KEY_SIZE and value[24:32] != key[SEQNO]:
         raise not_in_order(txn, vbid)
 
 
@@ -188,13 +196,15 @@ def key_rows_between(
     for key, frame in cursor.iternext():
         if key > end or count == limit:
             break
-        if len(key) == keys.ROW_KEY_SIZE:
+        if len(key) == ROW_KEY_SIZE:
             count += 1
             row_bytes += len(frame)
             last = key
             if frame[1] != SYSTEM_EVENT:
                 start = 24 + frame[4]  # `records.key_of`, written out
                 add((frame[start : start + (frame[2] << 8 | frame[3])], key + frame[1:2]))
+        elif key[ROW_KEY_SIZE:] != BOUNDARY_SUFFIX:
+            raise not_in_order(txn, vbid)
     return found, count, seqno_of(last), row_bytes
 
 

@@ -330,6 +330,8 @@ def _look(
                 left -= len(frame)
                 if left <= 0 or len(found) == rows_max:
                     return found, seqno_of(key)
+            elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
+                raise index.not_in_order(txn, reader.vbid)
     return found, links[0].cut
 
 
