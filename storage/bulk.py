@@ -41,6 +41,7 @@ REMEMBERED_MAX = 500_000
 ROWS_PER_DOCUMENT = 3
 """Walking rows and leaving out the older versions is faster than looking each row up, up to about so many."""
 _FOREVER = b"\xff"
+_NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
 """Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
@@ -236,11 +237,11 @@ class _Read:
             while position:
                 with self._transaction() as txn:
                     versions, following = self._versions(txn, position, prefix, end)
-                    found = [
-                        key
-                        for key, dup in versions.items()
-                        if dup[KIND] == MUTATION and dup[SEQNO] > begin_seqno and key not in done
-                    ]
+                    found = [key for key, dup in versions.items() if dup[KIND] == MUTATION]
+                    if begin_seqno > _NO_SEQNO:
+                        found = [key for key in found if versions[key][SEQNO] > begin_seqno]
+                    if done:
+                        found = [key for key in found if key not in done]
                     if len(found) < len(versions):
                         self._check_kinds(versions)
                     frames: list[bytes] = []
@@ -305,7 +306,11 @@ class _Read:
             raise self._reader.mismatch(pairs[0][0])
         # The versions of a key rise along the chain, so the last visible one is the newest.
         limits = self._limits
-        newest = {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}
+        if len(limits) == 1:
+            ((first, last),) = limits.items()
+            newest = {key: dup for key, dup in pairs if first <= dup <= last}
+        else:
+            newest = {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}
         if len(newest) < len(pairs):
             for key, dup in pairs:
                 if dup > limits.get(dup[BRANCH], b""):

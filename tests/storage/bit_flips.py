@@ -24,25 +24,31 @@ from storage.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 VBIDS = (0, 2)
+Reads = dict[str, list[Callable[[View], Any]]]
 KEY_COUNT = 250
 KEYS = {vbid: keys_of(vbid, KEY_COUNT) for vbid in VBIDS}
 """The last tenth of them is never written."""
+
+
+def opened_writer(path: str, first_ms: int) -> GroupWriter:
+    """The writer of group 0, whose clock rises by a second at every look."""
+    clock = iter(range(first_ms, 10**10, 1_000))
+    return GroupWriter.open(
+        directory.group_path(path, 0),
+        group=0,
+        vbids=directory.group_vbids(IDENTITY, 0),
+        identity=IDENTITY,
+        clock_ms=lambda: next(clock),
+        sync="unsafe",
+        map_size=1 << 28,
+    )
 
 
 def make(path: str, seed: int) -> None:
     """A mirror with several versions of some keys, tombstones, rollbacks, and what a purge leaves."""
     rng = random.Random(seed)
     directory.create(path, IDENTITY)
-    clock = iter(range(1_000_000, 10**9, 1_000))
-    vbids = directory.group_vbids(IDENTITY, 0)
-    writer = GroupWriter.open(
-        directory.group_path(path, 0),
-        group=0,
-        vbids=vbids,
-        identity=IDENTITY,
-        clock_ms=lambda: next(clock),
-        map_size=1 << 28,
-    )
+    writer = opened_writer(path, 1_000_000)
     for vbid in VBIDS:
         writer.save_failover_log(vbid, log())
         written = KEYS[vbid][: -KEY_COUNT // 10]
@@ -52,12 +58,31 @@ def make(path: str, seed: int) -> None:
             if rng.random() < 0.15:
                 writer.rollback(vbid, writer.state(vbid).published_seqno - rng.randrange(20))
     writer.background.purger.window = Window(boundaries=rng.randrange(2, 8))
-    for _ in range(rng.choice((0, 1, 100))):
+    _purge(writer, rng.choice((0, 1, 100)))
+    writer.close()
+
+
+def go_on(path: str) -> None:
+    """More steps of a writer: snapshots, a rollback, and the purge of what became too old."""
+    rng = random.Random(0)
+    writer = opened_writer(path, 10**9)
+    try:
+        for vbid in VBIDS:
+            _publish(writer, rng, vbid, rng.choices(KEYS[vbid], k=20))
+            writer.rollback(vbid, writer.state(vbid).published_seqno - 1)
+            _publish(writer, rng, vbid, rng.choices(KEYS[vbid], k=20))
+        writer.background.purger.window = Window(boundaries=2)
+        _purge(writer, 20)
+    finally:
+        writer.close()
+
+
+def _purge(writer: GroupWriter, steps: int) -> None:
+    for _ in range(steps):
         now_ms = writer.owner.clock.now_ms()
         planned = writer.background.purger.plan(now_ms)
         if planned is not None:
             writer.background.purge(planned, now_ms)
-    writer.close()
 
 
 def _publish(writer: GroupWriter, rng: random.Random, vbid: int, written: list[bytes]) -> None:
@@ -102,7 +127,7 @@ def _stream(view: View, vbid: int) -> Any:
     return found
 
 
-def reads(view: View) -> dict[str, list[Callable[[View], Any]]]:
+def reads(view: View) -> Reads:
     """Every read, by kind."""
     every = [key for vbid in VBIDS for key in KEYS[vbid]]
     older = {vbid: int(view.boundaries(vbid)[-1].seqno) for vbid in VBIDS}
@@ -133,34 +158,56 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+def answers(path: str) -> tuple[Reads, dict[str, list[Any]]]:
+    """The reads of a sound mirror, and what they find."""
+    with open_view(path) as view:
+        every = reads(view)
+        return every, {kind: [read(view) for read in of_kind] for kind, of_kind in every.items()}
+
+
+def ended(path: str, every: Reads, right: dict[str, list[Any]], *, writes: bool) -> dict[str, set[str]]:
+    """How each kind of read ended; those that a writer had to come before, if it did not fail."""
+    at = "write" if writes else "open"
+    try:
+        if writes:
+            go_on(path)
+            at = "open"
+        with open_view(path) as view:
+            return {
+                kind: {outcome(view, *pair) for pair in zip(of_kind, right[kind], strict=True)}
+                for kind, of_kind in every.items()
+            }
+    except StorageError as error:
+        return {at: {"error" if "group-0000" in str(error) or error.vbid is not None else f"nameless {error!r}"}}
+
+
 def main(path: str, seed: int, first: int, count: int) -> None:
-    """Flip bits, but those of the meta pages: `first` to `first + count` of the random sequence of `seed`."""
+    """Flip bits, but those of the meta pages: `first` to `first + count` of the random sequence of `seed`. Behind each
+    other one a writer goes on.
+    """
     file = os.path.join(directory.group_path(path, 0), "data.mdb")
     with open(file, "rb") as opened:
         good = opened.read()
-    with open_view(path) as view:
-        every = reads(view)
-        right = {kind: [read(view) for read in of_kind] for kind, of_kind in every.items()}
+    go_on(path)
+    expected = {True: answers(path)}
+    _write(file, good)
+    expected[False] = answers(path)
     for number in range(first, first + count):
         at = random.Random(f"{seed} {number}").randrange(8 * 4096 * 2, 8 * len(good))
         _say(f"{number} {at} ")
-        with open(file, "r+b") as damaged:
-            damaged.seek(at // 8)
-            damaged.write(bytes([good[at // 8] ^ 1 << at % 8]))
-        try:
-            with open_view(path) as view:
-                ended = {
-                    kind: {outcome(view, *pair) for pair in zip(of_kind, right[kind], strict=True)}
-                    for kind, of_kind in every.items()
-                }
-        except StorageError as error:
-            ended = {"open": {"error" if "group-0000" in str(error) else f"nameless {error!r}"}}
-        if any(found != {"right"} for found in ended.values()) and not check(path).problems:
-            ended["check"] = {"wrong"}
-        _say(f"{ {kind: sorted(found - {'right'}) for kind, found in ended.items() if found != {'right'}} }\n")
-        with open(file, "r+b") as repaired:
-            repaired.seek(at // 8)
-            repaired.write(good[at // 8 : at // 8 + 1])
+        _write(file, good[: at // 8] + bytes([good[at // 8] ^ 1 << at % 8]) + good[at // 8 + 1 :])
+        writes = bool(number % 2)
+        found = ended(path, *expected[writes], writes=writes)
+        if any(each != {"right"} for each in found.values()) and not check(path).problems:
+            found["check"] = {"wrong"}
+        _say(f"{ {kind: sorted(each - {'right'}) for kind, each in found.items() if each != {'right'}} }\n")
+        _write(file, good)
+
+
+def _write(file: str, data: bytes) -> None:
+    with open(file, "r+b") as opened:
+        opened.truncate(len(data))
+        opened.write(data)
 
 
 if __name__ == "__main__":
