@@ -166,6 +166,16 @@ def test_what_hides_older_versions_is_verified_in_bulk(
                     stream.rows(view, 0, state, 0, bytes_max=1 << 20)
 
 
+def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(filled: GroupWriter, view: View) -> None:
+    with filled.environment.begin(write=True) as txn:
+        assert txn.delete(keys.ROW.pack(1, 1), db=filled.environment.db(V0))
+    for read in everything(view):
+        with pytest.raises(CorruptedError, match="missing"):
+            read()
+    assert sum(len(chunk.stored) for chunk in bulk.documents(view, view.pin(0))) == 6  # of 7: docs/operations.md
+    assert "missing" in str(check(view.path).problems)
+
+
 def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: GroupWriter) -> None:
     publish(writer, 0, [(b"k0", b"v", 1)])
     publish(writer, 0, [(b"k", None, 2)])
