@@ -463,10 +463,7 @@ def _newest(
         return dup
     if links is None:
         links = reader.chain_at(txn, branch, seqno)
-    reader.check_named(txn.raw, wire_key, dup)
-    found = chain.newest_version(cursor, wire_key, links)
-    if cursor.next_dup() if found is not None else cursor.set_key(wire_key):
-        reader.check_named(txn.raw, wire_key, cursor.value())
+    found = reader.newest_visible(txn.raw, cursor, wire_key, dup, links)
     if found is not None:
         reader.check_kind(wire_key, found)
     return found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from storage import chain, keys, validity
+from storage import keys, validity
 from storage.collection_names import CollectionName, collection_id_of
 from storage.errors import ViewInvalidated
 from storage.groups import Groups
@@ -245,8 +245,7 @@ def references(
             dup = reader.newest(cursor, wire_key)
         dup_branch, seqno, kind = keys.DUP.unpack(dup)
         if dup_branch != branch or seqno > cut:
-            reader.check_named(txn.raw, wire_key, dup)
-            dup = chain.newest_version(cursor, wire_key, links)
+            dup = reader.newest_visible(txn.raw, cursor, wire_key, dup, links)
             cursor.set_key(wire_key)
             if dup is not None:
                 _, seqno, kind = keys.DUP.unpack(dup)

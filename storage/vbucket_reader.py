@@ -300,6 +300,16 @@ class VbucketReader:
         if reference[KIND] not in KINDS:
             raise self.mismatch(wire_key)
 
+    def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
+        """The newest reference of a key that a chain sees, where that is not its `newest` one. Raises CorruptedError
+        if one that is passed over names no row of the key.
+        """
+        self.check_named(txn, wire_key, newest)
+        found = chain.newest_version(cursor, wire_key, links)
+        if cursor.next_dup() if found is not None else cursor.set_key(wire_key):
+            self.check_named(txn, wire_key, cursor.value())
+        return found
+
     def check_named(self, txn: Any, wire_key: bytes, reference: bytes) -> None:
         """Raise CorruptedError unless a reference names a row of its key; its checksum is not compared."""
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
