@@ -83,6 +83,13 @@ MUTATIONS = (
         "scan.position = following",
         "tests/serve/test_kv_scans.py",
     ),
+    # --- the snapshots of a backlog
+    Mutation(
+        "storage/stream.py",
+        "seqno = next((int(each.seqno) for each in kept), served.seqno)",
+        "seqno = served.seqno",
+        "tests/serve/test_dcp_producer.py -k backlog_comes",
+    ),
     # --- a mirror as the source
     Mutation(
         "mirror/feed/watch.py",
@@ -168,7 +175,7 @@ MUTATIONS = (
         "if self.phase is not Phase.STREAMING or not rows:",
         _OF_MACHINE,
     ),
-    Mutation(_MACHINE, "if log and log != self.failover_log:", "if False:", _OF_MACHINE),
+    Mutation(_MACHINE, "if (log and log != self.failover_log) or", "if False or", _OF_MACHINE),
     Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(
@@ -335,8 +342,8 @@ MUTATIONS = (
     Mutation(_MAPS, "None if accept_older else map_record.load(data, bucket_uuid)", "None", _OF_MAPS),
     Mutation(
         _VBUCKET,
-        "self._high_seqno is not None and self._high_seqno[0].answers",
-        "self._high_seqno is not None",
+        "return seqno if session.answers and not behind else None",
+        "return seqno if not behind else None",
         "tests/feed/test_consumer_status.py",
     ),
     Mutation(
@@ -553,7 +560,7 @@ MUTATIONS = (
         _OF_CHANNELS,
     ),
     Mutation(_STATUS, '= now_ms - (row["silent_ms"] or 0)', "= now_ms", _OF_STATUS),
-    Mutation(_VBUCKET, "self._high_seqno[0].answers", "self._high_seqno[0].ready", _OF_WATCH),
+    Mutation(_VBUCKET, "seqno if session.answers and", "seqno if session.ready and", _OF_WATCH),
     Mutation(
         "mirror/ingest/selection.py",
         "return ids <= old_ids and not left_out",
