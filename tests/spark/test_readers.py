@@ -1,0 +1,45 @@
+"""The tables of `sync` as other programs read them: after a rollback too, each finds the same documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import duckdb
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+from tests.spark.events import History
+from tests.spark.test_documents import lake_in, typed
+from tests.spark.test_lake import apply, batch
+
+
+def test_each_program_finds_the_documents_that_are_current(spark: SparkSession, tmp_path: Path) -> None:
+    history = History()
+    for number in range(40):
+        history.write(f"k{number % 15}", json.dumps({"total": number / 4, "note": "é" * number}).encode())
+    published = len(history.log)
+    history.roll_back(22)
+    history.delete("k3")
+    history.write("k16", b'{"total":"x"}')
+    with lake_in(tmp_path, typed("total double, note string")) as lake:
+        apply(lake, batch(0), [history.log[:published]])
+        apply(lake, batch(1), [history.log[published:]])
+    bodies = {key: (each["seqno"], json.loads(each["value"])) for (_, key), each in history.state.items()}
+    expected = {(k, seqno, None if k == "k16" else b["total"], b.get("note")) for k, (seqno, b) in bodies.items()}
+    table = DeltaTable(str(tmp_path / "documents"))
+    files, names = table.file_uris(), "_key, _seqno, total, note"
+    dataset = table.to_pyarrow_dataset()
+    found = {
+        "deltalake": [tuple(row.values()) for row in table.to_pyarrow_table(columns=names.split(", ")).to_pylist()],
+        "duckdb over Arrow": duckdb.execute(f"select {names} from dataset").fetchall(),
+        "duckdb over files": duckdb.execute(f"select {names} from read_parquet({files})").fetchall(),
+        "spark": [tuple(row) for row in spark.read.parquet(*files).selectExpr(*names.split(", ")).collect()],
+    }
+    assert dataset.count_rows() == len(expected) == 15
+    for program, rows in found.items():
+        assert len(rows) == len(expected), program
+        assert set(rows) == expected, program
+    events = DeltaTable(str(tmp_path / "changes")).file_uris()
+    kinds = duckdb.execute(f"select distinct kind from read_parquet({events})")
+    assert {kind for (kind,) in kinds.fetchall()} == {"mutation", "deletion", "retraction", "restoration"}
