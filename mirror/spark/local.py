@@ -25,7 +25,8 @@ from mirror.spark.options import Options
 from mirror.spark.rows import BATCH_BYTES, Documents
 from storage import bulk, keys, seal
 from storage.bulk import KeyRange
-from storage.errors import UnknownCollection, ViewInvalidated
+from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
+from storage.model import Vbid
 from storage.view import Pin, Time, View, open_view
 
 
@@ -120,6 +121,14 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
         chosen = [vbid for vbid in chosen_vbids(view, options) if restriction.takes(vbid)]
         if restriction.key is not None:
             chosen = [vbid for vbid in chosen if vbid == view.vbid_of(restriction.key)]
+        filling = [vbid for vbid in chosen if not view.state(vbid).is_whole]
+        if filling:
+            raise Unavailable(
+                f"{len(filling)} of {len(chosen)} vbuckets are not filled yet",
+                path=options.path,
+                vbid=Vbid(filling[0]),
+                hint="wait until `dcp-mirror status --ready` succeeds",
+            )
         as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
         now = None if as_of is not None else time.time()
         pins = tuple(view.pin(vbid, as_of, now=now) for vbid in chosen)

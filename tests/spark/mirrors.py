@@ -17,8 +17,10 @@ IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)
 class SmallMirror:
     """A data directory with a writer of each group."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, filled: bool = True) -> None:
+        """`filled`: a vbucket without documents is complete; otherwise it is in its first fill."""
         self.path = path
+        self.filled = filled
         self.now_ms = 1_700_000_000_000
         directory.create(str(path), IDENTITY)
         self.seqnos: dict[int, int] = {}
@@ -41,6 +43,9 @@ class SmallMirror:
             writer = self.writers[vbid % GROUPS]
             self.seqnos[vbid] = int(writer.state(vbid).published_seqno)
             writer.save_failover_log(vbid, FailoverLog.of([(77, 0)]))
+            if self.filled and not self.seqnos[vbid]:
+                writer.publish(vbid, 0, 0)
+            writer.commit()
 
     def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
         """One snapshot in each vbucket that has some of the documents; None deletes."""

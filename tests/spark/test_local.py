@@ -17,7 +17,7 @@ from mirror.spark.export import export
 from mirror.spark.local import Restriction, Shape, dealt, plan, read
 from mirror.spark.options import Options, parse
 from mirror.spark.runner import LocalRunner
-from storage.errors import NotAMirror, UnknownCollection, ViewInvalidated
+from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
 from storage.purge import Window
 from storage.view import open_view
 from tests.crash.service import Service, until
@@ -156,7 +156,21 @@ def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_r
     with SandboxThread(SandboxCluster(vbuckets=8)) as source, Service(source.connection_string, data) as service:
         service.start()
         until("the mirror", lambda: (data / "mirror.json").exists())
+        with open_view(str(data)) as view:
+            until("all of it", lambda: all(view.state(vbid).is_whole for vbid in range(8)))
         for restriction in (Restriction(), Restriction(vbid_tests=[lambda vbid: vbid == -1])):
             assert rows(parse({"path": str(data)}), restriction) == []
         done = export(data, tmp_path / "export", LocalRunner(1))
         assert (done.documents, done.vbuckets) == (0, 8)
+
+
+def test_a_filling_mirror_is_not_taken_for_a_small_one(tmp_path: Path) -> None:
+    """It was exported as if what had not come yet did not exist."""
+    small = SmallMirror(tmp_path / "data", filled=False)
+    small.put(orders(0, 3))
+    filled = sorted(vbid for vbid, seqno in small.seqnos.items() if seqno)
+    with pytest.raises(Unavailable, match=f"{8 - len(filled)} of 8 vbuckets are not filled yet .wait until"):
+        export(small.path, tmp_path / "export", LocalRunner(1))
+    assert not (tmp_path / "export").exists()
+    assert len(rows(options(small, vbuckets=",".join(map(str, filled))))) == 3
+    small.close()
