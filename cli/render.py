@@ -361,34 +361,35 @@ def status_line(document: Mapping[str, Any]) -> str:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def progress_view(document: Mapping[str, Any], elapsed_s: float) -> RenderableType:
+def progress_view(document: Mapping[str, Any]) -> RenderableType:
     """How far the first fill is."""
     done = document.get("catch_up")
     if not done:
         return Text.assemble(state_text(document["state"]), f"  {document.get('message') or ''}")
-    share = done["share"]
-    left = elapsed_s * (1 - share) / share if share > 0.01 else None
+    share, left = done["share"], done["left_s"]
+    receiving = done["seqnos_received"] < done["seqnos_target"]
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
         ProgressBar(total=1.0, completed=share, width=30),
         f"{share:6.1%}",
-        f"{number(done['seqnos_published'])} of {number(done['seqnos_target'])} seqnos",
+        f"{number(done['seqnos_received' if receiving else 'seqnos_published'])} of {number(done['seqnos_target'])} "
+        f"{'received' if receiving else 'published'}",
         f"{number(document['totals'].get('documents_per_s'))}/s",
         f"{duration(left)} left" if left is not None and share < 1 else "",
     )
     return grid
 
 
-def progress_line(document: Mapping[str, Any], elapsed_s: float) -> str:
+def progress_line(document: Mapping[str, Any]) -> str:
     """The same in one line."""
     done = document.get("catch_up")
     if not done:
         return f"{document['state']}: {document.get('message') or ''}".rstrip(": ")
-    share = done["share"]
-    left = elapsed_s * (1 - share) / share if share > 0.01 else None
+    share, left = done["share"], done["left_s"]
     rate = number(document["totals"].get("documents_per_s"))
     line = (
-        f"{share:.1%} done | {number(done['seqnos_published'])} of {number(done['seqnos_target'])} seqnos | "
+        f"{share:.1%} done | {number(done['seqnos_received'])} of {number(done['seqnos_target'])} seqnos received, "
+        f"{number(done['seqnos_published'])} published | "
         f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s"
     )
     return line + (f" | {duration(left)} left" if left is not None and share < 1 else "")

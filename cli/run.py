@@ -156,8 +156,7 @@ def run(
         def progress(document: dict[str, Any]) -> None:
             last.update(document)
             if screen is not None:
-                elapsed_s = time.monotonic() - began
-                screen.show(render.progress_view(document, elapsed_s), render.progress_line(document, elapsed_s))
+                screen.show(render.progress_view(document), render.progress_line(document))
 
         def announce(line: str) -> None:
             with contextlib.suppress(OSError):  # anyone who read it may be gone
@@ -180,7 +179,7 @@ def run(
         if as_json:
             output.print_json(caught_up_object(settings.data, last, int(code), elapsed_s))
         elif code == 0:
-            typer.echo(f"caught up: {render.progress_line(last, elapsed_s)} in {render.duration(elapsed_s)}", err=True)
+            typer.echo(f"caught up: {render.progress_line(last)} in {render.duration(elapsed_s)}", err=True)
     if code:
         raise CommandEnded(int(code))
 

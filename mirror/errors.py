@@ -164,10 +164,7 @@ class BucketChanged(ClusterError):
 
     exit_code = ExitCode.DATA
     retryable = False
-    default_hint = (
-        "the bucket was recreated or is another one: mirror it into a new data directory, "
-        "or have the old one set aside by `run --replace-bucket`"
-    )
+    default_hint = "mirror it into a new data directory, or have the old one set aside by `run --replace-bucket`"
 
     @staticmethod
     def of(name: str, mirrored_uuid: str, found_uuid: str | None) -> BucketChanged:

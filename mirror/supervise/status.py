@@ -243,6 +243,12 @@ class Trend:
         return round(risen * 1000 / span_ms, 1) if span_ms else None
 
 
+RECEIVED_SHARE = 0.7
+"""Of the time of a fill whose snapshots all end together; the rest goes into their references and publishing."""
+LEFT_KNOWN_S = 1.0
+"""The time left is estimated from this long after the first figures on."""
+
+
 class CatchUp:
     """Whether every vbucket has published what the source had at the first look.
 
@@ -258,9 +264,14 @@ class CatchUp:
         self._marks: dict[int, int] = {}
         self._rollbacks: dict[int, int] = {}
         self._published: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self._began: tuple[int, float] | None = None
+        """When the source's seqnos were known, and the share that was done then."""
+        self._now_ms = 0
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, rows: Sequence[Row], now_ms: int = 0) -> None:
         """Take in a report."""
+        self._now_ms = now_ms
         for row in rows:
             vbid = row["vbid"]
             if self._rollbacks.get(vbid, row["rollback_count"]) != row["rollback_count"]:
@@ -272,6 +283,9 @@ class CatchUp:
             if row["source_high_seqno"] < mark:
                 self._marks[vbid] = row["source_high_seqno"]
             self._published[vbid] = row["published_seqno"]
+            self._received[vbid] = max(row["staged_seqno"], row["published_seqno"])
+        if self._began is None and len(self._marks) == self._vbucket_count:
+            self._began = now_ms, self._share()
 
     @property
     def vbuckets_done(self) -> int:
@@ -285,12 +299,34 @@ class CatchUp:
 
     def progress(self) -> dict[str, Any]:
         """Figures for people."""
-        target = sum(self._marks.values())
-        have = sum(min(self._published.get(vbid, 0), mark) for vbid, mark in self._marks.items())
         return {
             "vbuckets": self._vbucket_count,
             "vbuckets_done": self.vbuckets_done,
-            "seqnos_target": target,
-            "seqnos_published": have,
-            "share": round(have / target, 4) if target else (1.0 if self.done else 0.0),
+            "seqnos_target": sum(self._marks.values()),
+            "seqnos_received": self._sum_of(self._received),
+            "seqnos_published": self._sum_of(self._published),
+            "share": round(self._share(), 4),
+            "left_s": self._left_s(),
         }
+
+    def _sum_of(self, seqnos: Mapping[int, int]) -> int:
+        """The seqnos up to the marks."""
+        return sum(min(seqnos.get(vbid, 0), mark) for vbid, mark in self._marks.items())
+
+    def _share(self) -> float:
+        """The share of the work that is done: to receive, then to publish."""
+        target = sum(self._marks.values())
+        if not target:
+            return 1.0 if self.done else 0.0
+        received, published = self._sum_of(self._received), self._sum_of(self._published)
+        return (RECEIVED_SHARE * received + (1 - RECEIVED_SHARE) * published) / target
+
+    def _left_s(self) -> float | None:
+        """Estimate the time left by the pace since the beginning; None: not known yet."""
+        if self._began is None:
+            return None
+        began_ms, before = self._began
+        share, elapsed_s = self._share(), (self._now_ms - began_ms) / 1000
+        if share <= before or elapsed_s < LEFT_KNOWN_S:
+            return None
+        return round(elapsed_s * (1 - share) / (share - before), 1)

@@ -181,11 +181,14 @@ def test_the_one_line_says_the_same() -> None:
 
 
 def test_progress_shows_share_rate_and_time_left() -> None:
-    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_published": 250, "share": 0.25}
-    line = render.progress_line(document(catch_up=catch_up), elapsed_s=10)
-    assert line == "25.0% done | 250 of 1,000 seqnos | 1 of 4 vbuckets | 1,500/s | 30 s left"
-    assert "25.0%" in drawn(render.progress_view(document(catch_up=catch_up), 10))
-    assert render.progress_line(document(), 1) == "catching up: 2 of 3 vbuckets not published: 0-1"
+    catch_up = {"vbuckets": 4, "vbuckets_done": 1, "seqnos_target": 1000, "seqnos_received": 900, "share": 0.705}
+    catch_up |= {"seqnos_published": 250, "left_s": 30.0}
+    line = render.progress_line(document(catch_up=catch_up))
+    assert line == "70.5% done | 900 of 1,000 seqnos received, 250 published | 1 of 4 vbuckets | 1,500/s | 30 s left"
+    assert "900 of 1,000 received" in drawn(render.progress_view(document(catch_up=catch_up)))
+    catch_up["seqnos_received"] = 1000
+    assert "250 of 1,000 published" in drawn(render.progress_view(document(catch_up=catch_up)))
+    assert render.progress_line(document()) == "catching up: 2 of 3 vbuckets not published: 0-1"
 
 
 def test_the_demo_fits_eighty_columns() -> None:
