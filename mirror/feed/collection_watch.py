@@ -129,7 +129,7 @@ class CollectionWatch:
             try:
                 manifest = await fetch_manifest(session.link, self._settings)
             except ClusterError as error:
-                log.debug("no collections from node", node=str(session.address), error=str(error))
+                log.debug("no-collections", node=str(session.address), error=str(error))
             else:
                 self.take(manifest)
                 return
@@ -142,12 +142,12 @@ class CollectionWatch:
         self.resolved = self.selection.resolve(manifest)
         hidden = self._mirroring.has_system_collections and manifest.hides_system
         if hidden and not self.hidden and self.selection.whole:
-            log.warning(HIDDEN)
+            log.warning("collections-hidden", text=HIDDEN)
         self.hidden = hidden
         if self.resolved.missing != self._said:
             self._said = self.resolved.missing
             if self._said:
-                log.warning(self.text)
+                log.warning("collections-missing", text=self.text)
         # Streams that show something which is gone end by themselves, and bring the word of it: they are left alone.
         news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
         if news and not self.selection.whole:

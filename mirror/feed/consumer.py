@@ -224,7 +224,7 @@ class Consumer:
         """Move the vbuckets to where a map says they are, unless a newer one is followed already."""
         if not self.map_follower.take(found):
             return
-        log.debug("cluster map", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
+        log.debug("map-followed", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
         for vbid in self.vbuckets:
             address = self.map_follower.address_of(vbid)
             if address != self._node_of[vbid] or address is None:

@@ -97,7 +97,7 @@ class ConsumerStatus:
         count, step_ms = max(steps, default=(0, 0))
         if count > self._clock_step_count:
             self._clock_step_count = count
-            log.warning("the wall clock was set", step_s=step_ms / 1000, step_count=count)
+            log.warning("clock-set", step_s=step_ms / 1000, step_count=count)
         if not count:
             return []
         return [
@@ -113,7 +113,7 @@ class ConsumerStatus:
                 try:
                     found |= group.writer.histories()
                 except StorageError as error:
-                    log.warning("history cannot be read", group=group.writer.group, error=str(error))
+                    log.warning("history-unreadable", group=group.writer.group, error=str(error))
         return found
 
 

@@ -121,7 +121,7 @@ async def _ask_all(
                 try:
                     found = task.result()
                 except ClusterError as error:
-                    log.debug("no map from node", node=str(address), error=str(error))
+                    log.debug("no-map", node=str(address), error=str(error))
                     errors.append(error)
                     if not _is_refusal(error):
                         continue

@@ -141,7 +141,7 @@ class GroupCommits:
                 try:
                     group.writer.commit()
                 except StorageError as error:
-                    log.error("last commit failed", group=group.writer.group, error=str(error))
+                    log.error("last-commit-failed", group=group.writer.group, error=str(error))
 
     def _schedule_next(self) -> None:
         """Have the group commit that has waited longest."""
@@ -199,7 +199,7 @@ class GroupCommits:
         if group.commit_waits:
             group.commit_waits = False
             self._queue.remove(group)
-        log.error("store failed", group=group.writer.group, error=str(error))
+        log.error("store-failed", group=group.writer.group, error=str(error))
         guilty: MirroredVbucket | None = None
         for vbucket in group.vbuckets.values():
             vbucket.drop_machine()
@@ -235,7 +235,7 @@ class GroupCommits:
         except StorageError as error:
             group.error = error
             group.reopen_count += 1
-            log.warning("store cannot be opened again", group=group.writer.group, error=str(error))
+            log.warning("store-not-reopened", group=group.writer.group, error=str(error))
             if not group.may_be_retried:
                 self._give_up(group)
                 return
@@ -248,7 +248,7 @@ class GroupCommits:
             if free_bytes < FREE_BYTES_TO_RESUME * self._settings.batch_bytes_max:
                 self._retry_later(group, self._settings.storage_retry_interval_s)
                 return
-        log.info("store is tried again", group=group.writer.group)
+        log.info("store-retried", group=group.writer.group)
         group.error = None
         for vbucket in group.vbuckets.values():
             vbucket.start_machine()

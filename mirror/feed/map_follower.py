@@ -124,7 +124,7 @@ class MapFollower:
                     raise
                 self._search_error = str(error)
                 if attempt & (attempt + 1) == 0:
-                    log.warning("source cannot be reached", error=str(error), tries=attempt + 1)
+                    log.warning("source-not-reached", error=str(error), tries=attempt + 1)
                 with contextlib.suppress(TimeoutError):  # another worker may find one
                     async with asyncio.timeout(pause_s(attempt, settings, self._clock.jitter())):
                         await self._has_map.wait()
@@ -148,7 +148,7 @@ class MapFollower:
         if verdict is MapVerdict.NEWER:
             self._user.on_newer_map(found)
         elif verdict is MapVerdict.OLDER:
-            log.debug("an older map is not followed", rev_epoch=found.rev_epoch, rev=found.rev)
+            log.debug("older-map-ignored", rev_epoch=found.rev_epoch, rev=found.rev)
         return verdict
 
     def check(self, found: ClusterMap) -> MapVerdict:
@@ -188,7 +188,7 @@ class MapFollower:
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
             # A host that left the cluster and serves another bucket of that name says nothing about ours.
-            log.debug("a host of the source serves another bucket", node=str(address), bucket_uuid=found.bucket_uuid)
+            log.debug("other-bucket-ignored", node=str(address), bucket_uuid=found.bucket_uuid)
             return
         try:
             self.offer(found)

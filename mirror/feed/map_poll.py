@@ -122,7 +122,7 @@ class MapPoller:
         try:
             epoch, rev, bucket, config = decode_clustermap_notification(frame)
         except RemoteProtocolError as error:
-            log.warning("invalid announcement of a map", node=str(address), error=str(error))
+            log.warning("map-announcement-invalid", node=str(address), error=str(error))
             return
         if bucket not in (b"", self._access.source.bucket.encode()):
             return
@@ -136,7 +136,7 @@ class MapPoller:
         try:
             found = self._read(config, address)
         except HandshakeFailed as error:
-            log.warning("invalid cluster map received", node=str(address), error=str(error))
+            log.warning("map-invalid", node=str(address), error=str(error))
             return False
         if self._maps.judge(found) not in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             return False
@@ -204,7 +204,7 @@ class MapPoller:
             config = await fetch_newer_config(link, handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:
-            log.debug("no map from node", node=str(node.address), error=str(error))
+            log.debug("no-map", node=str(node.address), error=str(error))
             node.close()
             node.error = str(error)
             node.failures += 1

@@ -100,7 +100,7 @@ class NodeKeeper:
                 self._failed(error)
             else:
                 if self.failures:
-                    log.info("node is back", node=str(self.address), failures=self.failures)
+                    log.info("node-back", node=str(self.address), failures=self.failures)
                 self.session, self.error, self.failures = session, None, 0
                 self._owner.on_node_ready(self)
                 try:
@@ -120,5 +120,5 @@ class NodeKeeper:
         self.failures += 1
         self.session = None
         if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8...: a node that stays away does not fill the log
-            log.warning("node failed", node=str(self.address), error=str(self.error), failures=self.failures)
+            log.warning("node-failed", node=str(self.address), error=str(self.error), failures=self.failures)
         self._owner.on_node_failed(self, self.error)

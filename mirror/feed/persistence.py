@@ -203,7 +203,7 @@ class PersistencePoller:
         pause = pause_s(failures - 1, self._settings, self._clock.jitter())
         self._not_before[address] = self._clock.monotonic() + pause
         if failures & (failures - 1) == 0:
-            log.warning("a node does not say what it persisted", node=str(address), error=str(error), failures=failures)
+            log.warning("persistence-unknown", node=str(address), error=str(error), failures=failures)
 
     async def _observe(self, link: Link, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, Frame]:
         frames: dict[int, Frame] = {}
@@ -231,7 +231,7 @@ class PersistencePoller:
             try:
                 return common_persisted(codec_kv.decode_observe_seqno(frame.value), vbuuid)
             except RemoteProtocolError as error:
-                log.warning("invalid answer to OBSERVE_SEQNO", node=str(address), error=str(error))
+                log.warning("persistence-invalid", node=str(address), error=str(error))
                 return None
         if frame.status in (Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
             raise NotSupported(

@@ -416,7 +416,7 @@ class NodeSession:
     def _ledger_is_off(self) -> None:
         """Bytes that are never acknowledged would close the window in the end, and every stream would stand still."""
         off = self._counted_bytes - self.ledger.received_total
-        log.error("flow control is off, connecting again: report this line", node=str(self.address), off_bytes=off)
+        log.error("flow-control-off", node=str(self.address), off_bytes=off)
         self.close(
             SourceTimeout(
                 f"flow control with {self.address} is off by {off} bytes",

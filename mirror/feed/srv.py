@@ -25,7 +25,7 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
         return source.addresses
     found = await look_up(f"_couchbase{'s' if source.tls else ''}._tcp.{name}", dns_server)
     if found:
-        log.debug("hosts by DNS SRV", name=name, hosts=[str(address) for address in found])
+        log.debug("srv-hosts", name=name, hosts=[str(address) for address in found])
     return found or source.addresses
 
 
@@ -43,7 +43,7 @@ async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddre
             resolver.port = port
         answer = await resolver.resolve(record, "SRV", lifetime=LOOK_UP_TIMEOUT_S)
     except (dns.exception.DNSException, OSError, ValueError) as error:
-        log.debug("no hosts by DNS SRV", record=record, why=str(error))
+        log.debug("srv-no-hosts", record=record, why=str(error))
         return ()
     records = [row for row in answer if isinstance(row, dns.rdtypes.IN.SRV.SRV)]
     records.sort(key=lambda row: (row.priority, -row.weight))

@@ -131,7 +131,7 @@ class SourceWatch:
             session.close(error)
             return
         except ClusterError as error:
-            log.debug("no high seqnos from node", node=str(keeper.address), error=str(error))
+            log.debug("no-high-seqnos", node=str(keeper.address), error=str(error))
             return
         for vbucket in self._watched.vbuckets_at(keeper.address):
             vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
@@ -161,7 +161,9 @@ class SourceWatch:
             return
         why = f"the source is at {high}" if is_behind else "in the middle of a snapshot"
         vbucket.stalled(f"stalled: nothing for {silence_s:.0f} s, {why}; asking for the stream again")
-        log.warning("stalled", vbid=vbucket.vbid, high_seqno=high, stalls=vbucket.stalls, node=str(session.address))
+        log.warning(
+            "stream-stalled", vbid=vbucket.vbid, high_seqno=high, stalls=vbucket.stalls, node=str(session.address)
+        )
         if is_behind and vbucket.stalled_streams >= STREAMS_BEFORE_RECONNECT:
             session.close(
                 SourceTimeout(

@@ -351,7 +351,7 @@ class Acceptor:
         except OSError as error:
             slot.release()
             connected.close()
-            log.debug("a client did not connect", peer=slot.peer, error=str(error))
+            log.debug("client-not-connected", peer=slot.peer, error=str(error))
 
     async def _spoken(self, connected: socket.socket) -> None:
         """Return when the client has said something, or is gone."""
@@ -385,4 +385,4 @@ def raise_descriptor_limit(settings: Settings, group_count: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        log.info("the limit of open files was raised", soft_limit=needed, before=soft)
+        log.info("open-files-limit-raised", soft_limit=needed, before=soft)

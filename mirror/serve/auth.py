@@ -183,9 +183,9 @@ class FileUsers:
         try:
             self._take(read_users(self._path))
         except ConfigError as error:
-            log.error("the users of before stay in force", error=str(error))
+            log.error("users-not-reloaded", error=str(error))
         else:
-            log.info("users read again", path=str(self._path), users=len(self._readers))
+            log.info("users-reloaded", path=str(self._path), users=len(self._readers))
 
     @property
     def anonymous(self) -> Reader | None:

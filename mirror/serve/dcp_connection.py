@@ -152,7 +152,7 @@ class DcpConnection(KvConnection):
         return self.producer
 
     def _sending_failed(self, error: BaseException) -> None:
-        log.error("sending failed", name=self.producer.name if self.producer else "", error=repr(error))
+        log.error("sending-failed", name=self.producer.name if self.producer else "", error=repr(error))
         self.abort()
 
     # -- asyncio

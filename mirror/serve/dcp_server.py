@@ -83,7 +83,7 @@ class DcpServer(KvServer):
         key = connection.name_key = connection.session.known_reader.name, name
         older = self._names.get(key)
         if older is not None and older is not connection:
-            log.info("a client took the name of another", name=name)
+            log.info("connection-name-taken", name=name)
             older.abort()
         self._names[key] = connection
 

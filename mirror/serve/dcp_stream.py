@@ -121,10 +121,10 @@ class DcpStream:
                 else:
                     self._finish(out)
         except HistoryUnavailable as left:
-            log.info("a stream ends", vbid=self.vbid, why=str(left))
+            log.info("stream-ended", vbid=self.vbid, why=str(left))
             out += self.end(StreamEndReason.STATE_CHANGED if left.rolled_back else StreamEndReason.SLOW)
         except (StorageError, ProtocolError, ValueError) as error:
-            log.error("a stream cannot be read", vbid=self.vbid, error=str(error))
+            log.error("stream-unreadable", vbid=self.vbid, error=str(error))
             out += self.end(StreamEndReason.BACKFILL_FAIL)
         return bytes(out)
 

@@ -79,6 +79,6 @@ class Watch:
             try:
                 delay_s = POLL_MIN_S if self.look() else next_delay_s(delay_s)
             except StorageError as error:
-                log.error("the store cannot be looked at", error=str(error))
+                log.error("store-unreadable", error=str(error))
                 delay_s = FAILED_DELAY_S
             await asyncio.sleep(delay_s)

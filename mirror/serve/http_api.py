@@ -292,7 +292,7 @@ def _problem_of(error: Exception) -> Problem:
     if isinstance(error, StorageError):
         problem = of_storage(error)
         if problem.status == 500:
-            log.error("damaged", error=str(error))
+            log.error("read-failed", error=str(error))
         return problem
     if isinstance(error, HTTPException):
         return of_http(error)

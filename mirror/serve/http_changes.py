@@ -258,7 +258,7 @@ class ChangeStream:
             yield _event("problem", dumps(refused.object()))
         except StorageError as error:
             problem = of_storage(error)
-            log.error("a stream of changes ends", problem=problem.name, error=str(error))
+            log.error("changes-ended", problem=problem.name, error=str(error))
             yield _event("problem", dumps(problem.object()))
         except Exception:
             log.exception("internal error", route="get_changes")

@@ -287,7 +287,7 @@ class KvBucket:
 
     def failed(self, error: StorageError) -> Refused:
         """The refusal of a request for which the store cannot be read."""
-        log.error("a read failed", error=str(error))
+        log.error("read-failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")
 
@@ -305,11 +305,11 @@ class KvBucket:
         now = self._file_numbers()
         if now == self._files or 0 in now:
             return False
-        log.warning("a group was recreated; opening the mirror again")
+        log.warning("group-recreated")
         try:
             fresh = self._open()
         except StorageError as error:
-            log.error("the mirror cannot be opened again", error=str(error))
+            log.error("mirror-not-reopened", error=str(error))
             return False
         self.view.close()
         self.view, self._files, self._manifest = fresh, now, None

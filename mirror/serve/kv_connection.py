@@ -251,7 +251,7 @@ class KvConnection(asyncio.Protocol):
         try:
             pos = self._answer_all(data, pos, out)
         except (ProtocolError, dispatch.OutOfPlace) as error:
-            log.debug("a client sent what is no request", error=str(error))
+            log.debug("request-invalid", error=str(error))
             counters.errors += 1
             if is_http(data[start : start + 1]):
                 out.append(NO_MANAGEMENT)
@@ -494,7 +494,7 @@ class KvConnection(asyncio.Protocol):
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an answer failed", error=repr(error))
+            log.error("answer-failed", error=repr(error))
             self.abort()
         if self._held is task:
             self._held = None
@@ -511,5 +511,5 @@ class KvConnection(asyncio.Protocol):
         try:
             return dispatch.guarded(self.session, compute)
         except ValueError as error:
-            log.error("a document cannot be taken apart", opcode=frame.opcode, error=str(error))
+            log.error("document-unreadable", opcode=frame.opcode, error=str(error))
             return self.session.refuse(Status.EINTERNAL, "the document cannot be read")

@@ -207,5 +207,5 @@ class KvServer:
 
     def _drop(self, connection: KvConnection, why: str) -> None:
         self.dropped_count += 1
-        log.info("hung up on a client", why=why, agent=connection.session.agent[:80])
+        log.info("client-dropped", why=why, agent=connection.session.agent[:80])
         connection.abort()

@@ -75,9 +75,9 @@ class ListenerTls:
             try:
                 self.context = self._load()
             except ConfigError as error:
-                log.error("the certificate of before is shown", error=str(error))
+                log.error("certificate-not-reloaded", error=str(error))
             else:
-                log.info("certificate read again", path=str(self._cert_file))
+                log.info("certificate-reloaded", path=str(self._cert_file))
         connection.context = self.context
         if connection.session_reused and stamp[-1] != self._first_authorities:  # kept by id, up to TLS 1.2
             return ssl.ALERT_DESCRIPTION_CERTIFICATE_UNKNOWN

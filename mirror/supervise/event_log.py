@@ -48,7 +48,7 @@ class EventLog:
         try:
             self._write(json.dumps(shown).encode() + b"\n")
         except OSError as error:
-            log.warning("event not written", path=str(self._data / EVENTS_FILE), error=error.strerror)
+            log.warning("event-not-written", path=str(self._data / EVENTS_FILE), error=error.strerror)
         self._forward(shown)
 
     def _write(self, line: bytes) -> None:

@@ -69,7 +69,7 @@ class Hook:
         if len(self._waiting) >= WAITING_MAX:
             if not self._dropped:
                 self._dropped = True
-                log.error("events are left out: the command on_event is too slow", waiting=WAITING_MAX)
+                log.error("on-event-too-slow", waiting=WAITING_MAX)
             return
         self._waiting.append(event)
         self._start()
@@ -119,7 +119,7 @@ class Hook:
     def _complain(self, words: list[str], why: str) -> None:
         if not self._failed:
             self._failed = True
-            log.error("the command on_event failed; further failures are not logged", program=words[0], error=why)
+            log.error("on-event-failed", program=words[0], error=why)
 
     async def close(self) -> None:
         """End what runs; what waits is left out."""

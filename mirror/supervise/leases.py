@@ -61,7 +61,7 @@ class LeaseBook:
                 record = LeaseRecord(**each, positions=positions)
                 self._records[record.id] = record
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            log.warning("the book of leases cannot be read; it begins again", path=str(self._path), error=str(error))
+            log.warning("leases-unreadable", path=str(self._path), error=str(error))
             self._records.clear()
 
     def limit(self, *, seconds_max: float, age_max_s: float) -> None:
@@ -130,7 +130,7 @@ class LeaseBook:
             unfinished.write_text(json.dumps([asdict(record) for record in self._records.values()]))
             os.replace(unfinished, self._path)
         except OSError as error:
-            log.warning("the book of leases cannot be written", path=str(self._path), error=error.strerror)
+            log.warning("leases-not-written", path=str(self._path), error=error.strerror)
 
 
 def _positions(value: list[list[int]], vbucket_count: int) -> list[Position]:

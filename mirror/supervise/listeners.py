@@ -214,6 +214,11 @@ def kind_of(slot: int) -> str | None:
     return KINDS[number - 1] if 0 < number <= len(KINDS) else None
 
 
+def process_name(slot: int) -> str:
+    """Return `worker 0`, `http 1`: a process by its slot, as people read it."""
+    return f"{kind_of(slot) or 'worker'} {slot % SLOTS_PER_KIND}"
+
+
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
     """Whether the process of a slot has to be started again after these settings changed."""
     kind = kind_of(slot)

@@ -50,7 +50,7 @@ class MapBook:
         if not self._maps.take(found):
             return False
         if new := sorted(hosts_of(found) - known):
-            log.info("the cluster map names new hosts", hosts=", ".join(new), rev_epoch=found.rev_epoch, rev=found.rev)
+            log.info("source-hosts-changed", hosts=", ".join(new), rev_epoch=found.rev_epoch, rev=found.rev)
         if self._maps.floor != before:
             self._unsaved = True
             self.retry()
@@ -63,7 +63,7 @@ class MapBook:
         try:
             map_record.save(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
         except StorageError as error:
-            log.error("the cluster map's revision cannot be recorded", error=str(error))
+            log.error("map-revision-not-recorded", error=str(error))
         else:
             self._unsaved = False
 

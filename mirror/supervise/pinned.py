@@ -52,7 +52,7 @@ class PinnedPages:
         for key, seen in now.items():
             if self._now_s() - seen.at_s > self._limit_s and key not in self._warned:
                 self._warned.add(key)
-                log.warning("a reader holds pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
+                log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
 
     def rows(self) -> list[dict[str, Any]]:
         """The readers in transactions that last, as `status` shows them."""

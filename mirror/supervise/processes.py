@@ -24,7 +24,7 @@ from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
 from mirror.supervise.events import MapChanged, WorkerEnded
 from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.listeners import SLOTS_PER_KIND, Listeners, kind_of
+from mirror.supervise.listeners import Listeners, kind_of, process_name
 from mirror.supervise.plan import KillProcess, ProcessPhase, StartProcess, StopProcess, WorkerFacts, assign, plan
 from mirror.supervise.quarantine import GroupMark, Quarantine
 
@@ -130,7 +130,7 @@ class Processes:
                 child.stopping_since_ms = now_ms
                 child.send(StopWork())
             elif isinstance(action, KillProcess):
-                log.error("killing a worker", slot=child.slot, pid=child.pid, reason=action.reason)
+                log.error("process-killed", process=process_name(child.slot), pid=child.pid, reason=action.reason)
                 child.exit_report = ExitReport(action.reason)
                 child.phase = ProcessPhase.KILLED
                 child.kill()
@@ -166,7 +166,7 @@ class Processes:
             slot.failures += 1
             slot.last_error = f"cannot be started: {error.strerror}"
             slot.not_before_ms = context.now_ms() + restart_delay_ms(slot.failures)
-            log.error("cannot start a worker", slot=action.slot, error=str(error))
+            log.error("process-not-started", process=process_name(action.slot), error=str(error))
             return
         if slot.last_exit is not None:
             slot.restarts += 1
@@ -208,13 +208,13 @@ class Processes:
         group = child.mark.group if child.mark is not None else None
         if self.quarantine.note_death(group, event.status, now_ms):
             assert group is not None, "only deaths in a group are counted"
-            log.error("group quarantined", group=group, reason=self.quarantine.groups[group])
+            log.error("group-quarantined", group=group, reason=self.quarantine.groups[group])
         slot.failures = failures_after(slot.failures, now_ms - child.heartbeat.started_ms)
         delay_ms = restart_delay_ms(slot.failures)
         slot.not_before_ms = now_ms + delay_ms
         self._event_log.add(
             WorkerEnded(
-                process=f"{kind_of(child.slot) or 'worker'} {child.slot % SLOTS_PER_KIND}",
+                process=process_name(child.slot),
                 pid=child.pid,
                 exit=slot.last_exit,
                 why=slot.last_error,

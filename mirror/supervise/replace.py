@@ -33,7 +33,7 @@ async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str |
         if (source.bucket_uuid, source.vbucket_count) == (identity.bucket_uuid, identity.vbucket_count):
             return None
         target = directory.set_aside(data)
-        log.warning("the bucket is another one: its old mirror is set aside", bucket=source.bucket_name, path=target)
+        log.warning("old-bucket-set-aside", bucket=source.bucket_name, path=target)
         return target
     finally:
         lock.release()

@@ -20,7 +20,7 @@ from mirror.supervise.children import Child
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.event_log import EventLog
 from mirror.supervise.figures import Gauge
-from mirror.supervise.listeners import Listeners, kind_of
+from mirror.supervise.listeners import Listeners, kind_of, process_name
 from mirror.supervise.observer import Observer
 from mirror.supervise.plan import ProcessPhase
 from mirror.supervise.processes import Processes, ProcessSlot
@@ -213,7 +213,7 @@ class Reports:
         try:
             child.status = cast(ProcessReport, await child.request(GetStatus(), REPORT_TIMEOUT_S))
         except SupervisionError as error:
-            log.debug("no report", slot=child.slot, error=str(error))
+            log.debug("no-report", process=process_name(child.slot), error=str(error))
             return
         identity = self._context.identity
         for report in child.status.get("vbuckets") or ():
@@ -234,7 +234,7 @@ class Reports:
         if self._processes.working and running == len(self._processes.desired) and not self.was_ready:
             self.was_ready = True
             self._notifier.ready()
-            log.info("all workers run", workers=running)
+            log.info("workers-ready", workers=sum(kind_of(each.slot) is None for each in self._processes.running()))
         limit_s = self._context.settings.ready_lag_limit_s
         health = assess(
             rows, self._context.vbucket_count, lag_limit_s=limit_s, groups=groups, source_error=self._source_error
@@ -251,7 +251,7 @@ class Reports:
             self._stop(ReportedFailure(failed[0]["message"], failed[0]["exit_code"]))
         catch_up.observe(rows, self._context.now_ms())
         if catch_up.done:
-            log.info("caught up", **catch_up.progress())
+            log.info("caught-up", **catch_up.progress())
             self._stop(None)
 
     def _note_contact(self) -> None:
@@ -275,7 +275,7 @@ class Reports:
         try:
             await child.request(note, REPORT_TIMEOUT_S)
         except SupervisionError as error:
-            log.debug("a DCP process did not take the contact", slot=child.slot, error=str(error))
+            log.debug("contact-not-taken", process=process_name(child.slot), error=str(error))
 
     # showing
 

@@ -102,7 +102,7 @@ class KvServing:
         nodes = [own_node(self._addresses, identity.held)] if kv_nodes is None else named_nodes(kv_nodes)
         cluster_map = ServedMap(identity, nodes, revision)
         if cluster_map.uncovered:
-            log.warning("clients cannot find some vbuckets: no mirror holds them", vbuckets=cluster_map.uncovered)
+            log.warning("vbuckets-without-mirror", vbuckets=cluster_map.uncovered)
         return cluster_map
 
 

@@ -84,12 +84,12 @@ class Setup:
         try:
             access.share(data, gid)
         except StorageError as error:
-            log.error("readers_group cannot be given access", readers_group=name, error=str(error))
+            log.error("readers-group-refused", readers_group=name, error=str(error))
         else:
             closed = access.closed_parent(data, gid)
             if closed is not None:
                 log.warning(
-                    "readers_group cannot reach the data directory: its members may not enter one above it",
+                    "readers-group-locked-out",
                     readers_group=name,
                     directory=closed,
                     hint=f"chmod o+x {closed}, or make {name} its group",
@@ -128,7 +128,7 @@ class Setup:
         identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
         directory.create(str(self._context.data), identity)
         log.info(
-            "made a new mirror",
+            "mirror-made",
             data=str(self._context.data),
             bucket=source.bucket_name,
             groups=groups,

@@ -33,7 +33,7 @@ from mirror.supervise.event_log import EventLog
 from mirror.supervise.events import LeaseExpired, SettingsRead, SettingsRefused
 from mirror.supervise.hook import Hook, words_of
 from mirror.supervise.leases import LeaseBook
-from mirror.supervise.listeners import FIXED, Listeners, kind_of, outdated_by
+from mirror.supervise.listeners import FIXED, Listeners, kind_of, outdated_by, process_name
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.plan import ProcessPhase
 from mirror.supervise.processes import Processes
@@ -222,7 +222,7 @@ class Supervisor:
         elif self._clock.monotonic() >= self._next_complaint_s:
             self._next_complaint_s = self._clock.monotonic() + COMPLAINT_INTERVAL_S
             log.error(
-                "the control socket cannot accept commands, trying on",
+                "control-socket-refuses",
                 error=error.strerror,
                 hint="raise the limit of open files (ulimit -n, LimitNOFILE=)",
             )
@@ -317,11 +317,12 @@ class Supervisor:
             case ExitReport():
                 child.exit_report = message
             case _:
-                log.warning("unexpected message from a worker", slot=child.slot, op=message.op)
+                log.warning("unexpected-message", process=process_name(child.slot), op=message.op)
 
     def _ready(self, child: Child) -> None:
         child.phase = ProcessPhase.RUNNING
-        log.info(f"{kind_of(child.slot) or 'worker'} ready", slot=child.slot, pid=child.pid, groups=list(child.groups))
+        groups = {"groups": list(child.groups)} if child.groups else {}
+        log.info("process-ready", process=process_name(child.slot), pid=child.pid, **groups)
         for line in () if child.outdated else self._listeners.ready(child.slot):
             if self._announce is not None:
                 self._announce(line)
@@ -344,7 +345,7 @@ class Supervisor:
         if number == signal.SIGINT:
             self._interrupts += 1
         if self._interrupts > 1:
-            log.warning("interrupted again: killing the workers; nothing published is lost")
+            log.warning("workers-killed-on-interrupt")
             self._processes.kill_all()
         self.stop()
 
@@ -408,7 +409,7 @@ class Supervisor:
                 try:
                     await child.request(command, REPORT_TIMEOUT_S)
                 except SupervisionError as error:
-                    log.warning("a KV process did not take the new map", slot=child.slot, error=str(error))
+                    log.warning("map-not-taken", process=process_name(child.slot), error=str(error))
 
 
 def has_terminal() -> bool:

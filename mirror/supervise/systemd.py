@@ -1,15 +1,16 @@
 """What the service reports to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
 
-Knows the notify protocol through the sdnotify library and nothing of the service itself. Without NOTIFY_SOCKET every
-call does nothing, so callers never ask. Invariant: a failing notification never harms the service.
+Knows the notify protocol (sd_notify(3): a datagram to the socket in NOTIFY_SOCKET for each message) and nothing of the
+service itself. Without NOTIFY_SOCKET every call does nothing, so callers need no check. Invariant: a notification that
+fails never harms the service.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Mapping
-
-from sdnotify import SystemdNotifier
 
 
 class Notifier:
@@ -18,7 +19,9 @@ class Notifier:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` stands in for the process's own."""
         self._environment = os.environ if environment is None else environment
-        self._line = SystemdNotifier() if self._environment.get("NOTIFY_SOCKET") else None
+        address = self._environment.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address  # @: an abstract name
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
         self._status = ""
 
     def watchdog_interval_s(self) -> float | None:
@@ -35,7 +38,7 @@ class Notifier:
 
     def status(self, text: str) -> None:
         """One line for `systemctl status`; sent only when it changed."""
-        text = " ".join(text.encode("ascii", "replace").decode().split())
+        text = " ".join(text.split())
         if text != self._status:
             self._status = text
             self._send(f"STATUS={text}")
@@ -54,10 +57,11 @@ class Notifier:
 
     def close(self) -> None:
         """Hang up."""
-        if self._line is not None and self._line.socket is not None:
-            self._line.socket.close()
+        if self._line is not None:
+            self._line.close()
             self._line = None
 
     def _send(self, message: str) -> None:
         if self._line is not None:
-            self._line.notify(message)
+            with contextlib.suppress(OSError):
+                self._line.sendto(message.encode(), self._address)

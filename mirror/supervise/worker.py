@@ -172,7 +172,7 @@ class MirrorWork:
             try:
                 self._hold(lease)
             except StorageError as error:
-                log.warning("a lease cannot be resumed", error=str(error))
+                log.warning("lease-not-resumed", error=str(error))
 
 
 def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> None:
@@ -180,7 +180,7 @@ def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> N
     path = directory.group_path(data, group)
     if os.path.isdir(path):
         return
-    log.warning("a group's folder is missing; the group is filled again", group=group, path=path)
+    log.warning("group-folder-missing", group=group, path=path)
     unfinished = f"{path}.new"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -198,7 +198,7 @@ def share(path: str, gid: int) -> None:
     try:
         access.share_group(path, gid)
     except StorageError as error:
-        log.error("readers_group cannot be given access", error=str(error))
+        log.error("readers-group-refused", error=str(error))
 
 
 async def open_stores(start: StartMessage, send: Send) -> Work:
@@ -246,7 +246,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
             if gid is not None:
                 share(path, gid)
         except StorageError as error:
-            log.error("a group cannot be opened", group=group, error=str(error))
+            log.error("group-not-opened", group=group, error=str(error))
             failures[group] = (vbids, error)
     if not writers:
         raise next(error for _, error in failures.values())

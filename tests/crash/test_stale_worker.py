@@ -112,7 +112,7 @@ def test_a_worker_that_was_overtaken_wakes_up_late_and_writes_nothing(source: Sa
             source.call(setattr, load, "rate", 200)
             owner.start()
             until(
-                "the owner's workers", lambda: owner.tail().count("worker ready") == 2
+                "the owner's workers", lambda: owner.tail().count("process-ready") == 2
             )  # the sleeper's socket is mute
             wait_progress("the new owner to follow", data)
         finally:

@@ -80,4 +80,4 @@ def test_an_event_that_cannot_be_written_is_logged_and_forwarded(
     logs.set_up("info")
     EventLog(SystemClock(), tmp_path, forwarded.append).add(change(1))
     assert len(forwarded) == 1
-    assert "event not written" in capsys.readouterr().err
+    assert "event-not-written" in capsys.readouterr().err

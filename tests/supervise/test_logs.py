@@ -20,11 +20,11 @@ def _as_before() -> Iterator[None]:
 
 def test_logs_go_to_stderr_and_leave_stdout_to_data(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up("info")
-    structlog.get_logger().info("all workers run", workers=2)
+    structlog.get_logger().info("workers-ready", workers=2)
     structlog.get_logger().debug("not shown")
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert "all workers run" in streams.err
+    assert "workers-ready" in streams.err
     assert "workers=2" in streams.err
     assert "not shown" not in streams.err
 

@@ -77,4 +77,4 @@ def test_a_group_that_cannot_be_let_in_works_without_it(tmp_path: Path, capsys: 
     os.rename(os.path.join(folder, "lock.mdb"), os.path.join(folder, "moved"))
     os.symlink("moved", os.path.join(folder, "lock.mdb"))
     share(folder, int(GROUP))
-    assert "readers_group cannot be given access" in "".join(capsys.readouterr())
+    assert "readers-group-refused" in "".join(capsys.readouterr())

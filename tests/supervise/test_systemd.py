@@ -42,8 +42,26 @@ def test_the_words_are_those_systemd_knows(manager: socket.socket) -> None:
 def test_a_status_outside_latin_letters_arrives_too(manager: socket.socket) -> None:
     notifier = Notifier()
     notifier.status("bucket 鏡 lags")
-    assert manager.recv(4096).decode() == "STATUS=bucket ? lags"
+    assert manager.recv(4096).decode() == "STATUS=bucket 鏡 lags"
     notifier.close()
+
+
+def test_a_manager_may_have_an_abstract_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(f"\0dcp-mirror-{os.getpid()}")
+        end.settimeout(5)
+        notifier = Notifier({"NOTIFY_SOCKET": f"@dcp-mirror-{os.getpid()}"})
+        notifier.ready()
+        assert end.recv(4096) == b"READY=1"
+        notifier.close()
+
+
+def test_a_manager_that_is_gone_harms_nothing(manager: socket.socket) -> None:
+    notifier = Notifier()
+    os.unlink(os.environ["NOTIFY_SOCKET"])
+    notifier.ready()
+    notifier.close()
+    notifier.stopping()
 
 
 def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

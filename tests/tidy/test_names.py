@@ -206,3 +206,18 @@ def test_the_top_directory_holds_what_was_agreed() -> None:
     built = {"build", "dist", "__pycache__"}
     there = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
     assert {name for name in there if not name.endswith(".egg-info")} - built <= allowed
+
+
+def test_a_log_line_is_an_event_with_fields() -> None:
+    wrong = [
+        f"{name_of(path)}, line {node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "log"
+        and node.func.attr in ("debug", "info", "warning", "error")
+        and not (isinstance(node.args[0], ast.Constant) and re.fullmatch(r"[a-z]+(-[a-z]+)*", str(node.args[0].value)))
+    ]
+    assert wrong == []

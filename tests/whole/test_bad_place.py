@@ -179,8 +179,8 @@ def test_a_group_folder_without_rights_is_named_and_the_others_are_served(source
     (data / "group-0001").chmod(0o700)
     lines = [line for line in result.err.splitlines() if "damage-found" in line]
     assert len(lines) <= 1, "one event for all of its vbuckets"
-    assert result.err.count("a group cannot be opened") == 1
-    assert "worker ready" in result.err
+    assert result.err.count("group-not-opened") == 1
+    assert "process-ready" in result.err
     assert "something unknown" not in result.err
 
 
