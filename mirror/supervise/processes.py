@@ -76,7 +76,7 @@ class Processes:
         """Slot -> its groups, for each process that there should be."""
         self.working = False
         """The bucket is known, and workers are planned."""
-        self.serves_http = False
+        self.serves_readers = False
         """HTTP servers are planned, whether the bucket is known or not."""
         self.quarantine = Quarantine()
 
@@ -97,9 +97,9 @@ class Processes:
         self.working = True
         self.replan()
 
-    def serve_http(self) -> None:
-        """Plan the HTTP servers, which can say how the mirror stands before its bucket is known; KV and DCP cannot."""
-        self.serves_http = True
+    def serve_readers(self) -> None:
+        """Plan the servers before the source has answered. Of a new mirror that is HTTP alone: it tells its state."""
+        self.serves_readers = True
         self.replan()
 
     def replan(self) -> None:
@@ -109,8 +109,8 @@ class Processes:
         if self.working:
             assert identity is not None, "the directory is known before workers are planned"
             self.desired = assign(identity.group_count, settings.workers) | servers
-        elif self.serves_http:
-            self.desired = {slot: groups for slot, groups in servers.items() if kind_of(slot) == "http"}
+        elif self.serves_readers:
+            self.desired = {slot: () for slot in servers if identity is not None or kind_of(slot) == "http"}
 
     # executing the plan
 

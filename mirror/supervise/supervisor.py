@@ -252,12 +252,9 @@ class Supervisor:
 
     def _source_unreachable(self, error: str) -> None:
         self._reports.source_answered(error)
-        self._serve_without_source()
-
-    def _serve_without_source(self) -> None:
-        self._processes.serve_http()
+        self._processes.serve_readers()
         if self._context.identity is not None:
-            self._begin_work()  # readers have what is there; workers try on by themselves
+            self._begin_work()  # workers try on by themselves
 
     def _begin_work(self) -> None:
         if self._processes.working:
@@ -275,8 +272,9 @@ class Supervisor:
                 self._feed_watchdog()
                 self._reports.add_due_events()
                 self._expire_leases()
-                if not self._processes.serves_http and self._clock.monotonic() >= self._started_s + SOURCE_PATIENCE_S:
-                    self._serve_without_source()
+                waited_s = self._clock.monotonic() - self._started_s
+                if not self._processes.serves_readers and waited_s >= SOURCE_PATIENCE_S:
+                    self._processes.serve_readers()
             case ChildMessage():
                 self._receive(event)
             case ChildExited():

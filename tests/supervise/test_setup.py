@@ -71,15 +71,17 @@ async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) 
         assert service.status_document()["state"] == "source unreachable"
 
 
-async def test_known_data_is_worked_on_while_the_source_is_silent(tmp_path: Path) -> None:
+async def test_known_data_is_served_while_the_source_is_silent(tmp_path: Path) -> None:
     directory.create(str(tmp_path), Identity("c1", "demo", "b1", 8, 4))
 
     async def silent(settings: Settings, bucket_uuid: str | None = None) -> Source:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with serving(service_of(tmp_path, look_up=silent)) as service:
-        await eventually(running(service))
+    settings = settings_for(tmp_path, kv="0", http="0")
+    async with serving(service_of(tmp_path, look_up=silent, settings=settings)) as service:
+        await eventually(lambda: set(service.status_document()["listeners"]) == {"kv", "http"})
+        assert service.status_document()["workers"] == [], "nothing is opened before it is known whose bucket it is"
 
 
 async def test_somebody_waiting_for_the_end_is_not_kept_for_ever(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_mirror_of_a_mirror_is_not_ready_while_that_has_lost_its_source(tmp_pa
         url = url.replace("://", "://demo@") + "/" + source.cluster.bucket.name
         second = stack.enter_context(Service(url, tmp_path / "second"))
         second.start()
-        until("both to be caught up", lambda: (second.status() or {}).get("state") == "caught up")
+        until("both to be caught up", lambda: caught_up(second.status()))
         alive.close()
         until("it to be noticed", lambda: (second.status() or {}).get("state") == "source unreachable")
         status = second.status()
