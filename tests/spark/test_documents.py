@@ -148,6 +148,7 @@ def test_a_death_before_the_columns_are_committed_leaves_the_table_as_it_was(
         ("total string, n int", {}, "column total is double in the table and would be string"),
         ("n int", {}, "column total is double in the table and would be gone"),
         ("total double, n int", {"epoch": "millis"}, "read with another --time-zone, --epoch"),
+        ("total double, n int", {"time_zone": "Asia/Tokyo"}, "read with another --time-zone"),
     ],
 )
 def test_columns_change_in_other_ways_only_where_that_is_said(
