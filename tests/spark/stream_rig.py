@@ -95,7 +95,7 @@ class Stream:
     def batches(self) -> tuple[int, int]:
         """The newest batch that was begun, and the newest that was done; -1: none."""
         folder = self.lake / "_checkpoint"
-        return (_newest(folder / "offsets"), _newest(folder / "commits"))
+        return (newest(folder / "offsets"), newest(folder / "commits"))
 
     def _running_batch(self) -> tuple[int, int] | None:
         assert self._process is not None
@@ -134,7 +134,7 @@ class Stream:
         return set()
 
 
-def _newest(folder: Path) -> int:
+def newest(folder: Path) -> int:
     """The highest number among the files; Spark writes them under another name first."""
     with contextlib.suppress(FileNotFoundError):
         return max((int(name) for name in os.listdir(folder) if name.isdigit()), default=-1)

@@ -10,6 +10,8 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
 
 from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
+from tests.cli.conftest import COMMAND
 from tests.crash.load import Load
 from tests.crash.service import Service, until
-from tests.spark.stream_rig import LIMIT_S, Stream, follow, verdict
+from tests.spark.mirrors import SmallMirror, scanned
+from tests.spark.sessions import ObjectStore
+from tests.spark.standalone import spark_environment
+from tests.spark.stream_rig import LIMIT_S, Stream, follow, newest, verdict
 
 VBUCKETS = 16
 KEYS = 800
@@ -107,3 +115,99 @@ def lose_a_tail(source: SandboxThread, load: Load, stream: Stream, data: Path, n
     for vbid in vbids:
         source.call(source.cluster.failover, vbid, lose=TAIL)
     load.rate = rate
+
+
+class Killed:
+    """A streaming program that is killed again and again, over a mirror that is written and rolled back meanwhile."""
+
+    def __init__(self, command: list[str], checkpoint: Path, log: Path) -> None:
+        self._command = command
+        self._checkpoint = checkpoint
+        self._log = log
+
+    def start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                self._command, env=spark_environment(), stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill_in_batch(self) -> None:
+        process = self.start()
+        until("a batch to run", lambda: process.poll() is not None or self._running(), limit_s=LIMIT_S, poll_s=0.002)
+        assert process.poll() is None, self._log.read_text()[-3000:]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert self._running(), "the checkpoint has the batch in which it was killed"
+
+    def _running(self) -> bool:
+        begun, done = (newest(self._checkpoint / name) for name in ("offsets", "commits"))
+        return begun > done
+
+    def finish(self) -> None:
+        assert self.start().wait(LIMIT_S) == 0, self._log.read_text()[-3000:]
+
+
+def through_kills(small: SmallMirror, killed: Killed) -> None:
+    """Killed in the first load; then all is read; then killed again over the retractions of what was read."""
+    rng = Random(20261123)
+    boundaries = [dict(small.seqnos)]
+    for turn in range(3):
+        for part in range(3):
+            small.put({f"k{rng.randrange(300)}": b'{"turn":%d,"part":%d}' % (turn, part) for _ in range(200)})
+        small.put({f"k{number}": None for number in rng.sample(range(300), 20)})
+        boundaries.append(dict(small.seqnos))
+        if turn == 1:
+            killed.finish()
+            for vbid in range(4):
+                small.roll_back(vbid, boundaries[1][vbid])
+        else:
+            killed.kill_in_batch()
+    killed.finish()
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(s3: ObjectStore, tmp_path: Path) -> None:
+    small = SmallMirror(tmp_path / "data")
+    where, checkpoint = "s3://lake/killed", tmp_path / "checkpoint"
+    command = [*COMMAND, "pipeline", "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
+    killed = Killed([*command, "--available-now", "--max-rows", "100"], checkpoint, tmp_path / "log")
+    through_kills(small, killed)
+    found = DeltaTable(f"{where}/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()
+    assert {row["key"]: (row["seqno"], row["value"]) for row in found} == scanned(small.path)
+    assert len(found) == len(scanned(small.path))
+    rows = DeltaTable(f"{where}/changes").to_pyarrow_table(columns=["vbid", "key", "at_branch", "at_seqno", "kind"])
+    events = [tuple(row.values()) for row in rows.to_pylist()]
+    assert len(events) == len(set(events))
+    assert "retraction" in {kind for *_, kind in events}
+    small.close()
+
+
+OWN_STREAM = """
+import sys
+from pyspark_mirror import session
+data, folder = sys.argv[1:]
+spark = session()
+changes = spark.readStream.format("mirror").options(table="changes", maxRowsPerBatch="100").load(data)
+writer = changes.writeStream.option("checkpointLocation", folder + "/checkpoint").format("parquet")
+writer.trigger(availableNow=True).start(folder + "/out").awaitTermination()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_a_stream_of_ones_own_has_each_event_once_whenever_it_was_killed(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark's own sink of files, and the upsert that the documents give: strictly by (at_branch, at_seqno)."""
+    small = SmallMirror(tmp_path / "data")
+    command = [sys.executable, "-c", OWN_STREAM, str(small.path), str(tmp_path)]
+    through_kills(small, Killed(command, tmp_path / "checkpoint", tmp_path / "log"))
+    rows = spark.read.parquet(str(tmp_path / "out")).select("key", "at_branch", "at_seqno", "kind", "seqno", "value")
+    found = [tuple(row) for row in rows.collect()]
+    assert len(found) == len({row[:3] for row in found})
+    assert {"retraction", "restoration"} <= {kind for _, _, _, kind, _, _ in found}
+    last = {
+        key: (kind, seqno, bytes(value or b"")) for key, *_, kind, seqno, value in sorted(found, key=lambda r: r[:3])
+    }
+    current = {key: (seqno, value) for key, (kind, seqno, value) in last.items() if kind in ("mutation", "restoration")}
+    assert current == scanned(small.path)
+    small.close()
