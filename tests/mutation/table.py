@@ -549,8 +549,8 @@ MUTATIONS = (
     Mutation(_HEALTH, "if away and len(away) == len(going):", "if False:", _OF_HEALTH),
     Mutation(
         _HEALTH,
-        "return Health(DEGRADED if any(degraded) else DISK_FULL, reasons)",
-        "return Health(DEGRADED, reasons)",
+        "rank = (DEGRADED, DISK_FULL, CATCHING_UP).index",
+        "rank = (DISK_FULL, DEGRADED, CATCHING_UP).index",
         _OF_HEALTH,
     ),
     Mutation(

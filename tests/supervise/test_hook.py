@@ -37,7 +37,7 @@ async def test_each_event_is_one_run_with_its_json_on_stdin_and_no_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "secret")
-    hook = Hook(SystemClock(), script(tmp_path, 'cat > "$1/$$.json"; echo "$DCP_MIRROR_PASSWORD" > "$1/password"'))
+    hook = Hook(SystemClock(), script(tmp_path, 'echo "$DCP_MIRROR_PASSWORD" > "$1/password"; cat > "$1/$$.json"'))
     events = [{"number": number, "event": "rollback"} for number in range(5)]
     for event in events:
         hook.put(event)
