@@ -5,22 +5,26 @@ Other ports and folders than they name, and the tests' session; nothing else. Th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 import mirror.spark
 from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, free_port, site
-from tests.spark.sessions import FAST
+from tests.spark.sessions import FAST, ObjectStore
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
 
+INSTALLED = {"/opt/dcp-mirror/bin/": "", "/var/lib/dcp-mirror/orders": "/tmp/orders", "/data/lake": "/tmp/orders-unit"}
+"""Places of an installed service, and those of the quick start."""
 JAVA = {"JDK_JAVA_OPTIONS": FAST["spark.driver.extraJavaOptions"]}
 
 
@@ -45,12 +49,32 @@ def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp
     assert names["spark"] is spark
 
 
-def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path) -> None:
-    names: dict[str, Any] = {}
-    with site(tmp_path, JAVA) as quick_start:
-        for block in blocks_of(SPARK_PAGE):
-            if block.is_run:
+def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path, s3: ObjectStore) -> None:
+    """Statements in SQL by the tests' session; commands of a unit and of Airflow by the shell, each of them."""
+    found = [block for block in blocks_of(SPARK_PAGE) if block.mark != "not run: needs the package from an index"]
+    assert {block.language for block in found if not block.is_run} == {"sql", "ini"}
+    with site(tmp_path, JAVA | s3.env) as quick_start:
+
+        def run(command: str) -> None:
+            for there, here in INSTALLED.items():
+                command = command.replace(there, here)
+            quick_start.shell.run(quick_start.placed(command))
+
+        names: dict[str, Any] = {"BashOperator": lambda bash_command, **_: run(bash_command)}
+        for block in found:
+            if block.language == "sql":
+                for statement in quick_start.placed(block.text).strip().removesuffix(";").split(";"):
+                    spark.sql(statement)
+                assert spark.table("orders").where("total > 0").count() > 0 < spark.table("raw").count()
+            elif block.language == "ini":
+                (command,) = re.findall(r"^ExecStart=(.+)$", block.text, re.M)
+                run(command)
+            else:
                 quick_start.run(block, names)
     assert names["spark"] is spark
     assert names["query"].exception() is None
     assert names["orders"].columns == ["_key", "number", "total", "customer"]
+    assert names["count"] > 0
+    assert DeltaTable("s3://lake/orders").count() > 0
+    spark.sql("DROP VIEW orders")
+    spark.sql("DROP TABLE orders_columns")
