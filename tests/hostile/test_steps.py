@@ -42,6 +42,8 @@ from tests.oracle import kv_client
 from tests.serve.http_site import service_report
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Store
 
+pytestmark = pytest.mark.xdist_group("listener_steps")  # the store is made once
+
 T = TypeVar("T")
 
 REPETITIONS = 4
