@@ -24,9 +24,9 @@ from mirror.serve.http_changes import get_changes
 from mirror.serve.http_documents import get_document, get_document_now, get_documents, scan_documents
 from mirror.serve.http_openapi import description
 from mirror.serve.http_problems import Problem, internal, of_http, of_storage
-from mirror.serve.http_requests import Parameters, vbucket
+from mirror.serve.http_requests import Parameters, header, vbucket
 from mirror.serve.http_service import Service, refuse_websites
-from mirror.serve.http_status import Report, partly_shown, partly_shown_rows
+from mirror.serve.http_status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
@@ -172,13 +172,21 @@ async def get_livez(request: Request) -> Response:
 
 
 async def get_readyz(request: Request) -> Response:
-    """Every vbucket is published, and the lag is below its limit."""
+    """Every vbucket is published, and the lag is below its limit. Only readers of everything get the reasons."""
     service: Service = request.state.service
+    try:
+        reads_all = (await service.reader(request)).reads_all
+    except Problem:
+        if header(request, b"authorization") is not None:
+            raise
+        reads_all = False
     Parameters(request, ())
     try:
-        reasons = (await service.status.report())["reasons"]
+        report = await service.status.report()
+        reasons = report["reasons"] if reads_all else partly_shown_reasons(report)
     except StorageError as error:
-        reasons = [of_storage(error).detail]
+        problem = of_storage(error)
+        reasons = [problem.detail if reads_all else problem.title]
     if service.stopping.is_set():
         reasons = ["this process stops"]
     if reasons:

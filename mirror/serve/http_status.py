@@ -37,7 +37,7 @@ TOGETHER_MS = 5_000
 """Rollbacks of vbuckets within this time of each other, and resyncs, are one entry of the past."""
 
 SHOWN_TO_ALL = frozenset((
-    "service", "state", "reasons", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
+    "service", "state", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
     "vbucket_count", "vbuckets_held", "group_count", "sync", "totals", "catch_up", "disk", "history", "lag_limit_s",
 ))  # fmt: skip
 """What a status says to readers of some collections. Paths, processes, the source's user, names of collections and of
@@ -76,6 +76,11 @@ def partly_shown_rows(rows: list[Report]) -> list[Report]:
     return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
 
 
+def partly_shown_reasons(report: Report) -> list[str]:
+    """The reasons for those who may not read everything: the state, without the texts of errors."""
+    return [report["state"]] if report["reasons"] else []
+
+
 def partly_shown(report: Report) -> Report:
     """The status for readers of some collections, in the same shape."""
     found = {name: value if name in SHOWN_TO_ALL else _hidden(value) for name, value in report.items()}
@@ -84,7 +89,7 @@ def partly_shown(report: Report) -> Report:
             {name: value if name in PROCESS_SHOWN_TO_ALL else _hidden(value) for name, value in row.items()}
             for row in report[kind]
         ]
-    return found | {"vbuckets": partly_shown_rows(report["vbuckets"])}
+    return found | {"reasons": partly_shown_reasons(report), "vbuckets": partly_shown_rows(report["vbuckets"])}
 
 
 def _hidden(value: object) -> object:

@@ -23,6 +23,7 @@ from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
 from mirror.serve.http_service import Service
 from storage import records
+from storage.errors import StorageError
 from storage.model import Collection, ManifestChange, Seqno
 from tests.serve.http_site import (
     VBUCKETS,
@@ -175,6 +176,11 @@ def test_a_reader_of_some_collections_sees_figures_and_no_secrets_of_the_service
     report |= {"data": secret, "pid": 4711, "source": f"couchbase://{secret}@db1.example/bucket", "message": secret}
     report |= {"warnings": [secret], "selection": secret, "listeners": {"kv": [secret]}, "source_error": secret}
     report |= {"workers": [process], "servers": [process | {"kind": "kv"}], "supervisor": {"cpu_percent": 4711}}
+    report |= {
+        "state": "degraded",
+        "reasons": [secret],
+        "troubles": [{"what": "damaged", "where": "", "error": secret}],
+    }
     report |= {"leases": [{"id": "1", "name": secret, "until_ms": 1, "vbuckets": 1}], "events": [{"text": secret}]}
     for row in report["vbuckets"]:
         row |= {"detail": secret, "last_error": secret, "resync_why": secret, "node": f"{secret}:11210"}
@@ -186,9 +192,31 @@ def test_a_reader_of_some_collections_sees_figures_and_no_secrets_of_the_service
         assert "4711" not in found.text
         assert found.json().keys() == guarded.get(path, auth=("all", "secret")).json().keys()
     shown = guarded.get("/v1/status", auth=("shop", "secret")).json()
-    assert shown["state"] == report["state"]
+    assert (shown["state"], shown["reasons"]) == ("degraded", ["degraded"])
     assert shown["workers"][0]["phase"] == "running"
     assert shown["vbuckets"][0]["node"] == "hidden"
+
+
+def test_readiness_is_for_everybody_and_its_reasons_for_readers_of_everything(guarded: Site) -> None:
+    """The reasons hold texts of errors, and these the paths of files."""
+    path = "/srv/mirror/group-3/data.mdb"
+    guarded.stands(service_report(guarded.data) | {"state": "degraded", "reasons": [f"8 vbuckets damaged ({path})"]})
+    assert path in guarded.get("/readyz", 503, auth=("all", "secret")).json()["reasons"][0]
+    for found in (guarded.get("/readyz", 503), guarded.get("/readyz", 503, auth=("shop", "secret"))):
+        assert path not in found.text
+        assert (found.json()["detail"], found.json()["reasons"]) == ("not ready: degraded", ["degraded"])
+    guarded.get("/readyz", 401, auth=("all", "wrong"))
+    guarded.stands(service_report(guarded.data))
+    assert guarded.get("/readyz").json() == {"status": "ready"}
+
+
+def test_readiness_of_a_store_that_cannot_be_read_names_no_path(guarded: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def report() -> None:
+        raise StorageError("cannot open /srv/mirror/group-3/data.mdb")
+
+    monkeypatch.setattr(guarded.server.service.status, "report", report)
+    assert "/srv/mirror" in guarded.get("/readyz", 503, auth=("all", "secret")).text
+    assert "/srv/mirror" not in guarded.get("/readyz", 503).text
 
 
 @pytest.mark.parametrize(
