@@ -70,6 +70,15 @@ class Trouble:
         """The whole trouble in a sentence."""
         return f"{self.text} ({self.error})" if self.rows and self.error else self.text
 
+    @property
+    def procedure(self) -> str:
+        """The place in docs/ that says what to do."""
+        if self.what == BROKEN["damaged"]:
+            return "operations.md#a-corrupt-group"
+        if self.state == DISK_FULL:
+            return "operations.md#the-disk-is-full"
+        return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
+
     def row(self) -> dict[str, Any]:
         """The trouble as the status shows it (cli/JSON.md)."""
         lags = [row["lag_s"] for row in self.rows]
@@ -78,6 +87,7 @@ class Trouble:
             "vbuckets": len(self.rows),
             "where": self.where,
             "error": self.error,
+            "procedure": self.procedure,
             "lag_s": max(lags) if lags and None not in lags else None,
         }
 

@@ -189,7 +189,12 @@ def service_report(data: Path, **more: Any) -> dict[str, Any]:
 def judged(report: dict[str, Any]) -> dict[str, Any]:
     """A report of a service with the judgement that its rows deserve."""
     found = assess(report["vbuckets"], report["vbuckets_held"], lag_limit_s=30)
-    return report | {"state": found.state, "reasons": list(found.reasons)}
+    return report | {
+        "state": found.state,
+        "message": found.message,
+        "reasons": found.reasons,
+        "troubles": [trouble.row() for trouble in found.troubles],
+    }
 
 
 @contextmanager

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from mirror.health import BROKEN, STATES, Trouble
 from mirror.serve.latency import Latencies
 from mirror.serve.metrics import Requests, exposition, own_exposition
 from tests.serve.http_site import Source, service_report
 
 FOLDER = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
 RULES, DASHBOARD = FOLDER / "alerts.yml", FOLDER / "dashboard.json"
+DOCS = Path(__file__).parents[2] / "docs"
 
 Series = dict[str, str]
 """Labels behind the metric's name -> samples, one a minute, as promtool writes them."""
@@ -172,3 +174,17 @@ def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     file = tmp_path / "rules.yml"  # JSON is YAML
     file.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
     assert "SUCCESS" in promtool("test", "rules", file)
+
+
+def headings(document: str) -> set[str]:
+    lines = re.findall(r"(?m)^#+ (.*)$", (DOCS / document).read_text())
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_each_alert_and_each_trouble_leads_to_a_procedure() -> None:
+    links = re.findall(r"runbook: docs/(\S+)", RULES.read_text())
+    assert len(links) == len(CASES)
+    links += [Trouble(state, what).procedure for state in STATES for what in ("x", *BROKEN.values())]
+    for link in set(links):
+        document, _, heading = link.partition("#")
+        assert heading in headings(document), link

@@ -5,11 +5,9 @@
 const ASK_MS = 2000;
 const SAMPLES_EVERY = 3;
 const SILENT_S = 5;
-const ROLLED_BACK_MS = 15 * 60 * 1000;
-const VBIDS_NAMED = 6;
+const SENTENCE_MAX = 90;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
-  rolled: { sign: "↺", word: "rolled back", text: "rolled back in the last quarter of an hour" },
   stalled: { sign: "=", word: "stalled", text: "its source has more and sends nothing, or its worker says nothing" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
@@ -18,8 +16,7 @@ const KINDS = {
   idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
 };
-const BAD = ["dead", "rolled", "stalled", "lagging"];
-const ATTENTION = [...BAD, "waiting"];
+const BAD = ["dead", "stalled", "lagging"];
 const DEAD = new Set(["damaged", "refused", "no-active-node", "finished"]);
 const FILLING = new Set(["starting", "requesting", "backfilling", "rolling-back", "resyncing"]);
 const WELL = new Set(["starting", "catching up", "following", "stopping"]);
@@ -62,7 +59,6 @@ function kindOf(row, report, workers) {
   if (worker && worker.phase !== "running" && worker.phase !== "starting" && worker.phase !== "stopping") return "dead";
   if (row.state === "stalled" || silent(worker)) return "stalled";
   if (row.state === "waiting" || (!row.node && row.state !== "starting")) return "waiting";
-  if (known(row.last_rollback_ms) && report.time_ms - row.last_rollback_ms < ROLLED_BACK_MS) return "rolled";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s) return "lagging";
   if (known(row.lag_s) && row.lag_s > report.lag_limit_s / 10 && !FILLING.has(row.state)) return "behind";
   if (FILLING.has(row.state) || (worker && worker.phase !== "running")) return "filling";
@@ -85,7 +81,6 @@ function why(row, kind, workers) {
     }
     return `${row.state}` + (said ? `: ${said}` : "");
   }
-  if (kind === "rolled") return `rolled back at ${moment(row.last_rollback_ms)}`;
   return row.state + (said ? `: ${said}` : "");
 }
 
@@ -111,7 +106,6 @@ function drawMap(report) {
     map.append(cell);
   }
   const counts = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, 0]));
-  const attention = new Map();
   report.vbuckets.forEach((row, index) => {
     const kind = kindOf(row, report, workers);
     const cell = map.children[index];
@@ -122,7 +116,6 @@ function drawMap(report) {
     cell.dataset.vbid = row.vbid;
     cell.setAttribute("aria-selected", String(selected === row.vbid));
     if (selected === row.vbid) $("detail").textContent = text;
-    if (ATTENTION.includes(kind)) note(attention, kind, row, kind === "rolled" ? kind : why(row, kind, workers));
   });
   if (selected === null) $("detail").textContent = report.vbuckets.length ? "Choose a vbucket to see how it stands." : "None is known before the source has been reached.";
   $("detail").classList.toggle("chosen", selected !== null);
@@ -135,52 +128,45 @@ function drawMap(report) {
     entry.append(make("i", sign, kind), `${number(counts[kind])} ${word}`);
     return entry;
   }));
-  const table = $("attention");
-  const order = Object.keys(KINDS);
-  const lines = [...attention.values()];
-  lines.sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind) || (b.worst.lag_seqnos || 0) - (a.worst.lag_seqnos || 0));
-  table.hidden = !lines.length;
-  table.tBodies[0].replaceChildren(...lines.slice(0, 30).map(({ kind, worst, newest_ms, vbids, text }) => {
-    const line = make("tr");
-    const what = make("td");
-    what.append(make("span", KINDS[kind].sign, `sign ${kind}`), ` ${KINDS[kind].word}`);
-    line.append(make("td", named(vbids), "vbids"), what, make("td", (vbids.length > 1 && worst.lag_seqnos ? "up to " : "") + behind(worst)), make("td", kind === "rolled" ? `the last at ${moment(newest_ms)}` : text, "long"));
-    return line;
-  }));
-  if (lines.length > 30) table.caption.textContent = `In need of a look: ${lines.length}, of which the worst 30`;
-  else table.caption.textContent = "In need of a look";
+  drawTroubles(report.troubles || []);
   return counts;
 }
 
-// Vbuckets with the same news are one line: the worst of them says how far they are behind, the newest when.
-function note(lines, kind, row, text) {
-  const name = `${kind} ${text}`;
-  const line = lines.get(name);
-  if (!line) { lines.set(name, { kind, text, worst: row, newest_ms: row.last_rollback_ms, vbids: [row.vbid] }); return; }
-  line.vbids.push(row.vbid);
-  line.newest_ms = Math.max(line.newest_ms, row.last_rollback_ms);
-  if ((row.lag_seqnos ?? Infinity) > (line.worst.lag_seqnos ?? Infinity)) line.worst = row;
+// What the service says is wrong, a line each; what concerns the whole mirror stands in the headline.
+function drawTroubles(troubles) {
+  const table = $("attention");
+  const lines = troubles.filter((trouble) => trouble.vbuckets);
+  table.hidden = !lines.length;
+  table.tBodies[0].replaceChildren(...lines.map(({ what, vbuckets, where, lag_s: lag, error, procedure }) => {
+    const line = make("tr");
+    const why = make("td", error || "", "long");
+    if (procedure) why.append(make("span", `${error ? " " : ""}See docs/${procedure}.`, "quiet"));
+    line.append(make("td", number(vbuckets)), make("td", where || "all", "long"), make("td", what, "long"), make("td", span(lag)), why);
+    return line;
+  }));
 }
 
-const named = (vbids) => (vbids.length === 1 ? number(vbids[0])
-  : `${number(vbids.length)}: ${vbids.slice(0, VBIDS_NAMED).join(", ")}${vbids.length > VBIDS_NAMED ? ", …" : ""}`);
+// The first sentence, cut between words: the page has the rest below.
+function sentence(text) {
+  if (text.length <= SENTENCE_MAX) return text;
+  return `${text.slice(0, SENTENCE_MAX - 1).replace(/\s+\S*$/, "")}…`;
+}
 
 function drawHeadline(report, counts) {
   const part = known(report.selection) && report.selection !== "the whole bucket" ? `, ${report.selection}` : "";
   $("bucket").textContent = report.bucket ? `of ${report.bucket}${part}` : "";
-  const bad = BAD.filter((kind) => counts[kind]).map((kind) => `${number(counts[kind])} ${KINDS[kind].word}`);
-  if (report.totals.stale) bad.push(`${number(report.totals.stale)} being resynced`);
-  let text = report.service === "down" ? "No service runs: this is what is stored." : report.state;
-  if (!WELL.has(report.state) && known(report.since_ms)) text += ` since ${moment(report.since_ms)}`;
-  if (report.message) text += `: ${report.message}`;
-  if (bad.length) text += `. ${bad.join(", ")}.`;
-  $("headline").textContent = text;
-  $("headline").classList.toggle("bad", Boolean(bad.length || !WELL.has(report.state)));
-  $("source").textContent = sourceText(report);
-  announce(report.service === "down" ? text : report.state + (bad.length ? `: ${BAD.filter((kind) => counts[kind]).map((kind) => KINDS[kind].word).join(", ")}` : ""));
+  const well = WELL.has(report.state);
+  $("state").textContent = report.state;
+  $("state").className = well ? "ok" : report.state === "stored" ? "idle" : "dead";
+  $("headline").textContent = sentence(report.message || "");
+  $("headline").title = report.message || "";
+  const since = !well && known(report.since_ms) ? `Since ${moment(report.since_ms)}. ` : "";
+  const stale = report.totals.stale ? `${number(report.totals.stale)} vbuckets are being resynced. ` : "";
+  $("source").textContent = since + stale + sourceText(report);
+  announce(report.state);
   drawLines("warnings", report.warnings || []);
   $("asked").textContent = `as of ${new Date(report.time_ms).toLocaleTimeString()}`;
-  document.title = (counts.dead ? "✕ " : counts.lagging || counts.stalled ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
+  document.title = (counts.dead ? "✕ " : BAD.some((kind) => counts[kind]) ? "▲ " : "") + `dcp-mirror ${report.bucket || ""}`;
 }
 
 // The source and how many vbuckets are in contact with it.
@@ -211,11 +197,10 @@ function drawLines(id, texts) {
 function drawFigures(report) {
   const sums = report.totals;
   const pairs = [
-    ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "unknown"],
+    known(sums.documents) ? ["documents", number(sums.documents)] : ["versions stored", number(sums.versions)],
     ["longest lag", span(sums.lag_s)],
+    ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "unknown"],
     ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
-    ["ingest, bytes", known(sums.bytes_per_s) ? `${bytes(sums.bytes_per_s)}/s` : "–"],
-    ["published", number(sums.published_seqnos)],
     ["vbuckets", report.vbuckets_held === report.vbucket_count ? number(report.vbucket_count)
       : `${number(report.vbuckets_held)} of ${number(report.vbucket_count)}`],
     ["rollbacks", number(sums.rollback_count)],
@@ -251,7 +236,7 @@ function drawProcesses(report) {
 function drawPast(report) {
   const { history, disk, totals } = report;
   const events = [
-    ...history.past.map((entry) => [entry.time_ms, pastText(entry), entry.event === "rollback" ? "rolled" : "filling"]),
+    ...history.past.map((entry) => [entry.time_ms, pastText(entry), entry.event === "rollback" ? "lagging" : "filling"]),
     ...(report.events || []).filter((event) => !KEPT.has(event.event)).map((event) => [event.time_ms, event.text, LEVELS[event.level] || "ok"]),
   ];
   events.sort((a, b) => b[0] - a[0]);
@@ -340,8 +325,9 @@ function drawCharts(samples) {
 
 function complain(text) {
   announce(text);
+  $("state").textContent = "no answer";
+  $("state").className = "dead";
   $("headline").textContent = text + (lastReport ? ` What is shown is of ${moment(lastReport.time_ms)}.` : "");
-  $("headline").classList.add("bad");
 }
 
 // Names and messages come from the source, from users and from programs: characters that are not seen, or that turn the
