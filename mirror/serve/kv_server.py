@@ -29,7 +29,8 @@ from mirror.serve.listener import Address, Limits
 from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 
-SWEEP_S = 1.0
+SWEEP_S = 0.5
+"""The first sweep after a change has the users file read, the second sees it, the third hangs up on removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
 """A client that takes nothing of its answers is hung up on after this, where others wait for the memory of those."""
 REPLACED_CHECK_S = 5.0

@@ -60,9 +60,9 @@ class Ports:
     """The three servers over one store, in one thread, and a client of each."""
 
     def __init__(self, folder: Path) -> None:
-        self._data, users_file = folder / "data", folder / "users.json"
-        self._users = FileUsers(users_file)
-        self._settings = validated({"data": self._data, "users_file": users_file})
+        self._data, self.users_file = folder / "data", folder / "users.json"
+        self._users = FileUsers(self.users_file)
+        self._settings = validated({"data": self._data, "users_file": self.users_file})
         self._report = service_report(self._data)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -320,6 +320,16 @@ def scans_that_wait(ports: Ports) -> None:
         client.close()
 
 
+def changed_users(ports: Ports) -> None:
+    """A file of 10,000 users that has changed, and clients who come while it is read."""
+    document = json.loads(ports.users_file.read_text())
+    document["users"].pop(min(document["users"]))
+    ports.users_file.write_text(json.dumps(document))
+    for _ in range(50):
+        get("/v1/status/samples")(ports)
+        many(ports.kv, fr.request(Opcode.GET, key=b"\0" + HOT, vbucket=HOT_VBID))
+
+
 REQUESTS: dict[str, Callable[[Ports], object]] = {
     "GET of all vbuckets": lambda p: gets(p.kv, b"\0"),
     "GET of a collection in all vbuckets": lambda p: gets(p.poly, b"\x08"),
@@ -342,6 +352,7 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "a sample": lambda p: scan(p.kv, FULL_VBID, {"sampling": {"samples": 10}}),
     "a sample of many versions": lambda p: scan(p.kv, HOT_VBID, {"sampling": {"samples": 10}}),
     "SCRAM challenges": challenges,
+    "a changed users file": changed_users,
     "DCP streams": dcp_streams,
     "/metrics": get("/metrics"),
     "/v1/status": get("/v1/status"),
