@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from storage import chain, index, keys, records, retractions, scan, validity
+from storage import chain, index, keys, records, retractions, scan, seal, validity
 from storage.errors import ViewInvalidated
 from storage.model import SEQNO_MAX, Branch, Document, Seqno, Vbid, Vbuuid
 from storage.tokens import Token
@@ -227,13 +227,13 @@ def rows(
     served, _, after_seqno, purged_before = way
     pieces = pieces or Pieces(scan.CHUNK_BYTES)
 
-    def document(branch: int, row_key: bytes, stored: bytes) -> Document:
-        frame = reader.frame(row_key, stored)
-        return records.decode_row(reader.vbid, Branch(branch), frame, raw=raw, lenient=True)
+    def document(branch: Branch, row_key: bytes, stored: bytes) -> Document:
+        reader.verify(row_key, stored)
+        return records.decode_row(reader.vbid, branch, stored, raw, True, seal.SIZE)
 
     for link in reversed(served.links):
         position, last = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
-        prefix = keys.PREFIX.pack(link.branch)
+        branch, prefix = Branch(link.branch), keys.PREFIX.pack(link.branch)
         while position < last:
             with reader.environment.read() as txn:
                 validity.check(reader, txn, served)
@@ -244,7 +244,7 @@ def rows(
             found.reverse()
             while found:
                 seqno = records.seqno_of(found[-1][0])
-                yield document(link.branch, *found.pop())  # no variable keeps what the reader may release
+                yield document(branch, *found.pop())  # no variable keeps what the reader may release
                 if pieces.again:
                     pieces.again = False
                     found.clear()

@@ -28,7 +28,7 @@ from storage.records import KIND, MUTATION, ROW_KEY, SEQNO
 from storage.seal import RESIDUE
 from storage.tokens import AsOf
 from storage.transaction import Transaction
-from storage.vbucket_reader import VbucketReader, Visible, end_of_references
+from storage.vbucket_reader import KINDS, VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
@@ -108,9 +108,10 @@ class ReadRun:
             cursor = txn.cursor(reader.keys)
             if not cursor.set_key(wire_key):
                 return None
+            cursor.last_dup()  # as in `VbucketReader.newest`
             dup = cursor.value()
-            if has_older := cursor.next_dup():
-                dup = reader.newest(cursor, wire_key)
+            if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                raise reader.mismatch(wire_key)
             if not above < dup <= up_to or dup[KIND] != MUTATION:
                 return None
             row_key = dup[ROW_KEY]
@@ -180,21 +181,23 @@ class PointReads:
             txn = reader.environment.begin()
         try:
             if as_of is None and collection is None:
-                visible = reader.visible
-                if visible[0] != txn.id():
-                    visible = reader.look(txn)
-                _, branch, above, up_to, _, _, _ = visible
+                commit, branch, above, up_to, _, _, _ = reader.visible
+                if commit != txn.id():
+                    _, branch, above, up_to, _, _, _ = reader.look(txn)
                 if above:  # from here on as in `ReadRun.row`
+                    wire_key = b"\0" + key
                     cursor = txn.cursor(reader.keys)
-                    if not cursor.set_key(b"\0" + key):
-                        reader.check_absent(txn, cursor, b"\0" + key)
+                    if not cursor.set_key(wire_key):
+                        reader.check_absent(txn, cursor, wire_key)
                         return None
+                    cursor.last_dup()
                     dup = cursor.value()
-                    if has_older := cursor.next_dup():
-                        dup = reader.newest(cursor, b"\0" + key)
+                    if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                        raise reader.mismatch(wire_key)
                     if above < dup <= up_to:
                         if dup[KIND] != MUTATION:
-                            reader.check_kind(b"\0" + key, dup)
+                            if dup[KIND] not in KINDS:
+                                raise reader.mismatch(wire_key)
                             return None
                         row_key = dup[ROW_KEY]
                         stored = txn.get(row_key, b"", reader.rows)
@@ -202,7 +205,7 @@ class PointReads:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
                         if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
-                            raise reader.mismatch(b"\0" + key)
+                            raise reader.mismatch(wire_key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
@@ -252,15 +255,18 @@ class PointReads:
                     _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
                     row_key = None
                     if is_plain and above:  # from here on as in `ReadRun.row`
-                        if not cursor.set_key(b"\0" + key):
-                            reader.check_absent(txn, cursor, b"\0" + key)
+                        wire_key = b"\0" + key
+                        if not cursor.set_key(wire_key):
+                            reader.check_absent(txn, cursor, wire_key)
                             continue
+                        cursor.last_dup()
                         dup = cursor.value()
-                        if has_older := cursor.next_dup():
-                            dup = reader.newest(cursor, b"\0" + key)
+                        if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                            raise reader.mismatch(wire_key)
                         if above < dup <= up_to:
                             if dup[KIND] != MUTATION:
-                                reader.check_kind(b"\0" + key, dup)
+                                if dup[KIND] not in KINDS:
+                                    raise reader.mismatch(wire_key)
                                 continue
                             row_key = dup[ROW_KEY]
                     if row_key is not None:
@@ -269,7 +275,7 @@ class PointReads:
                             raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
                         document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
                         if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
-                            raise reader.mismatch(b"\0" + key)
+                            raise reader.mismatch(wire_key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
                     else:

@@ -43,6 +43,7 @@ VALUE_LENGTH_MAX = 32 * 1024 * 1024
 """A document of 20 MiB and its xattrs, and some more: nothing larger is accepted."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
+_MUTATION_BYTES = _MUTATION.size
 _MUTATION_EXTRAS = 31
 _READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
 """opcode, key length, extras length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta, first byte of
@@ -130,17 +131,17 @@ def decode_row(
     Raises CorruptedError when the bytes contradict the format.
     """
     end = len(frame) - tail_bytes
-    if end > _MUTATION.size:
+    if end > _MUTATION_BYTES:
         (
             opcode, key_length, extras_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta,
             collection_id,
         ) = _READ_MUTATION(frame)  # fmt: skip
         if opcode != MUTATION or extras_length != _MUTATION_EXTRAS:
             return _decode_other(vbid, branch, frame[:end], raw, lenient)
-        value_start = 55 + key_length
-        if 24 + body_length != end or value_start + nmeta > end:
+        value_start, value_end = 55 + key_length, end - nmeta
+        if 24 + body_length != end or value_start > value_end:
             raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
-        value = frame[value_start : end - nmeta]
+        value = frame[value_start:value_end]
         key = frame[56:value_start]
         if collection_id >= 0x80:
             collection_id, key = _split_key(frame[55:value_start], vbid)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from storage import branches, chain, index, keys, records, scan, validity
+from storage import branches, chain, index, keys, records, scan, seal, validity
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.model import Boundary, Branch, Document, Kind, Seqno
 from storage.records import MUTATION
@@ -229,6 +229,6 @@ class NewToReader:
             stored = txn.raw.get(row_key, db=reader.rows)
         if stored is None:
             return False
-        frame = reader.frame(row_key, stored)
-        known = records.decode_row(reader.vbid, Branch(link.branch), frame, raw=self._raw, lenient=True)
+        reader.verify(row_key, stored)
+        known = records.decode_row(reader.vbid, Branch(link.branch), stored, self._raw, True, seal.SIZE)
         return known._replace(branch=document.branch) == document

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from storage import branches, chain, changes, index, keys, prepares, validity
+from storage import branches, chain, changes, index, keys, prepares, seal, validity
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, purge_seqno_of
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
@@ -225,7 +225,9 @@ def rows(
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-        found = [(key, reader.frame(key, stored)) for key, stored in found]  # what is left out is verified as well
+        for row in found:  # also what is left out
+            reader.verify(*row)
+        found = [(key, stored[seal.FRAME]) for key, stored in found]
         others: list[Row] = []
         if sync_writes and reader.environment.has(keys.DB_PREPARE):
             others, position = _look_at_prepares(txn, vbid, pinned, (after_seqno, position), rows_max, bytes_max)

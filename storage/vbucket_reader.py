@@ -261,11 +261,10 @@ class VbucketReader:
             self.check_row(stored, wire_key, reference)
         return document
 
-    def frame(self, row_key: bytes, stored: bytes) -> bytes:
-        """The message of a stored row, verified, as the one of its position. Raises CorruptedError."""
+    def verify(self, row_key: bytes, stored: bytes) -> None:
+        """Raise CorruptedError unless a stored row is what was stored at its position."""
         if (self.verify_reads and crc32c(stored) != RESIDUE) or stored[24:32] != row_key[SEQNO]:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
-        return stored[seal.FRAME]
 
     def check_row(self, stored: bytes, wire_key: bytes, reference: bytes) -> None:
         """Raise CorruptedError unless a row is of the key and seqno that a reference to it says."""

@@ -623,6 +623,18 @@ MUTATIONS = (
         "if False:",
         _OF_BIT_FLIPS,
     ),
+    Mutation(
+        _POINT_READS,
+        "cursor.value() >= dup:\n                        raise reader.mismatch(wire_key)\n                    if above",
+        "False:\n                        raise reader.mismatch(wire_key)\n                    if above",
+        _OF_BIT_FLIPS,
+    ),
+    Mutation(
+        _POINT_READS,
+        "raise reader.mismatch(wire_key)\n                            return None",
+        "pass\n                            return None",
+        _OF_BIT_FLIPS,
+    ),
     Mutation(_READER, "if reference[KIND] not in KINDS:", "if False:", _OF_BIT_FLIPS),
     Mutation(_READER, "if cursor.value() >= reference:", "if False:", _OF_BIT_FLIPS),
     Mutation(
