@@ -75,6 +75,11 @@ def export(
         raise ConfigError("a seqno means something in one vbucket only", hint="give a time to --as-of")
     if to == STDOUT and as_json:
         raise ConfigError("stdout is the documents", hint="leave --json out, or give --to a file or directory")
+    if file is not None and file.exists():
+        raise ConfigError(
+            f"the cursor file {file} exists: what goes on from it would skip what this export does not have",
+            hint="give --cursor a new file",
+        )
     path = options.data_directory(data, config)
     with open_view(str(path)) as view:
         now = None if isinstance(moment, Time) else time.time()

@@ -19,6 +19,7 @@ from cli.backup import PLAIN_INTERVAL_S, STDOUT, in_words, summary_object
 from mirror.clock import SystemClock
 from storage import archive, backup
 from storage.backup import BackupPart
+from storage.errors import StorageError
 
 
 def parts_of(source: str) -> Iterator[BackupPart]:
@@ -28,8 +29,12 @@ def parts_of(source: str) -> Iterator[BackupPart]:
     elif os.path.isdir(source):
         yield from archive.folder_parts(source)
     else:
-        with open(source, "rb") as file:
-            yield from archive.tar_parts(file)
+        try:
+            with open(source, "rb") as file:
+                yield from archive.tar_parts(file)
+        except OSError as error:
+            hint = "give --from what `backup` wrote"
+            raise StorageError(f"cannot be read: {error.strerror}", path=source, hint=hint) from None
 
 
 def restore(

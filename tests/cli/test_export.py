@@ -68,12 +68,23 @@ def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_mor
         "600",
         "600",
     ]
-    for path, mode in ((tmp_path / "split", 0o755), (tmp_path / "cursor", 0o640), (tmp_path / "one", 0o644)):
+    for path, mode in ((tmp_path / "split", 0o755), (tmp_path / "one", 0o644)):
         path.touch()
         path.chmod(mode)
-    export_to(str(tmp_path / "one"), "--cursor", tmp_path / "cursor")
+    export_to(str(tmp_path / "one"))
     export_to(f"{tmp_path}/split/")
-    assert modes(tmp_path / "split", tmp_path / "one", tmp_path / "cursor") == ["755", "644", "640"]
+    assert modes(tmp_path / "split", tmp_path / "one") == ["755", "644"]
+
+
+def test_a_cursor_of_changes_is_not_replaced(mirrored: Path, tmp_path: Path) -> None:
+    """What `changes` had still to give was skipped without a word."""
+    file = tmp_path / "cursor"
+    call("changes", "--data", mirrored, "--since", "now", "--cursor", file)
+    before = file.read_text()
+    result = call("export", "--data", mirrored, "--cursor", file)
+    assert (result.code, result.out) == (2, "")
+    assert f"the cursor file {file} exists" in result.complaint
+    assert file.read_text() == before
 
 
 def no_umask() -> None:

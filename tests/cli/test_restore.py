@@ -96,7 +96,7 @@ def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     assert made_of_it.code == 0, made_of_it.err
     refused = call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target")
     assert refused.code == 3
-    assert "do not match their checksums, first vbucket" in refused.complaint
+    assert "its checksum does not match" in refused.complaint
     assert not (tmp_path / "target").exists()
     arguments = ("--from", tmp_path / "copy", "--data", tmp_path / "target", "--no-check")
     assert call("restore", *arguments).code == 0
@@ -108,3 +108,11 @@ def test_only_into_an_empty_directory(mirrored: Path, made: Path, tmp_path: Path
     assert "is not empty: it holds" in refused.complaint
     absent = call("restore", "--from", tmp_path / "none", "--data", tmp_path / "target")
     assert (absent.code, "No such file" in absent.complaint) == (1, True)
+
+
+def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """The error named the data directory."""
+    missing = tmp_path / "missing"
+    result = call("restore", "--from", missing, "--data", tmp_path / "data")
+    assert result.code == 1
+    assert result.complaint.startswith(f"dcp-mirror: {missing}: cannot be read: No such file or directory")

@@ -341,7 +341,7 @@ def test_a_damaged_group_that_is_set_aside_is_filled_again(
     (data / "group-0001").rename(tmp_path / "aside")
     result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
     assert result.code == 0, result.err
-    assert "filled again" in result.err
+    assert "group-folder-missing" in result.err
     assert call("check", "--data", data).code == 0
     assert call("scan", "--data", data, "--json").out == call("scan", "--data", mirrored, "--json").out
 
@@ -380,3 +380,11 @@ def test_each_listener_is_announced_once(source: SandboxThread, mirrored: Path, 
     assert [line.split()[0] for line in said] == ["http", "kv"]
     assert out == ""
     assert not any(line.split()[1] in err for line in said)
+
+
+def test_a_password_file_that_is_not_read_is_a_warning(source: SandboxThread, tmp_path: Path) -> None:
+    options = ("--set", f"password_file={tmp_path / 'nope'}", "--until-caught-up")
+    result = call("run", "--source", source.connection_string, "--data", tmp_path / "data", *options)
+    assert result.code == 0
+    assert result.err.count("password-file-ignored") == 1
+    assert "used=DCP_MIRROR_PASSWORD" in result.err
