@@ -12,7 +12,7 @@ import pytest
 
 from mirror.ingest.assembler import Assembler
 from mirror.wire.events import SnapshotMarker, SystemEvent
-from storage import bulk, directory, keys, positions
+from storage import branches, bulk, directory, keys, positions
 from storage.check import check
 from storage.errors import ViewInvalidated
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
@@ -90,6 +90,7 @@ def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
     entries, counted = create_collections(writer, range(vbuckets), count)
     found = {"staged": entries, "counted bytes": counted, "on the disk": manifest_bytes(writer)}
     with open_view(str(path)) as view:
+        branches._manifests.clear()
         before = entries_in_memory()
         for vbid in range(vbuckets):
             assert len(view.manifest(vbid).collections) == count + 1
@@ -112,7 +113,7 @@ def test_a_thousand_collections_take_a_thousand_times_one(tmp_path: Path, vbucke
     few, many = (fill(tmp_path / str(count), vbuckets, count) for count in (100, 1_000))
     assert all(found < 11 * few[what] for what, found in many.items()), (few, many)
     assert many["staged"] < 3 * 1_001 * vbuckets, "the manifest as it stands, and each change"
-    assert many["read"] < 3 * 1_001 * vbuckets
+    assert many["read"] < 3 * 1_001, "vbuckets share what is equal: a million objects took the collector 0.2 s"
     assert many["on the disk"] < 200 * 1_000 * vbuckets
     assert many["counted bytes"] > 100 * 1_000 * vbuckets
 
