@@ -40,6 +40,7 @@ from mirror.serve.http_service import (
     LargeAnswer,
     Plain,
     Service,
+    refuse_gone,
 )
 from mirror.serve.large import LARGE_BYTES
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
@@ -195,6 +196,7 @@ async def get_documents(request: Request) -> Response:
     service.refuse_unavailable(vbids)
 
     def read() -> tuple[bytes, int]:
+        refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
         if not keys and isinstance(collection, str):  # no key asks for it
             collection_id(view.manifest(), collection)
@@ -231,7 +233,7 @@ async def scan_documents(request: Request) -> Response:
     else:
         page = await _first_page(service, reader, parameters, collection)
     service.refuse_unavailable((page.pin.vbid,))
-    return await _answer_page(service, reader, page, limit)
+    return await _answer_page(service, request, reader, page, limit)
 
 
 def collection_id(manifest: Manifest, collection: str | int) -> int:
@@ -265,7 +267,7 @@ async def _first_page(service: Service, reader: Reader, parameters: Parameters, 
     return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)
 
 
-async def _answer_page(service: Service, reader: Reader, page: Page, limit: int) -> Response:
+async def _answer_page(service: Service, request: Request, reader: Reader, page: Page, limit: int) -> Response:
     view = service.view
     rows: list[bytes] = []
     byte_count = 0
@@ -277,7 +279,9 @@ async def _answer_page(service: Service, reader: Reader, page: Page, limit: int)
         service.refuse_unpublished(unread)
         unread = ()
         service.judge_pin(reader, page.collection_id, pin, unknown=True)
-        found, start = await service.read_in_bulk(partial(_read_page, view, pin, page, start, limit - len(rows)))
+        found, start = await service.read_in_bulk(
+            partial(_read_page, request, view, pin, page, start, limit - len(rows))
+        )
         for row in found:
             rows.append(row)
             byte_count += len(row)
@@ -306,7 +310,10 @@ def _next_pin(view: View, page: Page, vbid: int) -> Pin:
     return Pin(found.vbid, found.branch, found.seqno, found.history_id, now_ms)
 
 
-def _read_page(view: View, pin: Pin, page: Page, start: bytes, limit: int) -> tuple[list[bytes], bytes]:
+def _read_page(
+    request: Request, view: View, pin: Pin, page: Page, start: bytes, limit: int
+) -> tuple[list[bytes], bytes]:
+    refuse_gone(request)
     documents, following = view.scan_page(
         pin,
         page.collection_id,

@@ -439,6 +439,12 @@ def refuse_websites(request: Request) -> None:
         _refuse_strange_host(request)
 
 
+def refuse_gone(request: Request) -> None:
+    """End a request whose client hung up while it waited. Raises Problem."""
+    if request.scope["state"]["transport"].is_closing():
+        raise Problem("unavailable", "the client is gone")
+
+
 def _refuse_strange_host(request: Request) -> None:
     name = _strange_name(header(request, b"host") or "")
     if name is not None:

@@ -13,8 +13,10 @@ from mirror.serve.http_problems import Problem
 from mirror.serve.http_service import PublishWatch
 from mirror.serve.http_view import Mirror
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
+from storage.view import View
 from storage.wait import MutationToken
 from tests.serve.http_site import VBUUID, Site, Source
+from tests.supervise.conftest import eventually_now
 
 
 def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
@@ -60,6 +62,32 @@ def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> 
 
     assert len(site.call(reads())) == 4
     assert most == 1
+
+
+@pytest.mark.parametrize(
+    ("request_line", "read"),
+    [
+        ("GET /v1/collections/_default/documents?limit=10", "scan_page"),
+        ("POST /v1/collections/_default/multi-get", "get_many"),
+    ],
+)
+def test_no_document_is_read_for_a_client_that_is_gone(
+    site: Site, monkeypatch: pytest.MonkeyPatch, request_line: str, read: str
+) -> None:
+    """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB."""
+    site.source.put("a", b"1")
+    one_at_a_time, state = site.server.service._one_bulk_read, site.server.gate.state
+    reads: list[str] = []
+    monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
+    site.call(one_at_a_time.acquire())
+    with site.connect() as line:
+        head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n"
+        line.sendall(head.encode() + b'{"keys": ["a"]}')
+        eventually_now(lambda: one_at_a_time._waiters)
+    eventually_now(lambda: not state.connections)
+    site.loop.call_soon_threadsafe(one_at_a_time.release)
+    eventually_now(lambda: not state.tasks)
+    assert reads == []
 
 
 def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> None:
