@@ -68,11 +68,15 @@ def served_state(view: View, vbid: int) -> ServedState:
     """What a vbucket serves now. Raises StorageError."""
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
-        pub = txn.pub(vbid)
-        links = reader.chain_at(txn, pub.branch, pub.seqno)
-        manifest = reader.manifest(txn, pub.manifest_key)
-        state = txn.state_row(vbid)
-        local_purge_seqno = branches.purge_row(txn, vbid).local_purge_seqno
+        return _served_state(reader, txn)
+
+
+def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
+    pub = txn.pub(reader.vbid)
+    links = reader.chain_at(txn, pub.branch, pub.seqno)
+    manifest = reader.manifest(txn, pub.manifest_key)
+    state = txn.state_row(reader.vbid)
+    local_purge_seqno = branches.purge_row(txn, reader.vbid).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
     whole = state.staging_branch == pub.branch and bool(log) and (pub.seqno > 0 or is_empty)
     return ServedState(
@@ -87,26 +91,37 @@ def served_state(view: View, vbid: int) -> ServedState:
     )
 
 
-def next_end(view: View, vbid: int, served: ServedState, after_seqno: int, least_seqno: int) -> ServedState:
-    """Return what was served at the end of a follower's next snapshot: the next kept boundary above `after_seqno`.
+def next_ends(
+    view: View, vbid: int, after_seqno: int, least_seqno: int, ends_max: int
+) -> tuple[ServedState, list[ServedState]]:
+    """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: at the next kept
+    boundaries above `after_seqno`. There is none if the follower has everything.
 
-    It is not below `least_seqno`, the end of a snapshot that the follower holds in part. A follower that stands below
-    the floor gets one snapshot up to the newest boundary that is settled (`SETTLED_MS`): the floor itself would be gone
-    before a large snapshot is sent. `shared_seqno` knows of such snapshots. `rows` checks that `served` still holds.
+    None is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower that stands below the
+    floor gets one snapshot up to the newest boundary that is settled (`SETTLED_MS`): the floor itself would be gone
+    before a large snapshot is sent. `shared_seqno` knows of such snapshots. `rows` checks that an end still holds.
     """
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
-        floor = txn.pub(vbid).floor_seqno
-        links = served.links
-        kept = chain.boundaries_after(txn, reader.vbid, links, max(after_seqno, least_seqno - 1, floor - 1))
-        seqno = next((int(each.seqno) for each in kept), served.seqno)
+        now = _served_state(reader, txn)
+        if now.seqno <= after_seqno:
+            return now, []
+        floor = now.floor_seqno
+        seqnos: list[int] = []
+        for each in chain.boundaries_after(txn, reader.vbid, now.links, max(after_seqno, least_seqno - 1, floor - 1)):
+            seqnos.append(int(each.seqno))
+            if len(seqnos) == ends_max or each.seqno - after_seqno >= PIECE_ROWS:
+                break
         if after_seqno < floor:
-            seqno = max(seqno, _settled_seqno(txn, reader.vbid, links, floor))
-        if seqno == served.seqno:
-            return served
-        links = chain.recut(links, seqno)
-        manifest = reader.manifest(txn, branches.manifest_key_on(txn, vbid, links))
-    return served._replace(seqno=seqno, links=links, manifest=manifest)
+            seqnos = [max(seqnos[0] if seqnos else now.seqno, _settled_seqno(txn, reader.vbid, now.links, floor))]
+        return now, [_as_of(reader, txn, now, seqno) for seqno in seqnos or [now.seqno]]
+
+
+def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int) -> ServedState:
+    if seqno == now.seqno:
+        return now
+    links = chain.recut(now.links, seqno)
+    return now._replace(seqno=seqno, links=links, manifest=reader.manifest_on(txn, links))
 
 
 def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno: int) -> int:
@@ -126,8 +141,9 @@ def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno:
     there; 0 if that is not known.
 
     It is the boundary that the mirror went back to from that history: no snapshot was sent across it, unless the mirror
-    lost boundaries of SETTLED_MS or more (`next_end`), or the follower was sent those of a copy that a resync replaced.
-    A mirror that did not go back had not sent what was lost: then it is the newest kept boundary of that history.
+    lost boundaries of SETTLED_MS or more (`next_ends`), or the follower was sent those of a copy that a resync
+    replaced. A mirror that did not go back had not sent what was lost: then it is the newest kept boundary of that
+    history.
     """
     if seqno < pinned.floor_seqno:
         return 0

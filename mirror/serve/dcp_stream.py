@@ -92,6 +92,8 @@ class DcpStream:
         self._level = False
         self._served: ServedState | None = None
         """What the mirror serves, as of this turn."""
+        self._ends: list[ServedState] = []
+        """What it served at the ends of the next snapshots."""
         self._pinned: ServedState | None = None
         """What it served at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
@@ -106,7 +108,7 @@ class DcpStream:
     def take(self, bytes_max: int) -> bytes:
         """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
         out = bytearray()
-        self.waiting, self._served = False, None
+        self.waiting, self._served, self._ends = False, None, []
         pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
         try:
             while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting):
@@ -141,8 +143,9 @@ class DcpStream:
         """Begin the next snapshot, or see why there is none."""
         position = self.position_seqno
         now = self._served
-        if now is None or now.seqno <= position:
-            now = store.served_state(self._view(), self.vbid)
+        if now is None or (position < now.seqno and not self._ends):
+            now, self._ends = store.next_ends(self._view(), self.vbid, position, self._shared_seqno, SNAPSHOTS_PER_TURN)
+            self._served = now
         shared = now.has(self._branch, max(position, self._shared_seqno))
         if not (now.whole and shared) or now.failover_log != self._failover_log:
             out += self.end(StreamEndReason.STATE_CHANGED)
@@ -153,9 +156,8 @@ class DcpStream:
         elif now.seqno <= position:
             self.waiting = self._level = True
         else:
-            pinned = store.next_end(self._view(), self.vbid, now, position, self._shared_seqno)
-            self._served, self._branch, self._shared_seqno = now, now.branch, 0
-            self._open(out, pinned)
+            self._branch, self._shared_seqno = now.branch, 0
+            self._open(out, self._ends.pop(0))
 
     def _open(self, out: bytearray, now: ServedState) -> None:
         position = self.position_seqno

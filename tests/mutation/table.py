@@ -86,8 +86,8 @@ MUTATIONS = (
     # --- the snapshots of a backlog
     Mutation(
         "storage/stream.py",
-        "seqno = next((int(each.seqno) for each in kept), served.seqno)",
-        "seqno = served.seqno",
+        "for seqno in seqnos or [now.seqno]]",
+        "for seqno in [now.seqno]]",
         "tests/serve/test_dcp_producer.py -k backlog_comes",
     ),
     # --- a mirror as the source

@@ -212,6 +212,24 @@ def test_changes_are_reported_once(store: Store, view: View) -> None:
     assert commits.news(view, {0: 0}) == [0]
 
 
+def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Store, view: View) -> None:
+    def ends(after: int, least: int = 0, ends_max: int = 3) -> list[tuple[int, int]]:
+        now, found = stream.next_ends(view, 0, after, least, ends_max)
+        assert now == stream.served_state(view, 0)
+        return [(each.seqno, each.links[0].cut) for each in found]
+
+    assert ends(0) == []
+    for seqno in (1, 4, 6, 9, stream.PIECE_ROWS + 4, stream.PIECE_ROWS + 9):
+        store.put(b"k%d" % seqno, b"v", seqno)
+    assert ends(1) == [(4, 4), (6, 6), (9, 9)]
+    assert ends(4, least=8, ends_max=1) == [(9, 9)]
+    at = stream.PIECE_ROWS + 4
+    assert ends(4) == [(6, 6), (9, 9), (at, at)]
+    assert ends(4, ends_max=9) == [(6, 6), (9, 9), (at, at)], "looked no further"
+    assert ends(at) == [(at + 5, at + 5)]
+    assert ends(at + 5) == []
+
+
 def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(store: Store, view: View) -> None:
     for seqno in (1, 4, 9):
         store.put(b"k%d" % seqno, b"v", seqno)
