@@ -598,6 +598,18 @@ MUTATIONS = (
         "if False:",
         "tests/serve/test_kv_server.py -k waited",
     ),
+    Mutation(
+        "mirror/serve/http_api.py",
+        'report["reasons"] if reads_all else',
+        'report["reasons"] if report else',
+        "tests/serve/test_http_api.py -k readiness_is",
+    ),
+    Mutation(
+        "mirror/serve/http_service.py",
+        'if request.scope["state"]["transport"].is_closing():',
+        "if False:",
+        "tests/serve/test_http_service.py -k gone",
+    ),
     # --- nobody is recognised, delayed or cut off by another
     Mutation("mirror/wire/sasl.py", "self._verifier_of(self.username) != verifier", "not verifier", _OF_LOGINS),
     Mutation("mirror/serve/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
