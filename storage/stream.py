@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from storage import branches, chain, changes, index, keys, prepares, seal, validity
 from storage.errors import CorruptedError, ViewInvalidated
-from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, purge_seqno_of
+from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, Vbuuid, purge_seqno_of
 from storage.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.transaction import Transaction
 from storage.vbucket_reader import VbucketReader
@@ -140,54 +140,59 @@ def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno:
     """Where a follower stood last that holds more than `seqno` of the history `vbuuid`, which is the served one's up to
     there; 0 if that is not known.
 
-    It is the boundary that the mirror went back to from that history: no snapshot was sent across it, unless the mirror
-    lost boundaries of SETTLED_MS or more (`next_ends`), or the follower was sent those of a copy that a resync
-    replaced. A mirror that did not go back had not sent what was lost: then it is the newest kept boundary of that
-    history.
+    It is the boundary that the mirror went back to from that history. A mirror that did not go back had not sent what
+    was lost: then it is the newest kept boundary of that history. It is 0 if the follower may have been sent a snapshot
+    across it: on a branch without that boundary, as a first snapshot (`next_ends`), or of a copy that was replaced.
     """
     if seqno < pinned.floor_seqno:
         return 0
     reader = view.reader(vbid)
-    lost = {each.to_branch: each for each in changes.rollbacks(reader)}
+    rollbacks = changes.rollbacks(reader)
+    lost = {each.to_branch: each for each in rollbacks}
     passed = [lost[Branch(link.branch)] for link in pinned.links if link.branch in lost and link.base_seqno <= seqno]
     of_history = [each for each in passed if each.from_vbuuid == vbuuid]
     with reader.environment.read() as txn:
-        root = pinned.links[-1].branch
-        resynced = branches.get_branch(txn, vbid, root).reason == BranchReason.RESYNC
-        left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
-        if len(of_history) > 1 or (resynced and not of_history):
+        root = branches.get_branch(txn, vbid, pinned.links[-1].branch)
+        if root.reason == BranchReason.RESYNC or len(of_history) > 1:
             return 0
-        if left:
-            base_seqno = int(left[0].to_seqno)
-            unknown = _lost_settled(txn, reader.vbid, left[0])
-            return 0 if unknown or (resynced and base_seqno < _former_seqno(txn, reader.vbid, root)) else base_seqno
-        for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
-            if boundary.seqno < pinned.floor_seqno:
-                break
-            if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
-                return int(boundary.seqno)
+        left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
+        base_seqno = int(left[0].to_seqno) if left else _kept_seqno(txn, reader.vbid, pinned, vbuuid, seqno)
+        taken_back = [each for each in rollbacks if _may_hold(each, pinned.failover_log, vbuuid, base_seqno)]
+        crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno) for each in taken_back)
+    return 0 if crossed else base_seqno
+
+
+def _kept_seqno(txn: Transaction, vbid: Vbid, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """The newest kept boundary of a history up to `seqno`, or 0."""
+    for boundary in chain.boundaries(txn, vbid, chain.recut(pinned.links, seqno)):
+        if boundary.seqno < pinned.floor_seqno:
+            break
+        if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
+            return int(boundary.seqno)
     return 0
 
 
-def _former_seqno(txn: Transaction, vbid: Vbid, root: int) -> int:
-    """The newest boundary of the copy that a resync replaced; 0 once nothing of it is left."""
-    seen = [branch for branch, row in branches.all_branches(txn, vbid).items() if branch < root and row.time_ms]
-    if not seen:
-        return 0
-    links = chain.load(txn, vbid, seen[-1], SEQNO_MAX)
-    newest = chain.newest_boundary(txn, vbid, links, SEQNO_MAX)
-    return int(newest.seqno) if newest is not None else 0
+def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
+    """True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
+
+    It has none of a newer history, and gave up those above the end of an older one.
+    """
+    known = [entry.vbuuid for entry in log]
+    if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
+        return False
+    end_seqno = log.end_of(lost.from_vbuuid, SEQNO_MAX)
+    return lost.from_vbuuid == vbuuid or end_seqno is None or end_seqno > seqno
 
 
-def _lost_settled(txn: Transaction, vbid: Vbid, lost: changes.Rollback) -> bool:
-    """True if one of the boundaries that a rollback took back was settled, or nobody knows any more."""
+def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) -> bool:
+    """True if a boundary above `after_seqno` was settled before a rollback, or nobody knows any more."""
     try:
-        links = chain.load(txn, vbid, lost.from_branch, lost.from_seqno)
-        first = next(chain.boundaries_after(txn, vbid, links, lost.to_seqno), None)
-        newest = chain.newest_boundary(txn, vbid, links, lost.from_seqno)
+        links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
+        first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
+        newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
     except CorruptedError:  # the branch is gone
         return True
-    if first is None or newest is None or any(link.kept_seqno < link.cut > lost.to_seqno for link in links):
+    if first is None or newest is None or any(link.kept_seqno < link.cut > after_seqno for link in links):
         return True
     return newest.history_ms - first.history_ms >= SETTLED_MS
 

@@ -90,6 +90,18 @@ MUTATIONS = (
         "for seqno in [now.seqno]]",
         "tests/serve/test_dcp_producer.py -k backlog_comes",
     ),
+    Mutation(
+        "storage/stream.py",
+        "if root.reason == BranchReason.RESYNC or len(of_history) > 1:",
+        "if len(of_history) > 1:",
+        "tests/storage/test_stream.py -k replaced_copy",
+    ),
+    Mutation(
+        "storage/stream.py",
+        "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno)",
+        "_lost_settled(txn, each, base_seqno)",
+        "tests/storage/test_stream.py -k source_did_not",
+    ),
     # --- a mirror as the source
     Mutation(
         "mirror/feed/watch.py",

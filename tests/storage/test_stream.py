@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage import stream
+from storage import branches, stream
 from storage.branches import PurgeRow
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
@@ -246,3 +246,79 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
     assert [stream.shared_seqno(view, 0, pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
     raised = pinned._replace(floor_seqno=4)
     assert stream.shared_seqno(view, 0, raised, 7, 3) == 0, "what is not kept is no boundary any more"
+
+
+@pytest.fixture
+def clock() -> list[int]:
+    return [1_000_000]
+
+
+@pytest.fixture
+def windowed(tmp_path: Path, clock: list[int]) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1, clock_ms=lambda: clock[0], window=Window(time_ms=60_000))
+    made.log(0, (7, 0))
+    yield made
+    made.close()
+
+
+def put_all(store: Store, *seqnos: int) -> None:
+    for seqno in seqnos:
+        store.put(b"k", b"v", seqno)
+
+
+def fail_over(store: Store, to_seqno: int, *log: tuple[int, int]) -> None:
+    store.writer.rollback(0, to_seqno)
+    store.log(0, *log)
+
+
+def shared_seqno(store: Store, vbuuid: int, seqno: int) -> int:
+    with open_view(store.path) as view:
+        return stream.shared_seqno(view, 0, stream.served_state(view, 0), vbuuid, seqno)
+
+
+def test_a_follower_of_a_copy_that_a_resync_replaced_begins_again(windowed: Store) -> None:
+    """It was sent (10, 30] as one, on a branch that the replaced copy had left itself before the resync."""
+    put_all(windowed, 10, 30)
+    windowed.writer.rollback(0, 10)
+    windowed.writer.begin_resync(0)
+    windowed.log(0, (7, 0))
+    put_all(windowed, 15, 40)
+    fail_over(windowed, 15, (8, 20), (7, 0))
+    assert shared_seqno(windowed, 7, 15) == 0
+
+
+def test_a_follower_of_a_replaced_copy_that_is_forgotten_begins_again(windowed: Store, clock: list[int]) -> None:
+    put_all(windowed, 10, 30)
+    windowed.writer.begin_resync(0)
+    windowed.log(0, (7, 0))
+    put_all(windowed, 5)
+    for _ in range(20):
+        clock[0] += 120_000
+        windowed.writer.step()
+    with windowed.writer.environment.read() as txn:
+        assert len(branches.all_branches(txn, 0)) == 1
+    put_all(windowed, 15, 40)
+    fail_over(windowed, 15, (8, 20), (7, 0))
+    assert shared_seqno(windowed, 7, 15) == 0
+
+
+def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_again(windowed: Store) -> None:
+    """It was sent (71, 79], and went on from there once the mirror had published 79 again: 76 is inside."""
+    put_all(windowed, 55, 71, 79)
+    windowed.writer.rollback(0, 55)
+    windowed.log(0, (9, 82), (7, 0))
+    put_all(windowed, 67, 76, 86)
+    fail_over(windowed, 76, (11, 84), (9, 82), (7, 0))
+    assert shared_seqno(windowed, 9, 84) == 0
+
+
+def test_a_first_snapshot_up_to_a_boundary_that_was_settled_on_a_lost_branch_is_not_cut(
+    windowed: Store, clock: list[int]
+) -> None:
+    """A follower was sent [0, 48] as one while 90 was the newest."""
+    put_all(windowed, 37, 48)
+    clock[0] += stream.SETTLED_MS
+    put_all(windowed, 90)
+    windowed.writer.rollback(0, 48)
+    fail_over(windowed, 37, (8, 40), (7, 0))
+    assert shared_seqno(windowed, 7, 37) == 0
