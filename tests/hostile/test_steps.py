@@ -323,7 +323,8 @@ def scans_that_wait(ports: Ports) -> None:
 def changed_users(ports: Ports) -> None:
     """A file of 10,000 users that has changed, and clients who come while it is read."""
     document = json.loads(ports.users_file.read_text())
-    document["users"].pop(min(document["users"]))
+    users = document["users"]
+    users[f"user{len(users):05d}"] = users[USER]
     ports.users_file.write_text(json.dumps(document))
     for _ in range(50):
         get("/v1/status/samples")(ports)
