@@ -240,7 +240,10 @@ async def test_ten_thousand_damaged_frames_harm_nobody_else(store: Store) -> Non
                 sent += 1
             client.writer.write_eof()
             while data := await client.reader.read(1 << 18):  # it answers or hangs up: it never stays silent
-                client.buffer.feed(data)
+                head, begins_http, _ = data.partition(b"HTTP/1.1 501 ")  # to a damaged frame that begins as HTTP does
+                client.buffer.feed(head)
+                if begins_http:
+                    await client.reader.read()
                 while (answer := client.buffer.next_frame()) is not None:
                     assert answer.is_response
             assert len(client.buffer) == 0, "whole answers, or none"

@@ -31,7 +31,7 @@ async def test_exhausted_descriptors_are_one_line_and_commands_wait(
             nonlocal said
             captured = capsys.readouterr()
             said += captured.out + captured.err
-            return "cannot accept commands" in said
+            return "control-socket-refuses" in said
 
         with line:
             with socket_address(tmp_path) as address:
@@ -47,6 +47,6 @@ async def test_exhausted_descriptors_are_one_line_and_commands_wait(
             answer = await asyncio.get_running_loop().sock_recv(line, 1000)
             assert json.loads(answer)["ok"]
         complained()
-    assert said.count("cannot accept commands") == 1
+    assert said.count("control-socket-refuses") == 1
     assert "ulimit -n" in said
     assert "Traceback" not in said
