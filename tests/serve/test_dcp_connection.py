@@ -51,6 +51,7 @@ async def test_garbage_ends_its_own_connection_only(store: Store, endpoint: DcpE
             bad.writer.write(rng.randbytes(rng.choice([1, 23, 24, 500])) + b"\xff" * 30)
             with contextlib.suppress(ConnectionError):
                 await bad.reader.read()  # to its end; what begins like HTTP is answered in HTTP
+            await bad.close()
     store.put(b"a", b"2", 2)
     await good.until_end(2)
 

@@ -73,8 +73,13 @@ SAME = [
 BELOW_THE_FIRST_SNAPSHOT = {Opcode.DCP_STREAM_REQ: Status.ROLLBACK}
 """7.2 does not say what it has purged: so a mirror has no position inside of the first snapshot that it got."""
 
+AHEAD_OF_THE_MIRROR = {Opcode.DCP_STREAM_REQ: Status.NOT_MY_VBUCKET}
+"""A mirror may be behind the source that its client followed: the client waits until it has caught up."""
+
 DIFFERENT: dict[str, dict[Opcode, Status]] = {
     "72_c_resume_mid_snapshot": BELOW_THE_FIRST_SNAPSHOT,
+    "72_d2_rollback_after_crash": BELOW_THE_FIRST_SNAPSHOT,
+    "72_d5_rollback_beyond_high": AHEAD_OF_THE_MIRROR,
     "72_g1_end_by_seqno": BELOW_THE_FIRST_SNAPSHOT,
     "72_l1_before_purge": BELOW_THE_FIRST_SNAPSHOT,
     "72_k22_marker_v2_replica": {Opcode.DCP_CONTROL: Status.NOT_SUPPORTED},  # it waits for no acknowledgements
