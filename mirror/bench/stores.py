@@ -73,6 +73,8 @@ def store_each(
                 writer.save_failover_log(vbid, FailoverLog.of([(7, 0)]))
                 rows = rows_of(vbid)
                 step = snapshot_rows or len(rows) or 1
+                if not rows:
+                    writer.publish(vbid, 0, 0)  # an empty vbucket is filled, too
                 for snapshot in range(0, len(rows), step):
                     store_snapshot(writer, vbid, rows[snapshot : snapshot + step], snapshot, run_rows)
 
