@@ -275,9 +275,8 @@ class Link(asyncio.BufferedProtocol):
         self._error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
         if self._transport is not None:
             if error is None and self.secure:
-                self._transport.close()  # with close_notify: servers log its absence as an error
-            else:
-                self._transport.abort()
+                self._transport.close()  # sends close_notify at once: servers log its absence as an error
+            self._transport.abort()
         pending, self._pending = self._pending, {}
         self._pieces = []
         self.routes = {}
