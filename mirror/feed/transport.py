@@ -30,8 +30,6 @@ PENDING_REQUESTS_MAX = 8192
 """Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty to spare."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
 """Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
-SHUTDOWN_S = 2.0
-"""How long a closed TLS connection waits for the peer's close_notify."""
 READ_BYTES_MAX = 4 * 1024 * 1024
 """Of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
 NEXT_ADDRESS_DELAY_S = 0.25
@@ -329,7 +327,6 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
-                ssl_shutdown_timeout=None if tls is None else SHUTDOWN_S,
                 # Not where there is one address alone: asyncio forgets the socket of a race that is cancelled.
                 happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S if is_name(address.host) else None,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
