@@ -30,6 +30,10 @@ settings.register_profile("repeatable", settings.get_profile("untimed"), derando
 settings.load_profile("short")
 
 
+OURS = tuple(f"DCP_MIRROR_{name}" for name in ("FUZZ", "READERS", "SIM", "SOAK"))
+"""Variables of the tests themselves. All other ones are settings of the person who runs the tests."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails (.ci/run)")
 
@@ -56,8 +60,10 @@ def pytest_make_collect_report(
 
 def pytest_configure() -> None:
     """Let the processes that tests start load bytecode (without it each of some hundred compiles all sources again) and
-    end by Ctrl-C.
+    end by Ctrl-C. Remove the settings of the person who runs the tests.
     """
+    for name in [name for name in os.environ if name.startswith("DCP_MIRROR_") and not name.startswith(OURS)]:
+        del os.environ[name]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a script
