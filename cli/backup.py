@@ -18,9 +18,9 @@ from cli import options, output, render
 from cli.get import as_of_from
 from mirror.clock import SystemClock
 from mirror.errors import ConfigError, SupervisionError
-from storage import archive
-from storage import backup as store_backup
-from storage.view import Time
+from storage.admin import archive
+from storage.admin import backup as store_backup
+from storage.read.view import Time
 
 PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"

@@ -21,7 +21,7 @@ from cli import cursor, options, output
 from mirror.errors import ConfigError
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.model import Kind
-from storage.view import Change, Token, View, open_view
+from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
 """How soon a new event is seen with --follow; a look at all vbuckets costs well below a millisecond a hundred."""

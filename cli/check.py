@@ -13,7 +13,7 @@ import typer
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror.errors import ExitCode
-from storage import check as storage_check
+from storage.admin import check as storage_check
 
 PLAIN_INTERVAL_S = 5.0
 

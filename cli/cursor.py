@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import private_file
-from storage.view import Token
+from storage.read.view import Token
 
 FILE_BYTES_MAX = 16 << 20
 """A token of each of 65,536 vbuckets is a third of it."""

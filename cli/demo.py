@@ -22,9 +22,9 @@ from cli.exits import CommandEnded, end_by_sigterm
 from cli.stage import Stage
 from cli.status import DocumentCounter
 from mirror.errors import ConfigError, ExitCode, SupervisionError
-from storage import check as storage_check
-from storage import directory
-from storage.view import open_view
+from storage.admin import check as storage_check
+from storage.env import directory
+from storage.read.view import open_view
 
 LOOK_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 3.0

@@ -15,7 +15,7 @@ import typer
 
 from cli import options, output, render
 from mirror.supervise.event_log import read_events
-from storage import directory
+from storage.env import directory
 
 LOOK_INTERVAL_S = 0.5
 """How often `--follow` looks for new events."""

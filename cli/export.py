@@ -25,10 +25,11 @@ from mirror.errors import ConfigError
 from mirror.lease import hold
 from mirror.ownership import private_file
 from mirror.serve.objects import document_json, dumps
-from storage import bulk, records
 from storage.errors import StorageError, UnknownCollection, ViewInvalidated
+from storage.format import records
 from storage.model import Document
-from storage.view import Pin, Time, Token, View, open_view
+from storage.read import bulk
+from storage.read.view import Pin, Time, Token, View, open_view
 
 PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"

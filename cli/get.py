@@ -16,7 +16,7 @@ from cli import options, output, render
 from cli.exits import Absent
 from mirror.errors import ConfigError
 from storage.model import Boundary, Document, Kind
-from storage.view import AsOf, Time, View, open_view
+from storage.read.view import AsOf, Time, View, open_view
 
 
 def as_of_from(text: str | None) -> AsOf:

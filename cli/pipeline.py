@@ -27,7 +27,7 @@ from cli import exits, options, output, render
 from cli.get import as_of_from
 from mirror.errors import ConfigError, ExitCode
 from mirror.inspection.comparison import not_said
-from storage.keys import split_key
+from storage.format.keys import split_key
 
 if TYPE_CHECKING:
     from mirror.spark.bodies import Reading

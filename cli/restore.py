@@ -17,8 +17,8 @@ import typer
 from cli import options, output, render
 from cli.backup import PLAIN_INTERVAL_S, STDOUT, in_words, summary_object
 from mirror.clock import SystemClock
-from storage import archive, backup
-from storage.backup import BackupPart
+from storage.admin import archive, backup
+from storage.admin.backup import BackupPart
 from storage.errors import StorageError
 
 

@@ -22,10 +22,10 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import RollBack
-from storage import directory
+from storage.env import directory
 from storage.model import Document
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 
 
 def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 from cli import options, output
 from cli.get import announce, as_of_from, boundary_of
 from mirror.errors import ConfigError
-from storage.view import open_view
+from storage.read.view import open_view
 
 
 def scan(

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from cli import options, output, render
-from storage.history import History
+from storage.history.extent import History
 from storage.model import Boundary, VbucketState
-from storage.view import open_view
+from storage.read.view import open_view
 
 
 def boundary_object(boundary: Boundary) -> dict[str, Any]:

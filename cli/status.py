@@ -22,7 +22,7 @@ from mirror.messages import GetStatus
 from mirror.supervise.status import summed_if_known, totals
 from mirror.supervise.stored import stored_status
 from storage.errors import NotAMirror, StorageError
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 
 READY_INTERVAL_S = 0.2
 """How often `--wait-ready` looks."""

@@ -27,9 +27,10 @@ from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
 from mirror.messages import Ping
 from mirror.supervise import logs
-from storage import directory, keys, map_record
-from storage.digest import Fingerprint
-from storage.view import View, open_view
+from storage.env import directory, map_record
+from storage.format import keys
+from storage.format.digest import Fingerprint
+from storage.read.view import View, open_view
 
 PLAIN_INTERVAL_S = 5.0
 COUNTED = (

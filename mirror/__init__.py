@@ -54,8 +54,8 @@ from storage.errors import (
     WrongBucket,
 )
 from storage.model import Document, Kind
-from storage.view import Change, Rollback, Time, Token, View, open_view
-from storage.wait import MutationToken
+from storage.read.view import Change, Rollback, Time, Token, View, open_view
+from storage.read.wait import MutationToken
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """Leases: a reader's position held in a mirror's history while a job of unknown length runs.
 
-Knows the control socket's commands `lease` and `release`; what a lease keeps, `storage.leases` says. The service grants
+Knows the control socket's commands `lease` and `release`; what a lease keeps, `storage.history.leases` says. The
+service grants
 it for a while, a thread here renews it, and it ends by itself soon after this process does. Without a service nothing
 purges, so there is nothing to ask; one that is started meanwhile is called then. Invariants: what `hold` returned with
 is held until `release`, or `lost` says why not; nothing is held beyond the service's own limits.

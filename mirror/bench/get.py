@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from mirror.bench.limits import Timing
-from storage.view import open_view
+from storage.read.view import open_view
 
 
 def get_view(path: str, sample: Sequence[bytes]) -> Timing:

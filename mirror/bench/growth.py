@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 
 from mirror.bench import get, limits, stores
-from storage import keys, records
+from storage.format import keys, records
 
 FILL_WAVES = 4
 """What is not measured comes in larger waves: as many of the measured ones at once."""

@@ -31,9 +31,10 @@ from mirror.sandbox import SandboxCluster, vbucket_of
 from mirror.supervise import logs
 from mirror.supervise.collector import settle_collector
 from mirror.supervise.figures import private_bytes
-from storage import directory, keys, records
+from storage.env import directory
+from storage.format import keys, records
 from storage.model import Identity
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 SAMPLE_INTERVAL_S = 0.02
 """How often the consumer's private memory is looked at, and whether it has caught up."""

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from storage import directory, keys, records, seal
-from storage.index import SLICE_ROWS, sort_key_rows
+from storage.env import directory
+from storage.format import keys, records, seal
+from storage.history.index import SLICE_ROWS, sort_key_rows
 
 Row = tuple[bytes, bytes]
 COMMIT_BYTES = 8 << 20

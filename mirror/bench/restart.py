@@ -36,7 +36,7 @@ from mirror.serve.dcp_server import DcpServer
 from mirror.supervise import logs
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
-from storage import keys, records
+from storage.format import keys, records
 
 GROUPS = 8
 VBID = 0

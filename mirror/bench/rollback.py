@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mirror.bench import stores
-from storage import directory, keys, records
-from storage.index import SLICE_ROWS
+from storage.env import directory
+from storage.format import keys, records
+from storage.history.index import SLICE_ROWS
+from storage.history.purge import Window
 from storage.model import Identity, Seqno, SnapshotRange
-from storage.purge import Window
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 
 WINDOW_MS = 3_600_000
 RETRACTED, WRITTEN, READ = 0, 1, 2

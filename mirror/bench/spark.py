@@ -22,7 +22,7 @@ from pyspark.sql.functions import col, from_json
 from mirror.bench import limits, stores
 from mirror.spark.export import export
 from mirror.spark.runner import LocalRunner
-from storage import keys, records
+from storage.format import keys, records
 
 FEW, MANY, GROUPS = 64, 1024, 8
 CAS = 1_700_000_000_000_000_000

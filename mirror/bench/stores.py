@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from mirror.bench.limits import COMMIT_BYTES, Row, Timing
-from storage import directory, keys, records
+from storage.env import directory
+from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 
 def document_rows(vbid: int, vbuckets: int, count: int, value_bytes: int, seed: int = 1) -> list[Row]:

@@ -14,8 +14,8 @@ import cramjam
 from mirror.wire import xattr
 from mirror.wire.constants import Datatype
 from mirror.wire.errors import RemoteProtocolError
-from storage import records
 from storage.errors import CorruptedError
+from storage.format import records
 
 JSON = int(Datatype.JSON)
 SNAPPY = int(Datatype.SNAPPY)

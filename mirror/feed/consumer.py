@@ -48,7 +48,7 @@ from mirror.messages import ProcessReport, Resync, RollBack
 from mirror.wire import events as ev
 from storage.errors import StorageError
 from storage.model import Identity
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 log = get_logger("feed")
 

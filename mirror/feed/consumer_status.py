@@ -19,7 +19,7 @@ from mirror.log import get_logger
 from mirror.messages import ProcessReport
 from mirror.wire.constants import ControlKey
 from storage.errors import Full, StorageError
-from storage.history import History
+from storage.history.extent import History
 
 log = get_logger("feed")
 

@@ -24,7 +24,7 @@ from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from storage.errors import CorruptedError, Full, Locked, SeqnoOrder, StorageError
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 log = get_logger("feed")
 

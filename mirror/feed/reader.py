@@ -44,7 +44,7 @@ from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
-from storage.map_record import MapRecord
+from storage.env.map_record import MapRecord
 from storage.model import FailoverLog
 
 __all__ = ["Position", "ReadEnded", "Snapshot", "SourceReader", "SourceRolledBack"]

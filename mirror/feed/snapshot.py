@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mirror.feed.spool import Spool
+from storage.format.records import decode_row
 from storage.model import Branch, Document, Manifest, Vbid
-from storage.records import decode_row
 
 _BRANCH = Branch(0)
 
@@ -27,8 +27,8 @@ class Position:
 class Snapshot:
     """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno].
 
-    Valid until the next item is requested. Rows are whole messages in stored form (`storage.records` decodes them):
-    mutations, deletions, expirations and system events.
+    Valid until the next item is requested. Rows are whole messages in stored form (`storage.format.records` decodes
+    them): mutations, deletions, expirations and system events.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Snapshot:
 
     def documents(self, *, raw: bool = False) -> Iterator[Document]:
         """The rows, decoded; `raw` leaves values compressed and with their xattrs. A value that cannot be taken apart
-        stays so, too: `storage.records.value_problem` says why.
+        stays so, too: `storage.format.records.value_problem` says why.
         """
         vbid = Vbid(self.vbid)
         return (decode_row(vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())

@@ -24,7 +24,7 @@ from mirror.ingest.events import (
 )
 from storage.errors import SeqnoOrder
 from storage.model import VbucketState
-from storage.writer import GroupWriter, RollbackResult
+from storage.write.writer import GroupWriter, RollbackResult
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
 """What a resync leaves free on the disk: with less, the commits of the other vbuckets would be the next to fail."""

@@ -20,9 +20,9 @@ from mirror.ingest.events import Row
 from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus
 from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
-from storage.history import History
+from storage.history.extent import History
 from storage.model import Vbid, VbucketState
-from storage.writer import GroupWriter, RollbackResult
+from storage.write.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
     (

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from storage import keys
-from storage.digest import Digest, Fingerprint
+from storage.format import keys
+from storage.format.digest import Digest, Fingerprint
 from storage.model import Manifest
 
 DIFFERENCES_MAX = 100

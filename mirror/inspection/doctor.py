@@ -53,10 +53,10 @@ from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
-from storage import map_record
+from storage.env import map_record
 from storage.errors import StorageError
 from storage.model import NO_VBUUID, Seqno, Vbid, VbucketState
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 
 PURGE_DAYS = 3
 """A bucket's metadata purge interval, unless somebody changed it."""

@@ -20,9 +20,9 @@ from mirror.errors import MirrorError, SourceTimeout, SupervisionError
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.messages import Resync
-from storage import directory
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.env import directory
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 
 TIMEOUT_S = 60.0
 """Without a vbucket more that is done."""

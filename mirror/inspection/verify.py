@@ -37,12 +37,12 @@ from mirror.wire.codec_dcp import decode
 from mirror.wire.events import SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
-from storage import keys
-from storage.digest import Fingerprint, Runs, fingerprint
 from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
+from storage.format import keys
+from storage.format.digest import Fingerprint, Runs, fingerprint
 from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid
-from storage.view import Pin, View
-from storage.wait import MutationToken
+from storage.read.view import Pin, View
+from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
 """Whole comparisons of a vbucket: a rollback or too much movement in between makes one useless."""

@@ -25,11 +25,11 @@ from mirror.server.errors import Refused
 from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
-from storage import stream as store
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
-from storage.stream import ServedState
-from storage.view import View
+from storage.read import stream as store
+from storage.read.stream import ServedState
+from storage.read.view import View
 
 STREAMS_MAX = 16_384
 """Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""

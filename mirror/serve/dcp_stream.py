@@ -23,10 +23,10 @@ from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, 
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from mirror.wire.frame import with_stream_id
-from storage import stream as store
 from storage.errors import StorageError
-from storage.stream import HistoryUnavailable, ServedState
-from storage.view import View
+from storage.read import stream as store
+from storage.read.stream import HistoryUnavailable, ServedState
+from storage.read.view import View
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)

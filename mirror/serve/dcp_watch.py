@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from mirror.log import get_logger
 from storage.errors import StorageError
-from storage.stream import Commits
-from storage.view import View
-from storage.wait import POLL_MIN_S, next_delay_s
+from storage.read.stream import Commits
+from storage.read.view import View
+from storage.read.wait import POLL_MIN_S, next_delay_s
 
 FAILED_DELAY_S = 1.0
 

@@ -34,7 +34,7 @@ from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
-from storage.view import Change, Pieces, ServedPosition, Token
+from storage.read.view import Change, Pieces, ServedPosition, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024

@@ -44,10 +44,10 @@ from mirror.serve.http_service import (
 )
 from mirror.serve.large import LARGE_BYTES
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
-from storage.large import LargeDocument
 from storage.model import Document, Manifest, Vbid
-from storage.view import AsOf, Pin, View
-from storage.wait import MutationToken
+from storage.read.large import LargeDocument
+from storage.read.view import AsOf, Pin, View
+from storage.read.wait import MutationToken
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Values in one multi-get: three of the largest documents."""

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from mirror.serve.http_problems import Problem
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
-from storage.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
+from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
 """The protocol's own limit of a key."""

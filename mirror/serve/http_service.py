@@ -38,10 +38,10 @@ from mirror.serve.metrics import Requests
 from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from storage.errors import StorageError
-from storage.large import LargeDocument
-from storage.records import DATATYPE_XATTR
-from storage.view import AsOf, Pin, ServedPosition, View
-from storage.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
+from storage.format.records import DATATYPE_XATTR
+from storage.read.large import LargeDocument
+from storage.read.view import AsOf, Pin, ServedPosition, View
+from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
 CREDENTIALS_LENGTH_MAX = 4096

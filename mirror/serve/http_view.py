@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from storage import directory
+from storage.env import directory
 from storage.model import Manifest
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 
 Stamp = tuple[tuple[int, int], ...]
 

@@ -20,12 +20,13 @@ from mirror.serve.auth import Reader
 from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
-from storage import directory, stream
+from storage.env import directory
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
-from storage.large import LargeDocument
 from storage.model import Document, Manifest, VbucketState
-from storage.stream import ServedState
-from storage.view import Pin, ServedPosition, View, open_view
+from storage.read import stream
+from storage.read.large import LargeDocument
+from storage.read.stream import ServedState
+from storage.read.view import Pin, ServedPosition, View, open_view
 
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed. To look through 1,024 vbuckets for it takes 0.8 ms; once after a change

@@ -18,9 +18,9 @@ from mirror.wire import codec_kv
 from mirror.wire.constants import HEADER_SIZE, Datatype, Magic, Opcode
 from mirror.wire.frame import HEADER
 from storage.errors import StorageError
-from storage.point_reads import ReadRun
-from storage.records import answer_fields
-from storage.seal import SIZE as SEAL_BYTES
+from storage.format.records import answer_fields
+from storage.format.seal import SIZE as SEAL_BYTES
+from storage.read.point_reads import ReadRun
 
 _REQUEST = int(Magic.REQUEST)
 _GET = int(Opcode.GET)

@@ -18,7 +18,7 @@ from mirror.serve.large import LargeReads, Pieces, drop, held_bytes, let_go
 from mirror.serve.turns import Turns
 from mirror.server.session import Later, Reply
 from storage.errors import StorageError
-from storage.large import LargeDocument
+from storage.read.large import LargeDocument
 
 Steps = Iterator[Reply | None]
 

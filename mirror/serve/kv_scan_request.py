@@ -18,7 +18,7 @@ from mirror.serve.auth import Reader
 from mirror.server.document_requests import KEY_BYTES_MAX
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
-from storage.view import Pin
+from storage.read.view import Pin
 
 NAME_BYTES_MAX = 50
 

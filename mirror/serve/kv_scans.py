@@ -24,8 +24,8 @@ from mirror.wire import codec_kv
 from mirror.wire.codec_kv import ScanItem
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
-from storage.large import LargeDocument
 from storage.model import Document
+from storage.read.large import LargeDocument
 
 SCANS_MAX = 64
 """Open scans of one connection; the next one is answered `busy`, at which SDKs wait for one of theirs to end. Each is a

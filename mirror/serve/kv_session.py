@@ -35,9 +35,9 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
-from storage.large import LargeDocument
 from storage.model import Document
 from storage.model import VbucketState as StoredState
+from storage.read.large import LargeDocument
 
 T = TypeVar("T")
 

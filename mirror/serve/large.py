@@ -17,8 +17,8 @@ from typing import TypeVar
 from mirror.serve.turns import Turns
 from mirror.server.session import Buffer
 from storage.errors import CorruptedError
-from storage.large import PIECE_BYTES, LargeDocument
-from storage.records import DATATYPE_SNAPPY, DATATYPE_XATTR, decompress_into, decompressed_bytes
+from storage.format.records import DATATYPE_SNAPPY, DATATYPE_XATTR, decompress_into, decompressed_bytes
+from storage.read.large import PIECE_BYTES, LargeDocument
 
 LARGE_BYTES = 256 * 1024
 """A value of more is read in pieces."""

@@ -12,9 +12,9 @@ import json
 from typing import Any, NoReturn
 
 from mirror.document import judge
+from storage.format.records import value_problem
 from storage.model import Document, Kind
-from storage.records import value_problem
-from storage.view import Change, Rollback
+from storage.read.view import Change, Rollback
 
 DATATYPE_JSON = 1
 STEPS_BYTES = 256 * 1024

@@ -31,10 +31,10 @@ from mirror.ingest.selection import Selection
 from mirror.spark.delta import LOCK_FILE, FolderLock
 from mirror.spark.places import LocalFolder
 from mirror.spark.runner import Progress, Runner, quiet_logs
-from storage import directory, handover
+from storage.env import directory, handover
+from storage.history.purge import Window
 from storage.model import Identity
-from storage.purge import Window
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05

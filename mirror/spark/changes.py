@@ -26,11 +26,11 @@ from mirror.spark.local import chosen_vbids, dealt, opened
 from mirror.spark.offsets import BEGINNING, At, Lag, Offset, admit, decode
 from mirror.spark.options import Options
 from mirror.spark.rows import change_row, control_row
-from storage import positions
+from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
-from storage.map_record import MapRecord
 from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
-from storage.view import Token, View
+from storage.read import positions
+from storage.read.view import Token, View
 
 ORIGIN = "path"
 

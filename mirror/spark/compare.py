@@ -23,8 +23,8 @@ from mirror.inspection.verify import WAIT_S, verify
 from mirror.messages import Ping
 from mirror.spark.local import dealt
 from mirror.spark.runner import Progress, Runner, quiet_logs
-from storage import map_record
-from storage.view import open_view
+from storage.env import map_record
+from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
 

@@ -45,8 +45,8 @@ from mirror.spark.options import Options
 from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
 from mirror.spark.runner import Progress, Runner
-from storage.directory import sync_directory
-from storage.view import open_view
+from storage.env.directory import sync_directory
+from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
 """More tasks than cores: the last ones to finish are small, and there is progress to show."""

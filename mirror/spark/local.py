@@ -23,11 +23,12 @@ from mirror.lease import Lease
 from mirror.spark.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from mirror.spark.options import Options
 from mirror.spark.rows import BATCH_BYTES, Documents
-from storage import bulk, keys, seal
-from storage.bulk import KeyRange
 from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
+from storage.format import keys, seal
 from storage.model import Vbid
-from storage.view import Pin, Time, View, open_view
+from storage.read import bulk
+from storage.read.bulk import KeyRange
+from storage.read.view import Pin, Time, View, open_view
 
 
 @dataclass

@@ -29,7 +29,7 @@ class At(NamedTuple):
     since_seqno: int = 0
     """Over a connection: where the batch that ends here began."""
     history_id: int = 0
-    """In a mirror's directory: which history the position is of (`storage.view.Token`)."""
+    """In a mirror's directory: which history the position is of (`storage.read.view.Token`)."""
 
     def follows(self, other: At) -> bool:
         """True when it lies behind another position of the same history."""

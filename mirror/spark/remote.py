@@ -34,11 +34,11 @@ from mirror.wire.codec_dcp import decode as decode_message
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
-from storage import keys
-from storage.map_record import MapRecord
+from storage.env.map_record import MapRecord
+from storage.format import keys
+from storage.format.records import decode_row
 from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno, Vbid
-from storage.records import decode_row
-from storage.view import Pin
+from storage.read.view import Pin
 
 ORIGIN = "connection"
 AGAIN = "start the query again: it looks at its position again"

@@ -2,7 +2,8 @@
 
 Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where the rows come from.
 Keys, values and numbers are cut out of all rows at once, in C, and only if asked for: a count inflates nothing.
-Invariants: the same values as `storage.records.decode_row` gives, which is also who names a row that cannot be read. A
+Invariants: the same values as `storage.format.records.decode_row` gives, which is also who names a row that cannot be
+read. A
 value that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, xattrs that are longer than it) stays as
 it is stored, and its datatype says so: it harms no other document.
 """
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mirror.spark.columns import CHANGES
-from storage import records
+from storage.format import records
 from storage.model import Branch, Document, Vbid
 
 HEAD = 55

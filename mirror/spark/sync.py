@@ -38,7 +38,7 @@ from mirror.spark.progress import BatchFigures, Listener, MergeFigures
 from mirror.spark.runner import error_of
 from mirror.spark.sink import write_parts
 from storage.errors import StorageError
-from storage.view import open_view
+from storage.read.view import open_view
 
 CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100

@@ -17,7 +17,7 @@ import psutil
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import refuse_others
 from mirror.supervise.event_log import EVENTS_FILE
-from storage import directory, map_record
+from storage.env import directory, map_record
 
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, map_record.FILE)

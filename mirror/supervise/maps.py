@@ -1,6 +1,7 @@
 """The newest cluster map of a service: recorded on the disk, then followed by all workers.
 
-Knows the rule (`NewestMap`) and the record (`storage.map_record`); never who sent a map or where it goes. Invariants:
+Knows the rule (`NewestMap`) and the record (`storage.env.map_record`); never who sent a map or where it goes.
+Invariants:
 no map is handed on before its revision is on the disk, unless the disk takes no writes: then the record is tried again
 at each `retry`, for following a newer map is right in any case; a map older than the record is never taken.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
-from storage import map_record
+from storage.env import map_record
+from storage.env.map_record import MapRecord
 from storage.errors import StorageError
-from storage.map_record import MapRecord
 
 log = get_logger("supervisor")
 

@@ -11,7 +11,7 @@ from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.setup import LookUp
-from storage import directory
+from storage.env import directory
 
 log = get_logger("supervisor")
 

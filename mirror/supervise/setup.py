@@ -19,7 +19,7 @@ from mirror.log import get_logger
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.maps import MapBook
 from mirror.supervise.sharing import readers_gid
-from storage import access, directory
+from storage.env import access, directory
 from storage.errors import StorageError
 from storage.model import Identity
 

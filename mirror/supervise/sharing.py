@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from storage import access
+from storage.env import access
 from storage.errors import StorageError
 
 

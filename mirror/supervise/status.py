@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from mirror.ingest.selection import Selection
-from storage.history import History
+from storage.history.extent import History
 from storage.model import Identity, VbucketState
 
 Row = dict[str, Any]

@@ -12,9 +12,9 @@ from typing import Any
 from mirror.health import assess_stored
 from mirror.supervise.event_log import newest_events
 from mirror.supervise.status import Row, bucket_fields, stored_row, totals, unreadable_row
-from storage import directory
+from storage.env import directory
 from storage.errors import StorageError
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 
 
 def stored_status(data: Path) -> dict[str, Any]:

@@ -41,12 +41,12 @@ from mirror.supervise.collector import settle_collector
 from mirror.supervise.pinned import PinnedPages
 from mirror.supervise.quarantine import GroupMark, quarantined
 from mirror.supervise.sharing import readers_gid
-from storage import access, directory
-from storage.environment import MAP_SIZE, storage_error
+from storage.env import access, directory
+from storage.env.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
+from storage.history.purge import Window
 from storage.model import Identity
-from storage.purge import Window
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 LOOK_S = 0.1
 """How often a worker looks whether its report is news."""

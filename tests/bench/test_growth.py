@@ -8,9 +8,9 @@ from pathlib import Path
 import lmdb
 
 from mirror.bench.growth import growth, key_of
-from storage import keys
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.format import keys
+from storage.read.view import open_view
 
 
 def test_each_size_is_reached_in_waves_and_all_documents_are_there(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mirror.bench import ingest
-from storage import records
-from storage.check import check
+from storage.admin.check import check
+from storage.format import records
 from storage.model import Branch, Vbid
-from storage.view import open_view
+from storage.read.view import open_view
 
 
 def test_the_documents_are_as_many_and_as_large_as_requested() -> None:

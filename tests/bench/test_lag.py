@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mirror.bench.lag import lags, lags_ms, quantile
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 
 
 def test_a_write_is_visible_with_the_first_commit_that_covers_it() -> None:

@@ -8,7 +8,7 @@ import lmdb
 import pytest
 
 from mirror.bench import limits, stores
-from storage import keys
+from storage.format import keys
 
 
 def trees(path: str, vbuckets: int) -> list[list[tuple[bytes, bytes]]]:

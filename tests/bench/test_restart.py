@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mirror.bench.restart import restarts
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 
 
 @pytest.mark.ci

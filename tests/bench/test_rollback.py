@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mirror.bench import rollback
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 
 
 def test_a_rollback_is_measured_to_its_last_row(tmp_path: Path) -> None:

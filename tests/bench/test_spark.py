@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import cli
 from cli.bench import app, bar_lines
 from mirror.bench import spark as spark_bench
-from storage.check import check
+from storage.admin.check import check
 from tests.spark.mirrors import order
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mirror.bench.start import starts
-from storage import directory
-from storage.view import open_view
+from storage.env import directory
+from storage.read.view import open_view
 
 
 @pytest.mark.timeout(300)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mirror.bench import stores
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 
 
 def test_rows_can_be_stored_in_several_groups(tmp_path: Path) -> None:

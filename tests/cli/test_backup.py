@@ -18,8 +18,8 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage.tokens import Token
-from storage.view import open_view
+from storage.format.tokens import Token
+from storage.read.view import open_view
 from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes
 from tests.processes import caught_up
 

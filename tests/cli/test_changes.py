@@ -13,7 +13,7 @@ from cli.changes import tokens_from
 from mirror.errors import ConfigError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage.view import Token, open_view
+from storage.read.view import Token, open_view
 from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes
 from tests.cli.test_run import eventually
 

@@ -9,7 +9,7 @@ import pytest
 from cli import cursor
 from mirror.errors import ConfigError, SupervisionError
 from storage.model import Branch, Seqno, Vbid
-from storage.view import Token
+from storage.read.view import Token
 
 TOKENS = {vbid: Token(Vbid(vbid), Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}
 

@@ -17,7 +17,7 @@ from mirror.document import values
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Document, Kind, Seqno, Vbid
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 from cli.get import as_of_from
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
-from storage.view import Time
+from storage.read.view import Time
 from tests.cli.conftest import call
 
 

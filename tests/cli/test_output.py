@@ -7,7 +7,7 @@ import pytest
 
 from cli import output
 from storage.model import Branch, Document, Kind, Seqno, Vbid, Vbuuid
-from storage.view import Change, Rollback, Token
+from storage.read.view import Change, Rollback, Token
 
 PLAIN = Document(Vbid(3), 0, b"key", Seqno(7), 2, 2**63, 1, 0, 1, b'{"a": 1}')
 FIELDS = [

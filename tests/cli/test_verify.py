@@ -14,7 +14,8 @@ from mirror import client
 from mirror.messages import GetSource
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage import directory, keys, seal
+from storage.env import directory
+from storage.format import keys, seal
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.cli.test_run import eventually
 from tests.processes import caught_up

@@ -15,13 +15,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from storage import directory, records
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from storage.errors import StorageError
+from storage.format import records
+from storage.history.purge import Window
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 
 VBUCKETS = 3
 IDENTITY = Identity("cluster", "bucket", "uuid", VBUCKETS, 1)

@@ -12,9 +12,9 @@ from typing import Any
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.item import Item
 from mirror.wire import leb128
-from storage.check import check
+from storage.admin.check import check
 from storage.model import Document
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 
 Version = tuple[Any, ...]
 

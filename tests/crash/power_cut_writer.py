@@ -10,12 +10,13 @@ import sys
 from hashlib import sha1
 from random import Random
 
-from storage import directory, records
+from storage.env import directory
 from storage.errors import StorageError
+from storage.format import records
+from storage.history.purge import Window
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 1)
 ROUNDS = 60

@@ -15,10 +15,10 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.dcp import AcceptedStream
-from storage.check import check
+from storage.admin.check import check
 from storage.errors import ViewInvalidated
 from storage.model import VbucketState
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.service import Service, until
 

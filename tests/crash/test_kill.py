@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, until

@@ -15,8 +15,8 @@ from random import Random
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage import directory
-from storage.view import open_view
+from storage.env import directory
+from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, until

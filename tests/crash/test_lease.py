@@ -14,7 +14,7 @@ from mirror.client import ServiceSaidNo, ask
 from mirror.lease import Lease, hold
 from mirror.messages import GrantLease
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 from tests.crash.service import Service, until
 
 VBUCKETS = 4

@@ -15,8 +15,8 @@ from random import Random
 
 import pytest
 
-from storage import directory
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from tests.crash.power_cut_writer import digest
 
 ENTRY = struct.Struct("<cqq")

@@ -22,13 +22,16 @@ from typing import Any
 
 import pytest
 
-from storage import background, branches, commit, directory, index, keys, purge, records, removal
-from storage.check import check
-from storage.environment import Environment
+from storage.admin.check import check
+from storage.env import directory
+from storage.env.environment import Environment
+from storage.format import keys, records
+from storage.history import branches, index, purge, removal
+from storage.history.purge import Window
 from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write import background, commit
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, row
 
 VBID = 0

@@ -21,9 +21,10 @@ import psutil
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage import directory, keys
-from storage.environment import MAP_SIZE, SHARED
-from storage.view import open_view
+from storage.env import directory
+from storage.env.environment import MAP_SIZE, SHARED
+from storage.format import keys
+from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, until
@@ -38,7 +39,7 @@ NODES, VBUCKETS, GROUPS, WORKERS = 2, 16, 2, 2
 RATE, KEYS = 200, 2000
 READER = """
 import sys, time
-from storage.view import open_view
+from storage.read.view import open_view
 view = open_view(sys.argv[1])
 environment = view.groups.environment(0)
 with environment.read() as txn:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mirror.sandbox.cluster import SandboxCluster
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 
 VBUCKETS = 8

@@ -11,9 +11,9 @@ from mirror.ingest.events import Answer
 from mirror.ingest.instructions import Instruction
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
-from storage import directory
+from storage.env import directory
 from storage.model import Identity, Seqno, SnapshotRange, Vbid
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 VBID = Vbid(0)
 

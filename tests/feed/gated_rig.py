@@ -12,11 +12,11 @@ from mirror.feed.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
 from mirror.wire.events import SnapshotMarker
-from storage import directory
+from storage.env import directory
+from storage.history.purge import Window
 from storage.model import FailoverLog, Identity
-from storage.purge import Window
-from storage.view import Change, Token, View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import Change, Token, View, open_view
+from storage.write.writer import GroupWriter
 from tests.manual_clock import ManualClock
 from tests.storage.model import row
 

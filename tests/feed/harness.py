@@ -12,9 +12,9 @@ from mirror.config_reader import validated
 from mirror.feed.connection_string import parse
 from mirror.feed.consumer import Consumer
 from mirror.ingest.selection import Selection
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 WAIT_S = 30.0
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 
 VBUCKETS = 1

@@ -18,9 +18,9 @@ from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.privileges import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
 from mirror.wire.constants import Status, StreamEndReason
-from storage.check import check
+from storage.admin.check import check
 from storage.errors import UnknownCollection
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 
 VBUCKETS = 4

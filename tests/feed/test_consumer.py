@@ -11,8 +11,8 @@ import pytest
 from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigError, ConnectFailed, PrivilegeMissing
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import VbucketRole
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 
 

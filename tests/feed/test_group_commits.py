@@ -15,11 +15,12 @@ from mirror.feed import group_commits
 from mirror.feed.group_commits import Group
 from mirror.messages import RollBack
 from mirror.sandbox.cluster import SandboxCluster
-from storage import commit, directory
-from storage.background import Background
+from storage.env import directory
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, DeviceFailed, Full
-from storage.purge import Window
-from storage.transaction import Transaction
+from storage.history.purge import Window
+from storage.write import commit
+from storage.write.background import Background
 from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
 
 

@@ -20,12 +20,12 @@ from mirror.sandbox import node as sandbox_node
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.codec_kv import ObservedSeqno
 from mirror.wire.constants import Opcode
-from storage import wait
-from storage.check import check
+from storage.admin.check import check
+from storage.history.purge import Window
 from storage.model import Seqno, Vbid, Vbuuid
-from storage.purge import Window
-from storage.view import Change, Token, open_view
-from storage.wait import MutationToken
+from storage.read import wait
+from storage.read.view import Change, Token, open_view
+from storage.read.wait import MutationToken
 from tests.feed.gated_rig import GatedVbucket
 from tests.feed.harness import Mirror
 

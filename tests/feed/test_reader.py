@@ -26,7 +26,7 @@ from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, Sour
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason
-from storage.map_record import MapRecord
+from storage.env.map_record import MapRecord
 from storage.model import Kind
 
 VBUCKETS = 8

@@ -18,9 +18,9 @@ import pytest
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode, decode_failover_log
 from mirror.wire.constants import SnapshotFlag, Status
-from storage.check import check
+from storage.admin.check import check
 from storage.model import Document, Kind
-from storage.view import open_view
+from storage.read.view import open_view
 from tests import recordings
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import (

@@ -6,8 +6,8 @@ import pytest
 
 from mirror.feed.snapshot import Position, Snapshot
 from mirror.feed.spool import Spool, SpoolFile
+from storage.format.records import encode_mutation
 from storage.model import Manifest
-from storage.records import encode_mutation
 
 
 def test_a_snapshot_is_valid_until_it_is_closed() -> None:

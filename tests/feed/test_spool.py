@@ -10,7 +10,7 @@ import pytest
 
 from mirror.errors import MirrorError
 from mirror.feed.spool import BLOCK_BYTES, Spool, SpoolFile
-from storage.records import encode_mutation
+from storage.format.records import encode_mutation
 
 
 def frames_of(rng: random.Random, count: int, longest: int) -> list[bytes]:

@@ -14,8 +14,8 @@ from mirror.feed.spool_sink import SpoolSink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
+from storage.format.records import encode_mutation
 from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
-from storage.records import encode_mutation
 from tests.feed.recorded_source import PASSWORD, RecordedSource, Script, fresh_exchange
 
 VBID = Vbid(3)

@@ -98,7 +98,7 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
     another history, went back to a boundary of its own, and its documents were taken for those of the source.
     """
-    monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
     execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     vbucket.writer.begin_resync(0)
@@ -160,7 +160,7 @@ def test_staged_rows_are_abandoned_and_the_published_stay(vbucket: FakeVbucket) 
 def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_disk(
     vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
     execute(vbucket, [stage(vbucket, 1, 4)])
     vbucket.writer.commit(flush_open=True)
     execute(vbucket, [publish(4)])

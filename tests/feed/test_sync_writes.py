@@ -12,8 +12,8 @@ import pytest
 
 from mirror.errors import NotSupported
 from mirror.sandbox.cluster import SandboxCluster
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 
 VBUCKETS = 2

@@ -12,10 +12,10 @@ from mirror.ingest.reactions import Action, on_refusal, on_stream_end
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode_failover_log, to_frame
 from mirror.wire.constants import Feature, SnapshotFlag, Status, StreamEndReason
-from storage.background import Background
-from storage.check import check
-from storage.pending import PendingVbucket
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
+from storage.write.background import Background
+from storage.write.pending import PendingVbucket
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import BUCKET, BUCKET_UUID, PASSWORD, VBUCKETS, Exchange, RecordedSource, Script
 
@@ -188,7 +188,7 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
     on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated row in the next snapshot drops that one alone: the stream is requested from the complete end."""
-    monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
     index_step = Background.index_step
     held = True
 

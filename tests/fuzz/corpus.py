@@ -9,7 +9,7 @@ from mirror.serve.http_requests import Page, position_text, to_base64url
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire.frame import encode, request
-from storage import keys, records
+from storage.format import keys, records
 from storage.model import (
     SEQNO_MAX,
     Branch,
@@ -21,7 +21,7 @@ from storage.model import (
     SnapshotRange,
     Vbid,
 )
-from storage.view import Pin, Token
+from storage.read.view import Pin, Token
 
 FOLDER = Path(__file__).parent / "corpus"
 

@@ -28,11 +28,12 @@ from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.events import SystemEvent
 from mirror.wire.scan import Row, Run, normalise, scan
-from storage import chain, prepares, records
 from storage.errors import CorruptedError
+from storage.format import records
+from storage.history import chain, prepares
 from storage.model import Branch, Vbid
-from storage.view import Token
-from storage.wait import MutationToken
+from storage.read.view import Token
+from storage.read.wait import MutationToken
 
 ROUTES = dict.fromkeys(range(8), b"\0\0\0\1")
 VBUCKETS = 1024

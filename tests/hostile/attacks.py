@@ -21,7 +21,7 @@ from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Opcode
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from tests.hostile.site import LARGE_BYTES, Http, Kv, Site
 from tests.oracle import kv_client
 from tests.serve.kv_rig import ALL_FEATURES

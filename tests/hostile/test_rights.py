@@ -21,7 +21,7 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import ScanLimits
 from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status
 from mirror.wire.sasl import ScramClient
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from tests.crash.service import LIMIT_S, until
 from tests.hostile.site import BOB, PASSWORD, USER, Http, Kv, Site, attacked, write_users
 from tests.oracle import kv_client

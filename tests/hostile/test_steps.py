@@ -33,8 +33,8 @@ from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Opcode
 from mirror.wire.frame import Frame
-from storage import records
-from storage.keys import vbid_of
+from storage.format import records
+from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno, SnapshotRange
 from tests.hostile.site import PASSWORD, USER, Http, Kv
 from tests.hostile.steps import STEP_MAX_S, timed

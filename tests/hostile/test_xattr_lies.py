@@ -14,8 +14,8 @@ from mirror.spark.rows import Documents, change_row
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode
-from storage import records
-from storage.view import open_view
+from storage.format import records
+from storage.read.view import open_view
 from tests.oracle import kv_client
 from tests.serve.http_site import Site, events, made, running
 from tests.serve.kv_rig import serving

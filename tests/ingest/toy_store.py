@@ -28,8 +28,8 @@ from mirror.wire.events import (
 )
 from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.system_events import decode_system_event
+from storage.history.prepares import committed_row
 from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
-from storage.prepares import committed_row
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
 

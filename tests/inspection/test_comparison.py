@@ -9,7 +9,7 @@ import pytest
 
 from mirror.inspection import comparison
 from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge, not_said, pairs
-from storage.digest import Fingerprint
+from storage.format.digest import Fingerprint
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 
 

@@ -15,9 +15,9 @@ from mirror.errors import ConfigError
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
-from storage import map_record
-from storage.map_record import MapRecord
-from storage.view import open_view
+from storage.env import map_record
+from storage.env.map_record import MapRecord
+from storage.read.view import open_view
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
 from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, write
 

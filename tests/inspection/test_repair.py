@@ -11,9 +11,9 @@ from mirror.errors import AuthRejected, MirrorError
 from mirror.inspection.repair import resync
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Status
-from storage.check import check
+from storage.admin.check import check
 from storage.errors import Locked
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
 
 __all__ = ["cluster"]

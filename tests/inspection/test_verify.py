@@ -16,8 +16,9 @@ from mirror.feed.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
-from storage import directory, keys, seal
-from storage.view import open_view
+from storage.env import directory
+from storage.format import keys, seal
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 
 VBUCKETS = 4

@@ -23,9 +23,9 @@ _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET = "mirror/feed/persistence.py", "mirror/feed/vbucket.py"
 _STORE_SINK = "mirror/feed/store_sink.py"
-_BRANCHES, _PURGE = "storage/branches.py", "storage/purge.py"
-_OWNER, _LEAVING = "storage/owner.py", "storage/leaving.py"
-_RETRACTIONS, _OF_RETRACTIONS = "storage/retractions.py", "tests/storage/test_retractions.py"
+_BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
+_OWNER, _LEAVING = "storage/write/owner.py", "storage/write/leaving.py"
+_RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
 _SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/changes.py", "tests/spark/test_changes.py -k deferred"
@@ -34,12 +34,12 @@ _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/tes
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
 _OF_GATE, _OF_STORE_SINK = "tests/feed/test_persistence.py", "tests/feed/test_store_sink.py"
 _MODEL, _OF_MODEL = "storage/model.py", "tests/storage/test_model.py"
-_MERGE, _OF_MERGE = "storage/merge.py", "tests/storage/test_merge.py"
+_MERGE, _OF_MERGE = "storage/history/merge.py", "tests/storage/test_merge.py"
 _OF_KV_LARGE = "tests/serve/test_kv_large.py -k 'behind or bounded'"
 _OF_KV_BUCKET = "tests/serve/test_kv_bucket.py -k 'manifest or replaced'"
 _MEMORY = "tests/serve/test_large.py -k memory"
-_CHANGES, _OF_CHANGES = "storage/changes.py", "tests/storage/test_changes.py"
-_VALIDITY, _OF_SCAN = "storage/validity.py", "tests/storage/test_scan.py"
+_CHANGES, _OF_CHANGES = "storage/read/changes.py", "tests/storage/test_changes.py"
+_VALIDITY, _OF_SCAN = "storage/read/validity.py", "tests/storage/test_scan.py"
 _OF_LARGE, _OF_OWNER = "tests/storage/test_large.py", "tests/storage/test_owner.py"
 _OF_LEAVING, _OF_PURGE = "tests/storage/test_leaving.py", "tests/storage/test_purge.py"
 _STATUS, _OF_STATUS = "mirror/supervise/status.py", "tests/supervise/test_status.py"
@@ -48,10 +48,10 @@ _OF_STREAMS = "tests/serve/test_dcp_requests.py -k no_more_streams"
 _OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/maps.py", "tests/supervise/test_maps.py"
-_ENVIRONMENT, _OF_ENVIRONMENT = "storage/environment.py", "tests/storage/test_environment.py"
+_ENVIRONMENT, _OF_ENVIRONMENT = "storage/env/environment.py", "tests/storage/test_environment.py"
 _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_documents.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
-_POINT_READS, _READER = "storage/point_reads.py", "storage/vbucket_reader.py"
+_POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
@@ -85,19 +85,19 @@ MUTATIONS = (
     ),
     # --- the snapshots of a backlog
     Mutation(
-        "storage/stream.py",
+        "storage/read/stream.py",
         "for seqno in seqnos or [now.seqno]]",
         "for seqno in [now.seqno]]",
         "tests/serve/test_dcp_producer.py -k backlog_comes",
     ),
     Mutation(
-        "storage/stream.py",
+        "storage/read/stream.py",
         "if root.reason == BranchReason.RESYNC or len(of_history) > 1:",
         "if len(of_history) > 1:",
         "tests/storage/test_stream.py -k replaced_copy",
     ),
     Mutation(
-        "storage/stream.py",
+        "storage/read/stream.py",
         "each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno)",
         "_lost_settled(txn, each, base_seqno)",
         "tests/storage/test_stream.py -k source_did_not",
@@ -124,7 +124,7 @@ MUTATIONS = (
     # --- the tombstones that a follower may lack
     Mutation(_MACHINE, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
     Mutation(
-        "storage/commit.py",
+        "storage/write/commit.py",
         "return min(state.missing_seqno, vbucket.complete_seqno)",
         "return state.missing_seqno",
         "tests/storage/test_stream.py -k may_be_missing",
@@ -275,14 +275,14 @@ MUTATIONS = (
         "tests/crash/test_disk_errors.py",
     ),
     Mutation(
-        "storage/pending.py",
+        "storage/write/pending.py",
         "self.prepares.settled_by_rows(rows)",
         "pass",
         "tests/storage/test_prepares.py -k 'not model'",
     ),
     Mutation(_LEAVING, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
     Mutation(
-        "storage/commit.py",
+        "storage/write/commit.py",
         "log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()",
         "log = state.failover_log",
         "tests/storage/test_commit.py",
@@ -330,16 +330,19 @@ MUTATIONS = (
         _OF_MERGE,
     ),
     Mutation(
-        "storage/validity.py", "if not chain.same(links, chain.recut(whole, links[0].cut)):", "if False:", _OF_MERGE
+        "storage/read/validity.py",
+        "if not chain.same(links, chain.recut(whole, links[0].cut)):",
+        "if False:",
+        _OF_MERGE,
     ),
     Mutation(
-        "storage/environment.py",
+        "storage/env/environment.py",
         "while self.running:",
         "while False:",
         "tests/storage/test_environment.py -k new_size",
     ),
     Mutation(
-        "storage/prepares.py",
+        "storage/history/prepares.py",
         "not 0 < settled[1] <= cuts.get(settled[0], -1)",
         "settled == _NOT_SETTLED",
         "tests/storage/test_prepares.py",
@@ -410,13 +413,13 @@ MUTATIONS = (
     Mutation(_PURGE, "if wire_key != current and looked >= looks:", "if False:", f"{_OF_PURGE} -k flushed"),
     Mutation(_PURGE, "if len(links) <= merge.LINKS_MAX + 1:", "if True:", _OF_MERGE),
     Mutation(
-        "storage/history_clock.py",
+        "storage/write/history_clock.py",
         "min(max(0, downtime_ms), downtime_max_ms)",
         "max(0, downtime_ms)",
         "tests/storage/test_history_clock.py",
     ),
     Mutation(
-        "storage/writer.py",
+        "storage/write/writer.py",
         "        except Exception as error:",
         "        except OSError as error:",
         "tests/feed/test_group_commits.py -k stops_that_group",
@@ -452,7 +455,7 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
     Mutation(_RETRACTIONS, ".kept_seqno < link.cut:", ".kept_seqno < 0:", _OF_RETRACTIONS),
     Mutation(
-        "storage/commit.py",
+        "storage/write/commit.py",
         "if flush_open or seqno <= (vbucket.complete_seqno or 0):",
         "if True:",
         "tests/storage/test_commit.py",
@@ -466,7 +469,7 @@ MUTATIONS = (
     Mutation(_SPARK_CHANGES, "if document.collection_id not in names:", "if False:", _OF_SPARK_CHANGES),
     Mutation(_SPARK_CHANGES, "end.branch, document.seqno - 1)", "end.branch, base_seqno)", _OF_SPARK_CHANGES),
     Mutation(
-        "storage/wait.py",
+        "storage/read/wait.py",
         "return here if token.seqno <= end_seqno else WriteStatus.LOST",
         "return here",
         "tests/storage/test_wait.py",
@@ -511,26 +514,26 @@ MUTATIONS = (
     ),
     Mutation("mirror/serve/http_protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
     Mutation(
-        "storage/point_reads.py",
+        "storage/read/point_reads.py",
         "if not above < dup <= up_to or",
         "if not above < dup or",
         "tests/storage/test_point_reads.py -k not_followed",
     ),
     Mutation(
-        "storage/point_reads.py",
+        "storage/read/point_reads.py",
         "txn = None if reader.environment.remapping else reader.begin()",
         "txn = reader.begin()",
         "tests/storage/test_point_reads.py -k taken_over",
     ),
     Mutation(
-        "storage/point_reads.py",
+        "storage/read/point_reads.py",
         "visible if visible[0] == known[1] else reader.look(known[0])",
         "visible if visible[0] >= 0 else reader.look(known[0])",
         "tests/storage/test_vbucket_reader.py -k once_a_commit",
     ),
-    Mutation("storage/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
-    Mutation("storage/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
-    Mutation("storage/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
+    Mutation("storage/read/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
+    Mutation("storage/read/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
+    Mutation("storage/read/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
     Mutation(
@@ -633,7 +636,7 @@ MUTATIONS = (
         "tests/serve/test_dcp_server.py -k belongs",
     ),
     # --- damage is an error, and what is copied is on the disk
-    Mutation("storage/backup.py", "os.fsync(self._descriptor)", "pass", "tests/storage/test_backup.py -k synced"),
+    Mutation("storage/admin/backup.py", "os.fsync(self._descriptor)", "pass", "tests/storage/test_backup.py -k synced"),
     Mutation(
         _POINT_READS,
         "if reader.verify_reads and crc32c(stored) != RESIDUE:\n            raise seal.damaged(stored, row_key, "
@@ -676,15 +679,15 @@ MUTATIONS = (
     Mutation(
         _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS
     ),
-    Mutation("storage/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
-    Mutation("storage/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
+    Mutation("storage/read/bulk.py", "        self._check(rows)\n", "", _OF_BIT_FLIPS),
+    Mutation("storage/read/bulk.py", "if not all(map(lt, pairs, islice(pairs, 1, None))):", "if False:", _OF_BIT_FLIPS),
     Mutation(
-        "storage/index.py",
+        "storage/history/index.py",
         "            check_end(txn, vbid, cursor, key, value)\n",
         "            pass\n",
         _OF_BIT_FLIPS,
     ),
-    Mutation("storage/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
+    Mutation("storage/env/environment.py", "lmdb.BadTxnError,", "lmdb.CorruptedError,", _OF_ENVIRONMENT),
     # --- files of others are not believed, and documents are written for this user alone
     Mutation("mirror/ownership.py", "(stat.S_IWGRP | stat.S_IWOTH)", "stat.S_IWOTH", _OF_OWNERSHIP),
     Mutation("mirror/ownership.py", "not in (0, os.geteuid())", "not in (0, found.st_uid)", _OF_OWNERSHIP),

@@ -25,4 +25,4 @@ def site(source: Source, tmp_path: Path) -> Iterator[Site]:
 @pytest.fixture
 def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first backfill is one snapshot, up to what is published."""
-    monkeypatch.setattr("storage.stream.SETTLED_MS", 0)
+    monkeypatch.setattr("storage.read.stream.SETTLED_MS", 0)

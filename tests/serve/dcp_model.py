@@ -34,11 +34,13 @@ from mirror.wire.events import (
     SystemEvent,
 )
 from mirror.wire.system_events import decode_system_event, encode_system_event
-from storage import directory, keys, records, stream
+from storage.env import directory
+from storage.format import keys, records
+from storage.history.purge import Window
 from storage.model import SEQNO_MAX, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read import stream
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 
 WINDOW_MS = 1000
 State = dict[bytes, int]

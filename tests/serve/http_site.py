@@ -21,9 +21,10 @@ from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import totals
 from mirror.supervise.stored import stored_status
-from storage import directory, keys, records
+from storage.env import directory
+from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 VBUCKETS = 8
 GROUPS = 2

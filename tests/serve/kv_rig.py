@@ -24,9 +24,10 @@ from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Feature, Opcode
 from mirror.wire.frame import Frame
-from storage import directory, keys
+from storage.env import directory
+from storage.format import keys
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 from tests.feed.harness import Mirror
 from tests.oracle import kv_client
 

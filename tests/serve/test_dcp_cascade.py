@@ -20,8 +20,8 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.contact import SourceContact
 from mirror.serve.kv_session import KvSession
 from mirror.server.session import Later, Reply
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.feed.harness import Mirror
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
 from tests.serve.kv_rig import Store

@@ -12,7 +12,7 @@ from mirror.server import producer
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event, until
 from tests.serve.kv_rig import DEFAULT, Store
@@ -138,7 +138,7 @@ async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(
 async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
     store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.stream.SETTLED_MS", 0)
+    monkeypatch.setattr("storage.read.stream.SETTLED_MS", 0)
     for seqno in (80, 81, 82):
         store.put(b"k", b"x", seqno)
     client = await endpoint.client()

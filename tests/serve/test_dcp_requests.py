@@ -14,7 +14,7 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import NO_END_SEQNO, Opcode, Status, StreamRequestFlag
-from storage import keys
+from storage.format import keys
 from storage.model import SEQNO_MAX, Collection, Seqno, SnapshotRange
 from tests.serve.dcp_rig import TIMES, XATTRS, DcpEndpoint, serving_dcp
 from tests.serve.kv_rig import DEFAULT, Store

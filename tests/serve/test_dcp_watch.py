@@ -11,7 +11,7 @@ import pytest
 from mirror.serve import dcp_watch
 from mirror.serve.dcp_watch import Watch
 from storage.errors import StorageError
-from storage.view import View, open_view
+from storage.read.view import View, open_view
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import Store
 

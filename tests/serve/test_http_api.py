@@ -22,8 +22,8 @@ from mirror.serve.auth import Reader, entry_of
 from mirror.serve.budget import Budget
 from mirror.serve.http_requests import Page
 from mirror.serve.http_service import Service
-from storage import records
 from storage.errors import StorageError
+from storage.format import records
 from storage.model import Collection, ManifestChange, Seqno
 from tests.serve.http_site import (
     VBUCKETS,

@@ -12,8 +12,8 @@ import cramjam
 import pytest
 
 from mirror.serve.http_requests import Page
+from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
-from storage.purge import Window
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.serve.http_requests import Page, position_text
 from storage.model import Branch, Identity, Seqno, Vbid
-from storage.view import Pin, Token
+from storage.read.view import Pin, Token
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, events, made, running, service_report
 
 HELD = Identity("cluster", "bucket", "uuid", VBUCKETS, 2, held=(2, 5))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from mirror.serve import http_requests as requests
 from mirror.serve.http_problems import Problem
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
-from storage.view import Pin, Time, Token
+from storage.read.view import Pin, Time, Token
 
 KEYS = st.binary(max_size=250)
 SEQNOS = st.integers(0, SEQNO_MAX)

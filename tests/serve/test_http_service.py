@@ -13,8 +13,8 @@ from mirror.serve.http_problems import Problem
 from mirror.serve.http_service import PublishWatch
 from mirror.serve.http_view import Mirror
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
-from storage.view import View
-from storage.wait import MutationToken
+from storage.read.view import View
+from storage.read.wait import MutationToken
 from tests.serve.http_site import VBUUID, Site, Source
 from tests.supervise.conftest import eventually_now
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mirror.serve.http_view import Mirror
-from storage import directory
+from storage.env import directory
 from storage.errors import NotAMirror
 from storage.model import Collection, Seqno
 from tests.serve.http_site import IDENTITY, Source

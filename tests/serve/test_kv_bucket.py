@@ -16,10 +16,11 @@ from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
 from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
-from storage import directory, keys, records
+from storage.env import directory
 from storage.errors import CorruptedError
-from storage.large import LargeDocument
+from storage.format import keys, records
 from storage.model import Collection, Document, Manifest, ManifestUid, Seqno
+from storage.read.large import LargeDocument
 from tests.manual_clock import ManualClock
 from tests.serve.kv_rig import DEFAULT, Store
 
@@ -111,7 +112,7 @@ def test_the_newest_manifest_is_looked_for_now_and_then(bucket: KvBucket, store:
 
 
 class Counted:
-    """Replaces a function of `storage.records`, and counts its calls."""
+    """Replaces a function of `storage.format.records`, and counts its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         self.count = 0

@@ -26,7 +26,7 @@ from mirror.server.session import Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
-from storage.environment import Environment
+from storage.env.environment import Environment
 from storage.model import Collection, Seqno
 from tests.serve.kv_rig import DEFAULT, Store, users
 

@@ -19,8 +19,8 @@ from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
-from storage import keys as keys_module
-from storage.large import LargeDocument
+from storage.format import keys as keys_module
+from storage.read.large import LargeDocument
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
@@ -150,7 +150,7 @@ async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
 ) -> None:
     """As it is of a small document."""
     store.put(b"large", BODY, 2)
-    monkeypatch.setattr("storage.large.seal.RESIDUE", 1)
+    monkeypatch.setattr("storage.read.large.seal.RESIDUE", 1)
     client = await endpoint.connect()
     assert (await client.get(b"large")).status == Status.ETMPFAIL
     assert endpoint.server.large.budget.out_bytes == 0

@@ -18,7 +18,7 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.sasl import HASHES, ScramClient
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate

@@ -15,7 +15,7 @@ from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving
 

@@ -14,8 +14,8 @@ import pytest
 from mirror.serve.budget import Budget
 from mirror.serve.large import LARGE_BYTES, Block, LargeReads, drop, let_go
 from mirror.serve.turns import Turns
-from storage.large import PIECE_BYTES, LargeDocument
-from storage.view import open_view
+from storage.read.large import PIECE_BYTES, LargeDocument
+from storage.read.view import open_view
 from tests.serve.http_site import Site, Source
 from tests.supervise.conftest import eventually_now
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mirror.serve import objects
 from storage.model import Branch, Document, Kind, Seqno, Vbid, Vbuuid
-from storage.view import Change, Rollback, Token
+from storage.read.view import Change, Rollback, Token
 
 
 def document(key: bytes = b"k", value: bytes = b"{}", datatype: int = 1, kind: Kind = Kind.MUTATION) -> Document:

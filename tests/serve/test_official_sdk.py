@@ -34,7 +34,7 @@ from mirror import client as control
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_kv
-from storage.wait import WriteStatus, write_status
+from storage.read.wait import WriteStatus, write_status
 from tests.crash.service import Service, until
 from tests.serve.kv_rig import Client, MirrorThread, serving
 

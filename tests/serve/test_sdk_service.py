@@ -30,7 +30,7 @@ from couchbase.options import GetOptions, ScanOptions
 
 from mirror import open_view
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage.keys import vbid_of
+from storage.format.keys import vbid_of
 from tests.crash.service import Service, until
 from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
 

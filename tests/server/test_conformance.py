@@ -21,8 +21,8 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason, StreamRequestFlag
-from storage import seal
-from storage.purge import Window
+from storage.format import seal
+from storage.history.purge import Window
 from tests.feed.harness import Mirror
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
 from tests.storage.test_seal import flip

@@ -29,15 +29,16 @@ import pytest
 
 from mirror.ingest.machine import Phase
 from mirror.sandbox.item import Item
-from storage import branches, chain, keys
-from storage.check import check
-from storage.environment import SHARED
+from storage.admin.check import check
+from storage.env.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.format import keys
+from storage.format.records import Pub
+from storage.history import branches, chain
+from storage.history.removal import Dead
 from storage.model import SEQNO_MAX, Document, Vbid
-from storage.records import Pub
-from storage.removal import Dead
-from storage.view import Change, Rollback, Time, Token, View
-from storage.writer import GroupWriter, RollbackResult
+from storage.read.view import Change, Rollback, Time, Token, View
+from storage.write.writer import GroupWriter, RollbackResult
 from tests.sim.mirror import HeldLease, Mirror
 from tests.sim.source import Source, State
 from tests.storage.open_readers import Contents, OpenReader, Position, apply, begin, wire_key

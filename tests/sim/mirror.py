@@ -28,20 +28,21 @@ from mirror.ingest import events as machine_events
 from mirror.ingest.selection import SourceManifest
 from mirror.messages import RollBack
 from mirror.wire.constants import Feature
-from storage import directory, owner
-from storage.background import Background
-from storage.chain import Chain
-from storage.environment import SHARED
+from storage.env import directory
+from storage.env.environment import SHARED
+from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary
-from storage.leases import Leases
+from storage.history.chain import Chain
+from storage.history.leases import Leases
+from storage.history.purge import Purger, Window
+from storage.history.removal import Dead
 from storage.model import Identity, Vbid
-from storage.owner import GroupOwner
-from storage.pending import PendingVbucket
-from storage.purge import Purger, Window
-from storage.removal import Dead
-from storage.transaction import Transaction
-from storage.view import View, open_view
-from storage.writer import GroupWriter, RollbackResult
+from storage.read.view import View, open_view
+from storage.write import owner
+from storage.write.background import Background
+from storage.write.owner import GroupOwner
+from storage.write.pending import PendingVbucket
+from storage.write.writer import GroupWriter, RollbackResult
 from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
 from tests.sim.loop import SimLoop, drive

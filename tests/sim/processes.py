@@ -17,8 +17,8 @@ from typing import Any
 
 from lmdb import _envid
 
-from storage import directory
-from storage.environment import MAP_SIZE, Environment
+from storage.env import directory
+from storage.env.environment import MAP_SIZE, Environment
 
 
 def digest(environment: Environment, txn: Any) -> bytes:

@@ -27,8 +27,8 @@ from mirror.wire.constants import Feature
 from mirror.wire.events import CollectionCreated, CollectionDropped, Deletion, Expiration, Mutation, SystemEvent
 from mirror.wire.frame import decode
 from mirror.wire.system_events import decode_system_event
+from storage.format.records import decode_row
 from storage.model import Branch, Document, Vbid
-from storage.records import decode_row
 from tests.manual_clock import ManualClock
 from tests.sim.checkers import facts, reported
 from tests.sim.loop import drive

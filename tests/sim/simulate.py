@@ -27,9 +27,11 @@ from mirror.sandbox.stream import StreamPhase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
-from storage import background, bulk, chain, commit, index, merge, purge, removal, scan, vbucket_reader
-from storage import keys as storage_keys
 from storage.errors import StorageError
+from storage.format import keys as storage_keys
+from storage.history import chain, index, merge, purge, removal
+from storage.read import bulk, scan, vbucket_reader
+from storage.write import background, commit
 from tests.manual_clock import ManualClock
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
@@ -880,7 +882,7 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
     try:
         with small_limits(Random(rng.random())) as patch:
             world = World(seed, path, counts)
-            patch.setattr("storage.environment.os", world.mirror.disks)
+            patch.setattr("storage.env.environment.os", world.mirror.disks)
             try:
                 world.run(steps)
             except BaseException as error:

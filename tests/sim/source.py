@@ -30,7 +30,7 @@ from mirror.server.producer import StreamHistory
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
-from storage import keys
+from storage.format import keys
 from storage.model import FailoverLog
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)

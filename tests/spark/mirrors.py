@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from storage import directory, keys, records
+from storage.env import directory
+from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 
 VBUCKETS, GROUPS = 8, 2
 IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)

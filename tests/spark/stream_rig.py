@@ -21,8 +21,8 @@ from deltalake import DeltaTable
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage import directory
-from storage.view import open_view
+from storage.env import directory
+from storage.read.view import open_view
 from tests.cli.conftest import COMMAND
 from tests.crash.service import gone, until
 from tests.spark.standalone import spark_environment

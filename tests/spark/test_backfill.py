@@ -19,8 +19,8 @@ from mirror.sandbox.thread import SandboxThread
 from mirror.spark import backfill as backfills
 from mirror.spark.backfill import Backfilled, backfill, backfill_task
 from mirror.spark.runner import LocalRunner, SparkRunner
-from storage.check import check
-from storage.view import open_view
+from storage.admin.check import check
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.service import Service, until

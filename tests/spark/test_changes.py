@@ -23,10 +23,10 @@ from mirror.spark.fold import fold
 from mirror.spark.offsets import Offset
 from mirror.spark.options import Options, parse
 from mirror.supervise.worker import restore_missing
-from storage import directory
-from storage.keys import vbid_of
+from storage.env import directory
+from storage.format.keys import vbid_of
+from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
-from storage.purge import Window
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
 from tests.storage.one_vbucket import commit, put, system_event
 

@@ -15,8 +15,9 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.compare import Compared, compare
 from mirror.spark.runner import LocalRunner
-from storage import directory, keys, seal
-from storage.view import open_view
+from storage.env import directory
+from storage.format import keys, seal
+from storage.read.view import open_view
 from tests.cli.conftest import call, fill
 
 VBUCKETS = 16

@@ -22,7 +22,7 @@ from mirror.spark.local import Counts
 from mirror.spark.parts import Part
 from mirror.spark.runner import LocalRunner
 from storage.errors import NoSuchBoundary, NotAMirror, UnknownCollection
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
 HERE = LocalRunner(1)

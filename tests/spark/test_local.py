@@ -18,8 +18,8 @@ from mirror.spark.local import Restriction, Shape, dealt, plan, read
 from mirror.spark.options import Options, parse
 from mirror.spark.runner import LocalRunner
 from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
-from storage.purge import Window
-from storage.view import open_view
+from storage.history.purge import Window
+from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
 

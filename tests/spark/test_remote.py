@@ -16,8 +16,8 @@ from mirror.spark.columns import CHANGES, DOCUMENTS
 from mirror.spark.local import Restriction, Shape
 from mirror.spark.options import Options, parse
 from mirror.spark.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
+from storage.format.records import encode_deletion, encode_mutation
 from storage.model import Manifest
-from storage.records import encode_deletion, encode_mutation
 
 VBUCKETS = 4
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mirror.spark import rows as rows_module
 from mirror.spark.columns import CHANGES, DOCUMENTS
 from mirror.spark.rows import HEAD, Documents, change_batches, change_row, control_row, event_micros
-from storage import records
 from storage.errors import CorruptedError
-from storage.keys import encode_collection_id
+from storage.format import records
+from storage.format.keys import encode_collection_id
 from storage.model import Branch, Vbid
 
 U64 = st.integers(0, 2**64 - 1)

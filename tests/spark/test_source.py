@@ -21,8 +21,8 @@ from mirror.sandbox.workload import Workload
 from mirror.spark.columns import DOCUMENTS
 from mirror.spark.failures import MirrorSourceError
 from mirror.spark.source import MirrorSource
-from storage.records import VALUE_LENGTH_MAX
-from storage.view import open_view
+from storage.format.records import VALUE_LENGTH_MAX
+from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 

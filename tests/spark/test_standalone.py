@@ -14,7 +14,7 @@ import cli.pipeline
 from mirror.bench import stores
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import COMMAND, call
 from tests.crash.load import Load
 from tests.crash.service import until

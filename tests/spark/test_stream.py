@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.options import parse
 from mirror.spark.stream import ChangesStream
-from storage.purge import Window
+from storage.history.purge import Window
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 from tests.spark.test_changes import purge
 from tests.spark.test_source import message_of

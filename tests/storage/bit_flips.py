@@ -14,13 +14,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from storage import bulk, directory, records, stream
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from storage.errors import StorageError
+from storage.format import records
+from storage.history.purge import Window
 from storage.model import Branch, Vbid
-from storage.purge import Window
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read import bulk, stream
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 VBIDS = (0, 2)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import storage.commit
-import storage.index
-import storage.purge
-import storage.scan
-from storage import directory
-from storage.check import check
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+import storage.history.index
+import storage.history.purge
+import storage.read.scan
+import storage.write.commit
+from storage.admin.check import check
+from storage.env import directory
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, log
 from tests.storage.test_writer import Clock, open_writer
 
@@ -49,10 +49,10 @@ def view(path: str, writer: GroupWriter) -> Iterator[View]:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so small that a dozen rows reach the paths that millions take in service."""
-    monkeypatch.setattr(storage.commit, "INLINE_INDEX_ROWS", 3)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 2)
-    monkeypatch.setattr(storage.index, "RUN_ROWS", 5)
-    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
-    monkeypatch.setattr(storage.scan, "CHUNK_ROWS", 3)
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
-    monkeypatch.setattr(storage.purge, "LOOK_VBUCKETS", 10)
+    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 2)
+    monkeypatch.setattr(storage.history.index, "RUN_ROWS", 5)
+    monkeypatch.setattr(storage.history.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.read.scan, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
+    monkeypatch.setattr(storage.history.purge, "LOOK_VBUCKETS", 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from storage import keys, records
+from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange, Vbid
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)

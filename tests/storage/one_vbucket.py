@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from storage import records
+from storage.format import records
 from storage.model import Collection, Manifest, ManifestUid, Seqno
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, span
 
 A, B, C, D = keys_of(0, 4)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Generator, Set
 from dataclasses import dataclass
 from random import Random
 
-from storage import bulk, keys
 from storage.errors import Closed, Unavailable, ViewInvalidated
+from storage.format import keys
+from storage.format.records import decode_row
 from storage.model import Branch, Document
-from storage.records import decode_row
-from storage.view import Pieces, Pin, Token, View
+from storage.read import bulk
+from storage.read.view import Pieces, Pin, Token, View
 
 Contents = dict[bytes, tuple[int, bytes]]
 """The documents of a vbucket: key with its collection id -> seqno and value as it is stored."""

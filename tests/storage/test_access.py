@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from storage import access, directory
+from storage.env import access, directory
+from storage.env.map_record import MapRecord, save
 from storage.errors import ReadOnly, StorageError
-from storage.map_record import MapRecord, save
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.test_writer import Clock, open_writer, publish
 
@@ -160,7 +160,7 @@ def test_a_directory_above_that_members_may_not_enter_is_found(tmp_path: Path) -
 READS = """
 import sys
 from storage.errors import ReadOnly
-from storage.view import open_view
+from storage.read.view import open_view
 try:
     with open_view(sys.argv[1]) as view:
         print(view.get(sys.argv[2]).value.decode())
@@ -215,7 +215,7 @@ def test_a_reader_that_is_not_registered_ends_when_a_writer_begins(
     publish(writer, 0, [(key, b"value", 1)])
     writer.close()
     monkeypatch.setattr(os, "statvfs", lambda _path: Mounted)
-    monkeypatch.setattr("storage.environment.UNREGISTERED_LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("storage.env.environment.UNREGISTERED_LOOK_INTERVAL_S", 0.0)
     with open_view(path) as view:
         assert view.get(key) is not None
         lock = directory.GroupLock(directory.group_path(path, 0))
@@ -240,6 +240,6 @@ def test_a_writer_waits_for_a_reader_that_looks_whether_somebody_writes(
         pauses.append(pause_s)
         looking.release()
 
-    monkeypatch.setattr("storage.directory.time.sleep", pause)
+    monkeypatch.setattr("storage.env.directory.time.sleep", pause)
     directory.GroupLock(directory.group_path(path, 0)).release()
     assert len(pauses) == 1

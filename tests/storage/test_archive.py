@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from storage import archive
-from storage.backup import MANIFEST, PART_BYTES, BackupPart
+from storage.admin import archive
+from storage.admin.backup import MANIFEST, PART_BYTES, BackupPart
 from storage.errors import CorruptedError, StorageError
 
 PARTS = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import storage.commit
-import storage.index
-import storage.purge
-import storage.scan
-from storage.check import check
+import storage.history.index
+import storage.history.purge
+import storage.read.scan
+import storage.write.commit
+from storage.admin.check import check
 from storage.errors import NoSuchBoundary
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import log, row, span
 from tests.storage.test_writer import (
     KEYS,
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("small_limits")
 
 
 def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.commit, "INLINE_INDEX_ROWS", 0)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 100)
+    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 100)
     writer = open_writer(path, map_size=1 << 20)
     count = 2_500
     rows = [row(writer.row_prefix(0), b"%0240d" % number, b"v", number + 1) for number in range(count)]
@@ -55,7 +55,7 @@ def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_g
     without anything to write counted those as not on disk. They were published without key rows: documents that no read
     could find. After a crash they lay above what the state said was staged, and could not be appended again.
     """
-    monkeypatch.setattr("storage.commit.INLINE_INDEX_ROWS", 2)
+    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 2)
     writer = open_writer(path)
     staged(writer, 0, 1, 9, 10)
     writer.commit(flush_open=True)

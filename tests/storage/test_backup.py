@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-import storage.backup
-from storage import archive, backup, directory, keys, map_record
-from storage.backup import BackupPart
-from storage.check import check
+import storage.admin.backup
+from storage.admin import archive, backup
+from storage.admin.backup import BackupPart
+from storage.admin.check import check
+from storage.env import directory, map_record
+from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
-from storage.map_record import MapRecord
+from storage.format import keys
 from storage.model import Vbid
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 from tests.storage.test_writer import Clock, open_writer
 
@@ -42,7 +44,7 @@ class Kept:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts of each file."""
-    monkeypatch.setattr(storage.backup, "PART_BYTES", 16384)
+    monkeypatch.setattr(storage.admin.backup, "PART_BYTES", 16384)
 
 
 def publish(writer: GroupWriter, first_seqno: int, values: dict[bytes, bytes | None]) -> None:
@@ -241,8 +243,8 @@ def test_each_data_file_is_synced_before_the_mirror_is_in_place(
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         known(descriptor)
 
-    monkeypatch.setattr("storage.backup.os.fsync", fsync)
-    monkeypatch.setattr("storage.backup._open_once", lambda *_: synced.add("end of copying"))
+    monkeypatch.setattr("storage.admin.backup.os.fsync", fsync)
+    monkeypatch.setattr("storage.admin.backup._open_once", lambda *_: synced.add("end of copying"))
     with suppress(AssertionError):  # of the folder, when all is in place
         backup.restore(parts, str(target), clock_ms=Clock())
     expected = {directory.group_path(f"{target}/{backup.WORK}", group) + "/data.mdb" for group in range(2)}

@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from storage import bulk, directory, keys, records, seal, stream
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from storage.errors import CorruptedError
-from storage.point_reads import ReadRun
-from storage.records import MUTATION
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.format import keys, records, seal
+from storage.format.records import MUTATION
+from storage.read import bulk, stream
+from storage.read.point_reads import ReadRun
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage import bit_flips
 from tests.storage.model import keys_of, log
 from tests.storage.test_writer import open_writer, publish

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from storage import branches, directory
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from storage.errors import ViewInvalidated
+from storage.history import branches
 from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
-from storage.view import Token, View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import Token, View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row
 from tests.storage.test_writer import crash, open_writer, publish
 

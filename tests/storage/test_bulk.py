@@ -7,13 +7,14 @@ from random import Random
 
 import pytest
 
-from storage import bulk, keys, records
-from storage.bulk import EVERY_KEY, KeyRange
 from storage.errors import CorruptedError, ViewInvalidated
+from storage.format import keys, records
+from storage.history.purge import Window
 from storage.model import Branch, Collection, Document, Manifest, ManifestUid, Seqno, Vbid
-from storage.purge import Window
-from storage.view import Pin, View
-from storage.writer import GroupWriter
+from storage.read import bulk
+from storage.read.bulk import EVERY_KEY, KeyRange
+from storage.read.view import Pin, View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, span
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import Clock, publish

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage import chain, directory, keys, records
-from storage.environment import Environment
+from storage.env import directory
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
+from storage.format import keys, records
+from storage.history import chain
 from storage.model import Vbid
-from storage.transaction import Transaction
 from tests.storage.model import IDENTITY
 
 # branch -> (parent, base_seqno): 1 is the root, 2 and 3 left it at 10, 4 left 3 at 15, 5 has no parent

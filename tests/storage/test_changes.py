@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from storage.errors import ViewInvalidated
+from storage.history.purge import Window
 from storage.model import Branch, Seqno, Vbid
-from storage.purge import Window
-from storage.vbucket_reader import VbucketReader
-from storage.view import Pieces, Token, View
-from storage.writer import GroupWriter
+from storage.read.vbucket_reader import VbucketReader
+from storage.read.view import Pieces, Token, View
+from storage.write.writer import GroupWriter
 from tests.storage.model import log
 from tests.storage.one_vbucket import A, B, C, D, commit, put
 from tests.storage.test_purge import purge

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from storage import directory, keys, records, seal
-from storage.check import check
-from storage.environment import Environment
+from storage.admin.check import check
+from storage.env import directory
+from storage.env.environment import Environment
 from storage.errors import NotAMirror
+from storage.format import keys, records, seal
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 from tests.storage.test_writer import open_writer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.collection_names import collection_id_of, names_of
 from storage.errors import UnknownCollection
+from storage.format.collection_names import collection_id_of, names_of
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 from tests.storage.one_vbucket import DEFAULT, SCOPES
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from storage import positions
-from storage.check import check
+from storage.admin.check import check
 from storage.model import Collection, Seqno
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read import positions
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
 from tests.storage.test_writer import (

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from lmdb import verify
 
-from storage import backup, directory, keys
-from storage.compaction import Compaction
-from storage.environment import DATA_FILE, Environment
+from storage.admin import backup
+from storage.env import directory
+from storage.env.compaction import Compaction
+from storage.env.environment import DATA_FILE, Environment
 from storage.errors import CorruptedError, StorageError
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.format import keys
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_backup import Kept, contents
 from tests.storage.test_writer import publish

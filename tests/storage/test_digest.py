@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.digest import Digest, Fingerprint, Runs, fingerprint
 from storage.errors import CorruptedError
+from storage.format.digest import Digest, Fingerprint, Runs, fingerprint
+from storage.format.records import decode_row, encode_deletion, encode_mutation
 from storage.model import Branch, Document, Seqno, Vbid
-from storage.records import decode_row, encode_deletion, encode_mutation
 
 XATTRS = b"\x00\x00\x00\x0e\x00\x00\x00\x0ameta\x00null\x00"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from storage import directory
-from storage.environment import WRITER_LOCK_FILE
+from storage.env import directory
+from storage.env.environment import WRITER_LOCK_FILE
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
 from storage.model import Identity
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from storage import directory, keys
-from storage.check import check
-from storage.environment import SHARED, Environment, storage_error
+from storage.admin.check import check
+from storage.env import directory
+from storage.env.environment import SHARED, Environment, storage_error
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
-from storage.view import open_view
+from storage.format import keys
+from storage.read.view import open_view
 from tests.cli.test_run import without_rootly_powers
 from tests.processes import ProcessGroup
 from tests.storage.model import keys_of
@@ -75,7 +76,7 @@ def test_an_lmdb_that_trusts_damaged_pages_is_refused_in_one_line(
 
 
 def test_a_new_environment_is_of_lmdb_0_9_whatever_a_variable_prefers(tmp_path: Path) -> None:
-    command = "from storage.environment import Environment; Environment('.', [], writable=True, create=True)"
+    command = "from storage.env.environment import Environment; Environment('.', [], writable=True, create=True)"
     variables = os.environ | {"LMDB_DEFAULT_LIB_VERSION": "1", "PYTHONPATH": os.getcwd()}
     subprocess.run([sys.executable, "-c", command], check=True, cwd=tmp_path, env=variables)
     assert lmdb.open(str(tmp_path)).lib_version()[:2] == (0, 9)
@@ -87,7 +88,7 @@ def test_a_write_that_was_cut_short_is_a_full_disk_only_where_there_is_no_space(
     cut_short = lmdb.Error("mdb_txn_commit: Input/output error")
     folder = directory.group_path(path, 0)
     assert type(storage_error(cut_short, folder)) is DeviceFailed
-    monkeypatch.setattr("storage.environment.SPACE_MIN", 2**63)
+    monkeypatch.setattr("storage.env.environment.SPACE_MIN", 2**63)
     assert type(storage_error(cut_short, folder)) is Full
 
 
@@ -138,7 +139,7 @@ def test_two_views_of_one_process_share_an_environment_and_the_last_one_closes_i
 READER = """
 import sys
 from dataclasses import replace
-from storage.view import open_view
+from storage.read.view import open_view
 view = open_view(sys.argv[1], map_size=1 << 20)
 print(view.get(sys.argv[2]) is not None, flush=True)
 sys.stdin.readline()
@@ -180,7 +181,7 @@ def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> 
 
 
 def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
     writer = open_writer(path)
     shutil.rmtree(path)
     with pytest.raises(StorageError, match="No such file"):
@@ -247,7 +248,7 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
 
 
 def test_a_read_that_stays_open_keeps_the_map_and_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.environment.REMAP_WAIT_S", 0.01)
+    monkeypatch.setattr("storage.env.environment.REMAP_WAIT_S", 0.01)
     with open_view(path) as view:
         environment = view.groups.environment(0)
         with environment.read() as txn:
@@ -261,7 +262,7 @@ def test_a_reader_that_was_killed_is_noticed_by_the_writer(path: str) -> None:
     clock = Clock()
     writer = open_writer(path, clock=clock)
     program = (
-        "import sys, os, signal; from storage.view import open_view; v = open_view(sys.argv[1]);"
+        "import sys, os, signal; from storage.read.view import open_view; v = open_view(sys.argv[1]);"
         "o = v.reader(0); t = o.environment.begin(); t.get(o.vbid_key, db=o.pub); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, path], check=False)
@@ -296,7 +297,7 @@ def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file
     program = (
         "import sys\n"
         "from storage.errors import ReadOnly\n"
-        "from storage.view import open_view\n"
+        "from storage.read.view import open_view\n"
         "try:\n    open_view(sys.argv[1]).get(sys.argv[2])\n"
         "except ReadOnly as error:\n    print(error.path, error.hint)\n"
     )

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from storage import changes, directory, validity
-from storage.environment import MAP_SIZE, SHARED
+from storage.env import directory
+from storage.env.environment import MAP_SIZE, SHARED
 from storage.errors import Closed, CorruptedError, StorageError, ViewInvalidated
-from storage.groups import Groups
 from storage.model import Seqno
-from storage.view import open_view
+from storage.read import changes, validity
+from storage.read.groups import Groups
+from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
 from tests.storage.test_writer import open_writer, publish
 
@@ -61,7 +62,7 @@ def test_a_file_that_another_view_has_found_replaced_is_not_read_until_the_next_
 
 def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is set aside and filled again, as an error recommends, by another process."""
-    monkeypatch.setattr("storage.environment.LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("storage.env.environment.LOOK_INTERVAL_S", 0.0)
     key = keys_of(0, 1)[0]
     writer = open_writer(path)
     publish(writer, 0, [(key, b"old", 1)])
@@ -77,7 +78,7 @@ def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: p
         with pytest.raises(CorruptedError, match="data file is missing"):
             view.get(key)
         program = (
-            "import os, sys; from storage import directory; from tests.storage.model import *;"
+            "import os, sys; from storage.env import directory; from tests.storage.model import *;"
             "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
             "directory.create_environment(sys.argv[2], 0, directory.group_vbids(IDENTITY, 0), IDENTITY);"
             "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from storage import directory, handover
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory, handover
 from storage.errors import CorruptedError, StorageError
 from storage.model import Identity
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from storage import check, directory, keys, records
+from storage.admin import check
+from storage.env import directory
 from storage.errors import CorruptedError, NotHeld, StorageError, WrongBucket
+from storage.format import keys, records
 from storage.model import Identity
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import log, span
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 8, 2, (3, 6))

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-import storage.commit
-import storage.index
-from storage import directory
-from storage.check import check
-from storage.view import open_view
-from storage.writer import GroupWriter
+import storage.history.index
+import storage.write.commit
+from storage.admin.check import check
+from storage.env import directory
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 
@@ -21,8 +21,8 @@ from tests.storage.model import IDENTITY, keys_of, log, row, span
 def test_any_complete_end_may_be_published_later(
     tmp_path: Path, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.commit, "INLINE_INDEX_ROWS", inline_rows)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 3)
+    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", inline_rows)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 3)
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
 

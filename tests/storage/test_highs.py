@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from storage import directory
+from storage.env import directory
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.model import Collection, Seqno
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import open_writer

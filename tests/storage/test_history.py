@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage import directory
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.env import directory
+from storage.history.purge import Window
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 KEYS = keys_of(0, 4)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from storage import directory
-from storage.history_clock import HistoryClock
-from storage.purge import Window
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.env import directory
+from storage.history.purge import Window
+from storage.read.view import open_view
+from storage.write.history_clock import HistoryClock
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import storage.index
-from storage import directory, index, keys, records
-from storage.environment import Environment
-from storage.transaction import Transaction
+import storage.history.index
+from storage.env import directory
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
+from storage.format import keys, records
+from storage.history import index
 from tests.storage.model import IDENTITY, row
 
 PREFIX = keys.PREFIX.pack(1)
@@ -68,16 +70,16 @@ def stored(environment: Environment) -> list[tuple[bytes, bytes]]:
 def test_a_job_makes_every_key_row_once(
     environment: Environment, monkeypatch: pytest.MonkeyPatch, run_rows: int, count: int
 ) -> None:
-    monkeypatch.setattr(storage.index, "RUN_ROWS", run_rows)
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 4)
-    monkeypatch.setattr(storage.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.history.index, "RUN_ROWS", run_rows)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 4)
+    monkeypatch.setattr(storage.history.index, "_CHUNK_ROWS", 2)
     rows = fill(environment, count)
     assert run(environment, 0, count) == count // 4 + 1
     assert stored(environment) == sorted(records.key_rows(rows))
 
 
 def test_a_job_that_is_done_again_changes_nothing(environment: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.index, "SLICE_ROWS", 5)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 5)
     rows = fill(environment, 23)
     run(environment, 0, 11)  # as far as a crash let it come
     run(environment, 0, 23)

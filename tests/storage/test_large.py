@@ -7,11 +7,11 @@ from mmap import mmap
 import cramjam
 import pytest
 
-from storage import keys, records
 from storage.errors import CorruptedError, ViewInvalidated
-from storage.large import PIECE_BYTES, LargeDocument
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.format import keys, records
+from storage.read.large import PIECE_BYTES, LargeDocument
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, span
 
 A, B, C = keys_of(0, 3)

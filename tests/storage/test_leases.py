@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from storage import leases as leases_module
 from storage.errors import NoSuchBoundary, StorageError, ViewInvalidated
-from storage.leases import Leases
-from storage.purge import Window
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.history import leases as leases_module
+from storage.history.leases import Leases
+from storage.history.purge import Window
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.test_writer import Clock, publish
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from storage.check import check
+from storage.admin.check import check
 from storage.errors import ViewInvalidated
 from storage.model import Collection, FailoverLog, Seqno
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, system_event
 from tests.storage.test_writer import (

@@ -12,13 +12,16 @@ import pytest
 
 from mirror.ingest.assembler import Assembler
 from mirror.wire.events import SnapshotMarker, SystemEvent
-from storage import branches, bulk, directory, keys, positions
-from storage.check import check
+from storage.admin.check import check
+from storage.env import directory
 from storage.errors import ViewInvalidated
+from storage.format import keys
+from storage.history import branches
+from storage.history.purge import Window
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
-from storage.purge import Window
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read import bulk, positions
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import purge

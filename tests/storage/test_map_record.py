@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from storage import map_record
+from storage.env import map_record
+from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, StorageError
-from storage.map_record import MapRecord
 
 RECORD = MapRecord("b1", 2, 2**40)
 

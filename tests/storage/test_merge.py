@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-import storage.merge
-from storage import branches, chain, keys, positions, purge, records, stream
-from storage.check import check
+import storage.history.merge
+from storage.admin.check import check
 from storage.errors import ViewInvalidated
+from storage.format import keys, records
+from storage.history import branches, chain, purge
+from storage.history.purge import Window
 from storage.model import Collection, Seqno
-from storage.purge import Window
-from storage.view import Token, View
-from storage.writer import GroupWriter
+from storage.read import positions, stream
+from storage.read.view import Token, View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_prepares import prepare_frame
@@ -84,16 +86,16 @@ def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str
             costs.append(cost())
             sizes.append(stored(writer))
     assert costs[0] == costs[1]
-    assert max(costs[1][:3]) <= storage.merge.LINKS_MAX + 2
+    assert max(costs[1][:3]) <= storage.history.merge.LINKS_MAX + 2
     assert sizes[1]["branch"] == sizes[0]["branch"]
-    assert sizes[1]["rollback"] == sizes[0]["rollback"] == storage.merge.ROLLBACKS_KEPT
+    assert sizes[1]["rollback"] == sizes[0]["rollback"] == storage.history.merge.ROLLBACKS_KEPT
     assert sizes[1]["span"] == 0
     assert sizes[1]["k0"] - sizes[0]["k0"] == sizes[1]["v0"] - sizes[0]["v0"] == 149 - 60
     with View(path) as view:
         assert {each.key: each.value for each in view.scan(0)} == {NAMES[n]: b"%d" % n for n in range(150)}
         assert all(view.get(NAMES[n]) is not None for n in range(150))
         assert [each.document.key for each in view.changes(0) if each.document] == NAMES[:150]
-        assert len(view.rollbacks(0)) == storage.merge.ROLLBACKS_KEPT
+        assert len(view.rollbacks(0)) == storage.history.merge.ROLLBACKS_KEPT
 
 
 def shown(view: View) -> dict[bytes, bytes]:
@@ -104,7 +106,7 @@ def test_every_position_ever_given_is_followed_rightly_or_refused(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One writer gives all branches the same history id: yet lost rows and moved ones are distinguished."""
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 1)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
     seen: list[tuple[Token, dict[bytes, bytes]]] = []
     original = writer.rollback
 
@@ -146,7 +148,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
 ) -> None:
     """The reader meanwhile sees all of it, or hears that it must begin again."""
     fail_over(writer, 0)
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
     for number in range(1, 4):
         seqno = writer.state(0).published_seqno
         publish(writer, 0, [(NAMES[100 * number + each], b"x", seqno + 1 + each) for each in range(7)])
@@ -155,7 +157,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
     purge_all(writer, WINDOW)
     expected = shown(view)
     pins = [view.pin(0)]
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     steps = 0
     writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
     while (vbid := writer.background.purger.plan(writer.clock_ms())) is not None:
@@ -185,11 +187,11 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
         fail_over(writer, number)
     publish(writer, 0, [(NAMES[0], b"newest", 100)])
     purge_all(writer, WINDOW)
-    monkeypatch.setattr("storage.scan.CHUNK_ROWS", 1)
+    monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
     half_read = view.scan(0)
     pinned = stream.served_state(view, 0)
     next(half_read)
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     assert purge_all(writer, WINDOW)
     with pytest.raises(ViewInvalidated, match="merged"):
         list(half_read)
@@ -205,7 +207,7 @@ def test_manifests_and_open_prepares_go_where_the_rows_go(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the history that was lost, at the same seqnos, do not come back with them."""
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     publish(writer, 0, [(NAMES[0], b"1", 1)])
     system_event(writer, 2, DEFAULT, Collection(9, 8, "lost", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=9)
@@ -297,13 +299,13 @@ def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
     writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parent has other rows at the same seqnos."""
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     fail_over(writer, 0)
     fail_over(writer, 1, lost=False)
     with writer.environment.read() as txn:
         links = chain.load(txn, 0, writer.state(0).branch, writer.state(0).published_seqno)
         known = branches.all_branches(txn, 0)
-        assert storage.merge.next_pair(txn, 0, links, 100, known) is None
+        assert storage.history.merge.next_pair(txn, 0, links, 100, known) is None
 
 
 def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_left_empty(
@@ -317,7 +319,7 @@ def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_le
     for seqno in (3, 4):
         publish(writer, 0, [(NAMES[seqno], b"y", seqno)])
     writer.rollback(0, 3)
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 1)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
     purger = writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
     for newest in (5, 12):  # the second floor lies above all that was lost
         publish(writer, 0, [(NAMES[0], b"newest", newest)])
@@ -334,7 +336,7 @@ def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
 ) -> None:
     for number in range(3):
         fail_over(writer, number, lost=False)
-    monkeypatch.setattr("storage.merge.LINKS_MAX", 0)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     purge_all(writer, WINDOW)
     floor = writer.state(0).history_floor_seqno
     assert floor == stream.served_state(view, 0).links[0].base_seqno

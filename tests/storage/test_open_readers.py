@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-from storage import branches, bulk, chain, commit, index, large, merge, purge, removal, scan, vbucket_reader
-from storage.check import check
+from storage.admin.check import check
+from storage.history import branches, chain, index, merge, purge, removal
+from storage.read import bulk, large, scan, vbucket_reader
+from storage.write import commit
 from tests.storage.test_writer import TO_THE_END, VBIDS, Store
 
 STEPS_OF_A_WORLD = 400

@@ -7,12 +7,12 @@ from typing import Any
 import lmdb
 import pytest
 
-from storage import directory
-from storage.check import check
-from storage.environment import Environment
+from storage.admin.check import check
+from storage.env import directory
+from storage.env.environment import Environment
 from storage.errors import Locked, StorageError
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
 from tests.storage.test_writer import (
     crash,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from storage.errors import SeqnoOrder
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, row, span
 from tests.storage.test_writer import KEYS, publish
 

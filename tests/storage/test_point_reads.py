@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from storage import keys, records, seal
-from storage.environment import Environment
+from storage.env.environment import Environment
 from storage.errors import UnknownCollection
+from storage.format import keys, records, seal
 from storage.model import Collection, Seqno
-from storage.point_reads import ReadRun
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.read.point_reads import ReadRun
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_writer import Clock, publish

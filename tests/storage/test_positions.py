@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from storage import positions
+from storage.history.purge import Window
 from storage.model import Branch, Collection, Seqno
-from storage.purge import Window
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.read import positions
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import Clock, publish

@@ -12,16 +12,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-import storage.prepares
-from storage import chain, keys, records
-from storage.check import check
+import storage.history.prepares
+from storage.admin.check import check
 from storage.errors import CorruptedError, SeqnoOrder
+from storage.format import keys, records
+from storage.format.records import key_of
+from storage.history import chain
+from storage.history.prepares import check_frame, committed_row, old_aborts, rows
+from storage.history.purge import Window
 from storage.model import Collection, Kind, Manifest, Seqno, Vbid
-from storage.prepares import check_frame, committed_row, old_aborts, rows
-from storage.purge import Window
-from storage.records import key_of
-from storage.view import open_view
-from storage.writer import GroupWriter
+from storage.read.view import open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
 from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, system_event_frame
 
@@ -162,7 +163,7 @@ LIMITS = settings(stateful_step_count=40, deadline=None, suppress_health_check=l
 def test_open_prepares_follow_every_commit_rollback_and_crash(
     links_max: int, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(StoreWithPrepares, settings=settings(LIMITS, max_examples=examples))
 
 
@@ -364,7 +365,7 @@ def test_memory_counts_prepares_until_they_are_written(writer: GroupWriter) -> N
 def test_prepares_that_do_not_rise_or_are_too_many_are_refused(
     writer: GroupWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.prepares, "OPEN_MAX", 1)
+    monkeypatch.setattr(storage.history.prepares, "OPEN_MAX", 1)
     writer.prepare(0, 5, prepare_frame(KEY, 5), span(1, 9))
     with pytest.raises(SeqnoOrder, match="does not rise"):
         writer.prepare(0, 5, prepare_frame(KEY, 5), span(1, 9))

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-import storage.purge
-from storage import branches, chain, keys, stream
+import storage.history.purge
+from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.format import keys
+from storage.history import branches, chain
+from storage.history.purge import Purger, Window, dead_ranges
 from storage.model import Branch, Collection, Seqno, Vbid
-from storage.purge import Purger, Window, dead_ranges
-from storage.transaction import Transaction
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.read import stream
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
@@ -132,7 +134,7 @@ def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> N
 def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 2)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
     put(writer, A, 2, b"default")
     for seqno in range(3, 10):
@@ -206,7 +208,7 @@ def test_the_old_copy_goes_when_a_resync_took_its_place(writer: GroupWriter, vie
 def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 3)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 3)
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"x", seqno) for seqno in range(2, 60)])
     publish(writer, 0, [(B, b"y", 60)])
@@ -220,7 +222,7 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
 
 
 def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 5)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 5)
     publish(writer, 0, [(A, b"x", seqno) for seqno in range(1, 101)])
     publish(writer, 0, [(B, b"x", 101)])
     writer.background.purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
@@ -405,7 +407,7 @@ def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: Grou
 def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_work_in_all(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.purge, "STEP_ROWS", 40)
+    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 40)
     count = 400
     names = [b"order-%05d" % number for number in range(count)]
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import keys, records
 from storage.errors import CorruptedError
+from storage.format import keys, records
 from storage.model import (
     Branch,
     Collection,

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-import storage.removal
-from storage import directory, keys
-from storage.environment import Environment
-from storage.removal import Dead, Removal, deal, marks_of
-from storage.transaction import Transaction
+import storage.history.removal
+from storage.env import directory
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
+from storage.format import keys
+from storage.history.removal import Dead, Removal, deal, marks_of
 from tests.storage.model import IDENTITY, row
 
 BRANCH = 1
@@ -77,9 +78,9 @@ def remove(environment: Environment, dead: Dead, limit: int, *, abort: Random | 
 def test_the_range_goes_and_nothing_else(
     environment: Environment, limit: int, run_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.removal, "RUN_ROWS", run_rows)
-    monkeypatch.setattr(storage.removal, "BATCH_ROWS", 5)
-    monkeypatch.setattr(storage.removal, "SAMPLES_PER_BATCH", 2)
+    monkeypatch.setattr(storage.history.removal, "RUN_ROWS", run_rows)
+    monkeypatch.setattr(storage.history.removal, "BATCH_ROWS", 5)
+    monkeypatch.setattr(storage.history.removal, "SAMPLES_PER_BATCH", 2)
     fill(environment, 60)
     before, _ = contents(environment)
     assert remove(environment, Dead(BRANCH, 20, 50, None), limit, abort=Random(limit)) == 30

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from storage import directory
+from storage.env import directory
 from storage.errors import Unavailable
-from storage.view import Time, View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import Time, View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 KEY, OTHER = keys_of(0, 2)

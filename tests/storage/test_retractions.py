@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from storage import changes as events_of
-from storage import index, keys, retractions
 from storage.errors import ViewInvalidated
+from storage.format import keys
+from storage.history import index
+from storage.history.purge import Window
 from storage.model import Collection, Seqno
-from storage.purge import Window
-from storage.vbucket_reader import VbucketReader
-from storage.view import Pieces, View
-from storage.writer import GroupWriter
+from storage.read import changes as events_of
+from storage.read import retractions
+from storage.read.vbucket_reader import VbucketReader
+from storage.read.view import Pieces, View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_purge import HOUR_MS, purge

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
+from storage.history.purge import Window
 from storage.model import Branch, Collection, Seqno, Vbid
-from storage.purge import Window
-from storage.scan import CHUNK_BYTES
-from storage.vbucket_reader import VbucketReader
-from storage.view import Pin, View
-from storage.writer import GroupWriter
+from storage.read.scan import CHUNK_BYTES
+from storage.read.vbucket_reader import VbucketReader
+from storage.read.view import Pin, View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_purge import purge

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from storage import bulk, keys, seal, stream
-from storage.check import check
+from storage.admin.check import check
 from storage.errors import CorruptedError
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.format import keys, seal
+from storage.read import bulk, stream
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_writer import publish
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import A, commit, put
 from tests.storage.test_writer import Clock, publish

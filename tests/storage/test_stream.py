@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from storage import branches, stream
-from storage.branches import PurgeRow
 from storage.errors import StorageError
+from storage.history import branches
+from storage.history.branches import PurgeRow
+from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
-from storage.purge import Window
-from storage.stream import Commits, HistoryUnavailable
-from storage.view import View, open_view
+from storage.read import stream
+from storage.read.stream import Commits, HistoryUnavailable
+from storage.read.view import View, open_view
 from tests.serve.kv_rig import DEFAULT, Store
 
 
@@ -192,7 +193,7 @@ def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
 ) -> None:
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
-    monkeypatch.setattr("storage.branches.purge_row", lambda *_: PurgeRow(2, 2))
+    monkeypatch.setattr("storage.history.branches.purge_row", lambda *_: PurgeRow(2, 2))
     pinned = stream.served_state(view, 0)
     assert pinned.purge_seqno == 2
     with pytest.raises(HistoryUnavailable) as caught:

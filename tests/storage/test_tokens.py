@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage.model import Branch, Seqno, Vbid
-from storage.view import Token
+from storage.read.view import Token
 from tests.storage.one_vbucket import ID
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from storage import keys, records
-from storage.environment import Environment
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
+from storage.format import keys, records
 from storage.model import BranchReason
-from storage.transaction import Transaction
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 
 
 def test_what_is_written_is_read_in_the_same_transaction_and_not_after_it_was_given_up(writer: GroupWriter) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from storage import validity
 from storage.errors import ViewInvalidated
-from storage.purge import Window
-from storage.vbucket_reader import Served
-from storage.view import View
-from storage.writer import GroupWriter
+from storage.history.purge import Window
+from storage.read import validity
+from storage.read.vbucket_reader import Served
+from storage.read.view import View
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_writer import Clock, publish
 

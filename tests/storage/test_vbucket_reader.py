@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from storage import keys
 from storage.errors import NoSuchBoundary
+from storage.format import keys
 from storage.model import Document
-from storage.vbucket_reader import VbucketReader, Visible
-from storage.view import Time, View
-from storage.writer import GroupWriter
+from storage.read.vbucket_reader import VbucketReader, Visible
+from storage.read.view import Time, View
+from storage.write.writer import GroupWriter
 from tests.storage.one_vbucket import A, commit, put
 from tests.storage.test_writer import Clock
 

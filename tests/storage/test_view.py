@@ -7,8 +7,8 @@ import multiprocessing
 import pytest
 
 from storage.errors import Closed, StorageError
-from storage.view import View, open_view
-from storage.writer import GroupWriter
+from storage.read.view import View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.one_vbucket import A, B, commit, put
 from tests.storage.test_writer import open_writer, publish
 
@@ -37,7 +37,7 @@ def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter) -> None:
 
 
 def test_a_read_of_a_view_that_was_closed_says_so(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.scan.CHUNK_ROWS", 1)
+    monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
     writer = open_writer(path)
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     writer.close()

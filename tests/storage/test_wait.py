@@ -10,9 +10,9 @@ import pytest
 from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
-from storage.view import View
-from storage.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for, write_status
-from storage.writer import GroupWriter
+from storage.read.view import View
+from storage.read.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for, write_status
+from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
 

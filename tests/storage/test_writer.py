@@ -23,16 +23,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from storage import bulk, directory, records
-from storage.branches import all_branches, purge_row
-from storage.check import check
-from storage.environment import SHARED
+from storage.admin.check import check
+from storage.env import directory
+from storage.env.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.format import records
+from storage.format.records import decode_row
+from storage.history.branches import all_branches, purge_row
+from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
-from storage.purge import Window
-from storage.records import decode_row
-from storage.view import Token, View, open_view
-from storage.writer import GroupWriter
+from storage.read import bulk
+from storage.read.view import Token, View, open_view
+from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
 from tests.storage.open_readers import OpenReader, Position, begin
 
@@ -421,7 +423,7 @@ LIMITS = settings(
 
 @pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
 def test_every_view_equals_the_model_after_every_step(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=LIMITS)
 
 
@@ -429,7 +431,7 @@ def test_every_view_equals_the_model_after_every_step(links_max: int, monkeypatc
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("links_max", [0, 16], ids=["merged", "few"])
 def test_every_view_equals_the_model_after_every_step_of_many(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.merge.LINKS_MAX", links_max)
+    monkeypatch.setattr("storage.history.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=settings(LIMITS, max_examples=4000, stateful_step_count=60))
 
 

@@ -30,7 +30,7 @@ from mirror.serve.http_server import HttpServer, Listening
 from mirror.supervise.setup import Source
 from mirror.supervise.stored import stored_status
 from mirror.supervise.systemd import Notifier
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually

@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.supervise.maps import MapBook
-from storage import map_record
+from storage.env import map_record
+from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, Full
-from storage.map_record import MapRecord
 
 MAP = ClusterMap(1, 7, "demo", "b1", (Node("h", 11210),), (0, 0))
 

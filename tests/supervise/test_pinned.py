@@ -14,7 +14,7 @@ from tests.supervise.conftest import eventually_now
 
 READS = """
 import sys
-from storage.view import open_view
+from storage.read.view import open_view
 view = open_view(sys.argv[1])
 reader = view.reader(0)
 with reader.environment.read() as txn:

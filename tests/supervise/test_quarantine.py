@@ -23,7 +23,7 @@ VBUCKETS = 4
 
 DIES_IN_GROUP_1 = """
 import os, signal, sys
-from storage.owner import GroupOwner
+from storage.write.owner import GroupOwner
 from mirror.supervise.child import main
 from mirror.supervise.worker import open_stores
 write = GroupOwner.write

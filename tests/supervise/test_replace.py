@@ -11,7 +11,7 @@ from mirror.errors import ConfigError, ConnectFailed, SupervisionError
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.replace import set_aside_another_bucket
 from mirror.supervise.setup import LookUp, Source
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
 from tests.supervise.scripted import settings_for
 

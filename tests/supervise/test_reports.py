@@ -17,7 +17,7 @@ from mirror.errors import (
 from mirror.messages import Turned
 from mirror.supervise import reports
 from mirror.supervise.child import Send
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually

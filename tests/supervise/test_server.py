@@ -26,9 +26,10 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Feature
 from mirror.wire.events import Mutation
 from mirror.wire.frame import Frame
-from storage import directory, keys, records
+from storage.env import directory
+from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient
 from tests.supervise.scripted import look_up, settings_for, worker_command

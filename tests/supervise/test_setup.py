@@ -18,10 +18,10 @@ from mirror.errors import (
     MirrorError,
 )
 from mirror.supervise.setup import Source
-from storage import directory
+from storage.env import directory
 from storage.errors import CorruptedError
 from storage.model import Identity
-from storage.writer import GroupWriter
+from storage.write.writer import GroupWriter
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
 from tests.supervise.service import (

@@ -13,7 +13,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.supervise.sharing import readers_gid
 from mirror.supervise.worker import share
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually

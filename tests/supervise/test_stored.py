@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mirror.supervise.stored import stored_status
-from storage import directory
+from storage.env import directory
 from storage.model import Identity
 
 

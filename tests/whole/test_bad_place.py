@@ -21,7 +21,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.errors import CorruptedError
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load

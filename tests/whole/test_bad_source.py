@@ -22,7 +22,7 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.node import NodeConnection
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load

@@ -21,8 +21,8 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_dcp, frame, leb128
 from mirror.wire import events as ev
 from mirror.wire.system_events import decode_system_event
-from storage.check import check
-from storage.view import View, open_view
+from storage.admin.check import check
+from storage.read.view import View, open_view
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service, until

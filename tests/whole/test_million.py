@@ -20,7 +20,7 @@ import pytest
 
 from mirror.sandbox import control
 from storage.errors import ViewInvalidated
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import COMMAND, environment
 from tests.crash.service import LIMIT_S, Service, until
 

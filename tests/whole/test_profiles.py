@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mirror.sandbox import NodeTls, SandboxCluster, SandboxThread
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load

@@ -33,7 +33,7 @@ from couchbase.transcoder import RawBinaryTranscoder, RawStringTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.item import Item
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.service import Service, until
 

@@ -17,7 +17,7 @@ from couchbase.options import ClusterOptions
 from mirror.errors import ExitCode
 from mirror.sandbox import NodeTls, SandboxCluster, SandboxThread
 from mirror.server.privileges import ALL_PRIVILEGES, DCP_PRODUCER
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import Result, call, environment
 from tests.crash.judge import judge
 from tests.crash.load import Load

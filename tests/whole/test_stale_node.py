@@ -15,7 +15,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.bucket import Bucket
-from storage.view import open_view
+from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.service import Service, until
 

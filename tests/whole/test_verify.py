@@ -11,7 +11,8 @@ import lmdb
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from storage import directory, keys, seal
+from storage.env import directory
+from storage.format import keys, seal
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service

@@ -1,0 +1,1 @@
+"""Backup, archive and check of a whole mirror."""

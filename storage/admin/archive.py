@@ -1,0 +1,101 @@
+"""Where the parts of a backup are kept: the files of a folder, or the members of a tar that is streamed.
+
+Knows files and tar; never what a part means. Invariants: a folder or tar is read and written part by part, so memory
+does not grow with the mirror; what comes out of a tar is bytes with a name, and never becomes a path here.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+from storage.admin.backup import MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart
+from storage.env.directory import sync_directory
+from storage.errors import CorruptedError, StorageError
+
+_NOT_COMPLETE = "make the backup again, or take another one"
+
+
+class FolderSink:
+    """Parts as files of a folder, which is made here; the manifest gets its name last."""
+
+    def __init__(self, path: str) -> None:
+        """Make the folder. Raises StorageError where it holds something, OSError."""
+        self._path = path
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if names := sorted(os.listdir(path)):
+            hint = "an unfinished backup has no backup.json; give an empty or new directory"
+            raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
+
+    def put(self, part: BackupPart) -> None:
+        """Write a file; it is on the disk when this returns."""
+        target = os.path.join(self._path, part.name)
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        descriptor = os.open(target + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(part.data)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(target + ".new", target)
+        if part.name == MANIFEST:
+            for folder, _, _ in os.walk(self._path):
+                sync_directory(folder)
+
+
+class TarSink:
+    """Parts as members of an uncompressed tar, written as they come."""
+
+    def __init__(self, file: IO[bytes], *, time_s: int) -> None:
+        """`file` need not be seekable; `time_s` becomes the time of every member."""
+        self._time_s = time_s
+        self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed by `close`
+
+    def put(self, part: BackupPart) -> None:
+        """Write a member."""
+        member = tarfile.TarInfo(part.name)
+        member.size, member.mtime, member.mode = len(part.data), self._time_s, 0o600
+        self._tar.addfile(member, io.BytesIO(part.data))
+
+    def close(self) -> None:
+        """Write the end of the tar."""
+        self._tar.close()
+
+
+def folder_parts(path: str) -> Iterator[BackupPart]:
+    """The parts in a folder; the manifest last. Raises CorruptedError, OSError."""
+    if not os.path.exists(os.path.join(path, MANIFEST)):
+        raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=_NOT_COMPLETE)
+    names = []
+    for folder, _, files in os.walk(path):
+        names += [os.path.relpath(os.path.join(folder, name), path) for name in files]
+    for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
+        with open(os.path.join(path, name), "rb") as file:
+            yield _part(name, file, os.fstat(file.fileno()).st_size)
+
+
+def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
+    """The parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError."""
+    try:
+        with tarfile.open(fileobj=file, mode="r|*") as tar:
+            for member in tar:
+                if member.isdir():
+                    continue
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is None:
+                    raise CorruptedError(
+                        f"{member.name[:80]!r} is no part of a backup", hint="give what `backup` wrote"
+                    )
+                yield _part(member.name.removeprefix("./"), content, member.size)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise CorruptedError(f"the backup is damaged or cut short: {error}", hint=_NOT_COMPLETE) from error
+
+
+def _part(name: str, file: IO[bytes], size: int) -> BackupPart:
+    if size > (MANIFEST_BYTES_MAX if name == MANIFEST else PART_BYTES):
+        raise CorruptedError(f"{name[:80]!r} is no part of a backup: too large", hint="give what `backup` wrote")
+    return BackupPart(name, file.read())

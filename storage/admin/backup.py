@@ -1,0 +1,351 @@
+"""A copy of a mirror as checked parts: made next to a running service, and made into a mirror again elsewhere.
+
+Knows the layout of a backup (FORMAT.md, "Backups") and what makes a copy another mirror than its original;
+`storage.admin.archive` knows where the parts are kept. Invariants: one group is one read transaction, so every vbucket
+is copied with its state; the manifest is the last part, so a backup that was not finished has none; nothing is
+in place at the target before every checksum was compared, and `mirror.json` comes last; a copy gives positions above
+what it has published a history of its own, so that no token of the original is mistaken for one of the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+from storage.admin.check import CheckReport, check_group
+from storage.env import directory, map_record
+from storage.env.compaction import Compaction
+from storage.env.environment import DATA_FILE, storage_error
+from storage.env.map_record import MapRecord
+from storage.errors import CorruptedError, FormatTooNew, StorageError
+from storage.history import branches
+from storage.model import Identity, Vbid
+from storage.read.view import Time, View, open_view
+from storage.write.writer import GroupWriter
+
+VERSION = 1
+MANIFEST = "backup.json"
+KIND = "dcp-mirror backup"
+PART_BYTES = 16 << 20
+"""A part is held in memory until it is whole, since a tar names the size of each before its bytes."""
+MANIFEST_BYTES_MAX = 256 << 20
+WORK = "restore.new"
+"""Folder within the target in which a restored mirror is made ready: on the same file system, mount point or not."""
+_PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
+_AGAIN = "make the backup again, or take another one"
+
+Progress = Callable[[int, int], None]
+"""Called with groups done and bytes so far."""
+
+
+class BackupPart(NamedTuple):
+    """A file of a backup."""
+
+    name: str
+    data: bytes
+
+
+class BackupSink(Protocol):
+    """Where the parts of a backup go."""
+
+    def put(self, part: BackupPart) -> None:
+        """Keep a part. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a backup holds."""
+
+    identity: Identity
+    time_ms: int
+    """When it was begun."""
+    as_of_ms: int | None
+    """The moment that the restored mirror goes back to; None: what was published."""
+    published: dict[int, int]
+    """What the restored mirror serves, by vbucket."""
+    parts: int
+    bytes: int
+
+
+def part_name(group: int, number: int) -> str:
+    """The name of a part of a group's data file."""
+    return f"{os.path.basename(directory.group_path('', group))}/{DATA_FILE}.{number:06}"
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def create(
+    path: str, sink: BackupSink, *, time_ms: int, as_of_ms: int | None = None, progress: Progress = lambda *_: None
+) -> Summary:
+    """Copy the mirror at `path` into `sink`, whether its service runs or not.
+
+    With `as_of_ms` the restored mirror serves, of each vbucket, the newest kept boundary not after that time.
+    Raises NoSuchBoundary, StorageError; OSError where the sink fails.
+    """
+    files: list[dict[str, Any]] = []
+    published: dict[int, int] = {}
+    rollbacks: dict[int, int] = {}
+    with open_view(path, stale_reads=True) as view:
+        identity = view.identity
+        for group in range(identity.group_count):
+            for number, data in enumerate(_group_parts(view, group, as_of_ms, published, rollbacks)):
+                name = part_name(group, number)
+                sink.put(BackupPart(name, data))
+                files.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+                progress(group, sum_bytes(files))
+            progress(group + 1, sum_bytes(files))
+        followed = map_record.load(path, identity.bucket_uuid)  # after the data, which may come from the newest map
+    manifest = {
+        "kind": KIND,
+        "version": VERSION,
+        "store_format": directory.FORMAT,
+        "time_ms": time_ms,
+        "as_of_ms": as_of_ms,
+        "mirror": directory.description(identity),
+        "map": None if followed is None else {"rev_epoch": followed.rev_epoch, "rev": followed.rev},
+        "published": {str(vbid): seqno for vbid, seqno in published.items()},
+        "rollbacks": {str(vbid): seqno for vbid, seqno in rollbacks.items()},
+        "files": files,
+    }
+    sink.put(BackupPart(MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()))
+    return Summary(identity, time_ms, as_of_ms, published, len(files), sum_bytes(files))
+
+
+def sum_bytes(files: list[dict[str, Any]]) -> int:
+    """Bytes of the data files that a manifest lists."""
+    return sum(each["bytes"] for each in files)
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _group_parts(
+    view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
+) -> Iterator[bytes]:
+    """The compacted copy of a group as of one read transaction, cut into parts; and where its vbuckets stand in it."""
+    vbids = directory.group_vbids(view.identity, group)
+    if not vbids:
+        return
+    environment = view.groups.environment(vbids[0])
+    with environment.read() as txn, closing(Compaction(environment, txn.raw)) as copy:
+        for vbid in vbids:
+            served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
+            published[vbid] = served.seqno
+            if boundary is not None:
+                state = branches.load(txn, Vbid(vbid)).state
+                if state.staging_branch != state.branch:
+                    raise StorageError("it is being resynced", vbid=vbid, hint="repeat it when that is published")
+                if boundary.seqno < state.published_seqno:
+                    rollbacks[vbid] = int(boundary.seqno)
+        pages = copy.pages()
+        while part := b"".join(islice(pages, PART_BYTES // copy.page_bytes)):
+            yield part
+
+
+# -- making a mirror of one -------------------------------------------------------------------------------------------
+
+
+def check_target(target: str) -> None:
+    """Raise StorageError unless `target` is missing or empty."""
+    try:
+        names = sorted(os.listdir(target))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error(error, target) from error
+    if WORK in names:
+        hint = f"remove {os.path.join(target, WORK)} unless that restore still runs"
+        raise StorageError("a restore into it was not finished", path=target, hint=hint)
+    if others := [name for name in names if name != "lost+found"]:
+        raise StorageError(f"is not empty: it holds {others[0]}", path=target, hint="restore into an empty directory")
+
+
+def restore(
+    parts: Iterable[BackupPart],
+    target: str,
+    *,
+    clock_ms: Callable[[], int],
+    progress: Progress = lambda *_: None,
+    check_rows: bool = True,
+) -> Summary:
+    """Make a mirror at `target`, which is missing or empty, of a backup; the service goes on from there.
+
+    The checksums of the files say that they are what was copied, with `check_rows` a walk over all rows that what was
+    copied was not damaged already. Raises CorruptedError that names what is damaged or missing, FormatTooNew; `target`
+    is as before then.
+    """
+    check_target(target)
+    work = os.path.join(target, WORK)
+    made = not os.path.exists(target)
+    try:
+        os.makedirs(target, mode=0o700, exist_ok=True)
+        os.mkdir(work, 0o700)
+    except OSError as error:
+        raise storage_error(error, target) from error
+    try:
+        summary = _prepare(parts, work, clock_ms, progress, check_rows=check_rows)
+        for name in sorted(os.listdir(work), key=lambda name: (name == directory.FILE, name)):
+            if name == directory.FILE:
+                directory.sync_directory(target)
+            os.rename(os.path.join(work, name), os.path.join(target, name))
+        os.rmdir(work)
+        directory.sync_directory(target)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if made:
+            with suppress(OSError):
+                os.rmdir(target)
+        if isinstance(error, OSError):
+            raise storage_error(error, target) from error
+        raise
+    return summary
+
+
+def _prepare(
+    parts: Iterable[BackupPart], work: str, clock_ms: Callable[[], int], progress: Progress, *, check_rows: bool
+) -> Summary:
+    """Write the parts into `work`, compare them with the manifest, and make the folder a mirror."""
+    found: dict[str, tuple[int, str]] = {}
+    manifest: dict[str, Any] | None = None
+    total = 0
+    with closing(_Files(work)) as files:
+        for part in parts:
+            if part.name == MANIFEST:
+                manifest = read_manifest(part.data)
+                continue
+            files.append(part)
+            found[part.name] = (len(part.data), hashlib.sha256(part.data).hexdigest())
+            total += len(part.data)
+            progress(files.group, total)
+    if manifest is None:
+        raise CorruptedError(f"the backup is not complete: it has no {MANIFEST}", hint=_AGAIN)
+    _compare(manifest, found)
+    with open(os.path.join(work, directory.FILE), "w", encoding="utf-8") as file:
+        json.dump(manifest["mirror"], file)
+    identity = directory.load(work)
+    os.unlink(os.path.join(work, directory.FILE))
+    rollbacks = {int(vbid): int(seqno) for vbid, seqno in manifest["rollbacks"].items()}
+    for group in range(identity.group_count):
+        if check_rows:
+            _check(work, identity, group)
+        _open_once(work, identity, group, rollbacks, clock_ms)
+        progress(group + 1, total)
+    if manifest["map"] is not None:
+        map_record.save(work, MapRecord(identity.bucket_uuid, **manifest["map"]))
+    directory.write_description(work, identity)
+    published = {int(vbid): int(seqno) for vbid, seqno in manifest["published"].items()}
+    return Summary(identity, manifest["time_ms"], manifest["as_of_ms"], published, len(found), total)
+
+
+class _Files:
+    """Data files that parts are appended to, in their order."""
+
+    def __init__(self, work: str) -> None:
+        self._work = work
+        self._descriptor = -1
+        self._expected = (0, 0)
+
+    @property
+    def group(self) -> int:
+        """The group that is written."""
+        return self._expected[0]
+
+    def append(self, part: BackupPart) -> None:
+        match = _PART.fullmatch(part.name)
+        if match is None:
+            raise CorruptedError(f"{part.name[:80]!r} is no part of a backup", hint="give what `backup` wrote")
+        group, number = int(match[1]), int(match[2])
+        if number == 0:
+            self.close()
+            folder = directory.group_path(self._work, group)
+            if os.path.exists(folder):
+                raise CorruptedError(f"{part.name} comes twice", hint=_AGAIN)
+            os.mkdir(folder, 0o700)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._descriptor = os.open(os.path.join(folder, DATA_FILE), flags, 0o600)
+        elif (group, number) != self._expected or self._descriptor < 0:
+            raise CorruptedError(f"{part_name(*self._expected)} is missing before {part.name}", hint=_AGAIN)
+        view = memoryview(part.data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+        self._expected = (group, number + 1)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_manifest(data: bytes) -> dict[str, Any]:
+    """The manifest of a backup. Raises CorruptedError, FormatTooNew."""
+    try:
+        manifest = json.loads(data)
+        if manifest["kind"] != KIND:
+            raise KeyError(KIND)
+        version, store_format, digest = manifest["version"], manifest["store_format"], manifest.pop("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptedError(f"{MANIFEST} is damaged, or is not that of a backup", hint=_AGAIN) from None
+    if (version, store_format) != (VERSION, directory.FORMAT):
+        raise FormatTooNew(
+            f"the backup is of version {version} with data of format {store_format}; this program knows version "
+            f"{VERSION} and format {directory.FORMAT}",
+            hint="use the version of dcp-mirror that wrote it",
+        )
+    if digest != _digest(manifest):
+        raise CorruptedError(f"{MANIFEST} is damaged: its checksum does not match", hint=_AGAIN)
+    return dict(manifest)
+
+
+def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> None:
+    expected = {each["name"]: (each["bytes"], each["sha256"]) for each in manifest["files"]}
+    for name, (size, digest) in expected.items():
+        if name not in found:
+            raise CorruptedError(f"the backup is not complete: {name} is missing", hint=_AGAIN)
+        if found[name] != (size, digest):
+            what = "its SHA-256 does not match" if found[name][0] == size else f"{found[name][0]} bytes, not {size}"
+            raise CorruptedError(f"the backup is damaged: {name}: {what}", hint=_AGAIN)
+    if others := sorted(found.keys() - expected.keys()):
+        raise CorruptedError(f"{others[0]} does not belong to this backup", hint=_AGAIN)
+
+
+def _check(work: str, identity: Identity, group: int) -> None:
+    """Walk a group as `check` does. Raises CorruptedError that counts what is damaged."""
+    report = CheckReport()
+    if directory.group_vbids(identity, group):
+        check_group(work, group, identity, report)
+    if report.problems:
+        raise CorruptedError(
+            f"the mirror was damaged when this backup was made: {len(report.problems)} problems in group {group}, "
+            f"first {report.problems[0]}",
+            hint="take an older backup; or restore it as it is (--no-check), and resync what `check` names",
+        )
+
+
+def _open_once(
+    work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
+) -> None:
+    """Make a copied group one of its own, as every writer does that opens one (FORMAT.md, "Positions"). Then go back to
+    the requested boundaries.
+    """
+    path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
+    if not vbids:
+        return
+    writer = GroupWriter.open(path, group=group, vbids=vbids, identity=identity, sync="full", clock_ms=clock_ms)
+    try:
+        for vbid in vbids:
+            if vbid in rollbacks:
+                writer.check_rollback(vbid, rollbacks[vbid])
+                writer.rollback(vbid, rollbacks[vbid])
+    finally:
+        writer.close()

@@ -1,0 +1,394 @@
+"""The integrity walk: every invariant of FORMAT.md, over every row of every vbucket.
+
+Reads through one transaction per vbucket, so a running service is not delayed and its file does not grow. It verifies
+that what is stored is consistent in itself. It does not verify that it equals the source: `verify` does.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import lmdb
+
+from storage.env import directory
+from storage.env.environment import DATA_FILE, MAP_SIZE, READER_TRIES, SHARED
+from storage.env.transaction import Transaction
+from storage.errors import CorruptedError, StorageError
+from storage.format import keys, records, seal
+from storage.history import branches, chain, prepares
+from storage.model import SEQNO_MAX, Identity, Kind, Vbid
+
+PROBLEMS_MAX = 1000
+"""A damaged file can hold millions of contradictions; the first thousand are enough."""
+GAP_ROWS = 5_000_000
+"""Row references held in memory for one vbucket at most; beyond that keys are looked up one by one."""
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What a check found."""
+
+    problems: list[str] = field(default_factory=list)
+    vbuckets: int = 0
+    rows: int = 0
+    key_rows: int = 0
+    boundaries: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """True when nothing contradicts the format."""
+        return not self.problems
+
+    def add(self, where: str, what: str) -> None:
+        """Note a problem."""
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(f"{where}: {what}")
+
+
+Progress = Callable[[int, int], None]
+
+
+def check(path: str, *, progress: Progress | None = None) -> CheckReport:
+    """Walk the mirror at `path`: LMDB's own pages first (py-lmdb's verifier; some 150 MB/s), then what is in them.
+
+    Raises NotAMirror, ReadOnly, FormatTooNew; damage is reported, not raised. `progress(done, of)` counts vbuckets.
+    """
+    identity = directory.load(path)
+    report = CheckReport()
+    for group in range(identity.group_count):
+        check_group(path, group, identity, report, progress)
+    return report
+
+
+def check_group(
+    path: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None = None
+) -> None:
+    """Walk one group of the mirror at `path`."""
+    try:
+        _check_group(directory.group_path(path, group), group, identity, report, progress)
+    except (StorageError, lmdb.Error, struct.error, OSError) as error:
+        report.add(f"group {group}", str(error))
+
+
+def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:
+    vbids = directory.group_vbids(identity, group)
+    environment = SHARED.acquire(folder, vbids, MAP_SIZE)
+    try:
+        with environment.read():  # so no page is written again meanwhile
+            if not _check_pages(folder, group, report):
+                return  # LMDB does not survive reading damaged pages
+        environment.open_all()
+        with environment.read() as txn:
+            stored = txn.get(keys.DB_META, b"identity")
+            directory.check_identity(stored, identity, group, folder)
+            if len(txn.get(keys.DB_META, b"fence") or b"") != keys.SEQNO.size:
+                report.add(f"group {group}", "its fence is not a number of 8 bytes")
+            _check_strays(txn, set(vbids), group, report)
+        for vbid in vbids:
+            try:
+                with environment.read() as txn:
+                    _VbucketCheck(txn, Vbid(vbid), report).run()
+            except (StorageError, struct.error, ValueError, IndexError) as error:
+                report.add(f"vbucket {vbid}", str(error))
+            report.vbuckets += 1
+            if progress is not None:
+                progress(report.vbuckets, len(identity.vbids))
+    finally:
+        SHARED.release(environment)
+
+
+def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
+    """py-lmdb's own verifier, on the file. True when it found nothing."""
+    from lmdb import verify
+
+    problems: list[str] = []
+    for _ in range(READER_TRIES):  # a commit between its looks at the file's size and at its newest meta page
+        try:
+            problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
+        except Exception as error:  # whatever a damaged file makes of the verifier is a finding about the file
+            problems = [f"{type(error).__name__}: {error}"]
+        if not problems:
+            break
+    for problem in problems:
+        report.add(f"group {group}", f"page verification: {problem}")
+    return not problems
+
+
+def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckReport) -> None:
+    """Rows of shared trees that speak of vbuckets of other groups."""
+    for name in keys.SHARED_DBS:
+        if name == keys.DB_META or not txn.environment.has(name):
+            continue
+        for key, _ in txn.cursor(name).iternext():
+            vbid = int.from_bytes(key[:2], "big")
+            if vbid not in vbids:
+                report.add(f"group {group}", f"tree {name.decode()} has a row of vbucket {vbid}")
+
+
+class _VbucketCheck:
+    """The walk over one vbucket, in one transaction."""
+
+    def __init__(self, txn: Transaction, vbid: Vbid, report: CheckReport) -> None:
+        self.txn = txn
+        self.vbid = vbid
+        self.report = report
+
+    def _add(self, what: str) -> None:
+        self.report.add(f"vbucket {self.vbid}", what)
+
+    def run(self) -> None:
+        loaded = branches.load(self.txn, self.vbid)
+        self.state = loaded.state
+        self.indexed = loaded.indexed_seqno
+        self._check_state()
+        known = self._check_branches()
+        self.served = chain.load(self.txn, self.vbid, self.state.branch, self.state.published_seqno)
+        self._check_boundaries()
+        references = self._check_rows(known)
+        self._check_keys(references)
+        self._check_manifests()
+        if self.txn.environment.has(keys.DB_PREPARE):
+            self._check_prepares(known)
+
+    def _check_state(self) -> None:
+        state = self.state
+        if state.history_floor_seqno > state.published_seqno:
+            self._add(f"history floor {state.history_floor_seqno} above published seqno {state.published_seqno}")
+        if self.indexed > state.staged_seqno or self.indexed < state.staging_published_seqno:
+            self._add(f"key rows said to reach {self.indexed}, published {state.staging_published_seqno}")
+        if state.staging_branch < state.branch:
+            self._add(f"staging branch {state.staging_branch} older than the served {state.branch}")
+        snapshot = state.open_snapshot
+        if snapshot is not None and snapshot.end_seqno < state.staged_seqno:
+            self._add(f"staged seqno {state.staged_seqno} beyond the open snapshot's end {snapshot.end_seqno}")
+        if (
+            snapshot is None
+            and state.staged_seqno != state.staging_published_seqno
+            and self.indexed == state.staged_seqno
+        ):
+            self._add("a complete snapshot with all its key rows is not published")
+        seqnos = [entry.seqno for entry in state.failover_log]
+        if seqnos != sorted(seqnos, reverse=True):
+            self._add("failover log is not newest first")
+
+    def _check_branches(self) -> set[int]:
+        known: dict[int, tuple[int | None, int]] = {}
+        cursor = self.txn.cursor(keys.DB_BRANCH)
+        if cursor.set_range(keys.BRANCH_KEY.pack(self.vbid, 0)):
+            for key, value in cursor.iternext():
+                vbid, branch = keys.BRANCH_KEY.unpack(key)
+                if vbid != self.vbid:
+                    break
+                row = records.decode_branch(value)
+                parent, base_seqno = row.parent, row.base_seqno
+                limits = [above for _, above in row.history_ids]
+                if not limits or limits != sorted(limits):
+                    self._add(f"the history ids of branch {branch} are missing or fall")
+                if parent is None and base_seqno:
+                    self._add(f"branch {branch} has no parent but base seqno {base_seqno}")
+                if parent is not None and parent not in known:
+                    self._add(f"branch {branch} has the unknown parent {parent}")
+                known[branch] = (parent, base_seqno)
+        for name, branch in (("served", self.state.branch), ("staging", self.state.staging_branch)):
+            if branch not in known:
+                raise CorruptedError(f"the {name} branch {branch} is unknown")
+        self.bases = {branch: base_seqno for branch, (_, base_seqno) in known.items()}
+        return set(known)
+
+    def _check_boundaries(self) -> None:
+        state = self.state
+        last = None
+        found = []
+        for boundary in chain.boundaries(self.txn, self.vbid, self.served):
+            if last is not None and boundary.seqno >= last:
+                self._add(f"boundaries do not fall: {boundary.seqno} below {last}")
+            if boundary.snap_start_seqno > boundary.seqno:
+                self._add(f"boundary {boundary.seqno} starts at {boundary.snap_start_seqno}")
+            last = boundary.seqno
+            found.append(last)
+        if state.published_seqno and (not found or found[0] != state.published_seqno):
+            self._add(f"published seqno {state.published_seqno} is not a kept boundary")
+        if state.history_floor_seqno and state.history_floor_seqno not in found:
+            self._add(f"history floor {state.history_floor_seqno} is not a kept boundary")
+        self.report.boundaries += len(found)
+        self._check_counters()
+        self._check_spans()
+
+    def _check_counters(self) -> None:
+        """From the floor on, each boundary counts the one before it and the rows between."""
+        cursor = self.txn.cursor(keys.rows_db(self.vbid))
+        before = None
+        row_bytes = 0
+        for link in reversed(self.served):
+            first = max(self.state.history_floor_seqno, link.base_seqno + 1)
+            last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+            if first > link.cut or not cursor.set_range(keys.ROW.pack(link.branch, first)):
+                continue
+            for key, value in cursor.iternext():
+                if key > last:
+                    break
+                if len(key) == keys.ROW_KEY_SIZE:
+                    row_bytes += len(value)
+                    continue
+                boundary = chain.boundary_of(key, value, self.vbid)
+                if before is not None and (boundary.ordinal, boundary.row_bytes) != (
+                    before.ordinal + 1,
+                    before.row_bytes + row_bytes,
+                ):
+                    self._add(
+                        f"boundary {boundary.seqno} counts {boundary.ordinal} boundaries, {boundary.row_bytes} bytes, "
+                        f"expected {before.ordinal + 1} and {before.row_bytes + row_bytes}"
+                    )
+                before, row_bytes = boundary, 0
+
+    def _check_spans(self) -> None:
+        """Where `span` says that no boundary lies, none lies."""
+        cursor = self.txn.cursor(keys.DB_SPAN)
+        rows = self.txn.cursor(keys.rows_db(self.vbid))
+        if not cursor.set_range(keys.SPAN_KEY.pack(self.vbid, 0, 0)):
+            return
+        for key, value in cursor.iternext():
+            vbid, branch, end_seqno = keys.SPAN_KEY.unpack(key)
+            if vbid != self.vbid:
+                break
+            (before_seqno,) = keys.SEQNO.unpack(value)
+            if not rows.set_range(keys.ROW.pack(branch, before_seqno) + b"\x02"):
+                continue
+            last = keys.ROW.pack(branch, end_seqno)
+            for row_key in rows.iternext(values=False):
+                if row_key >= last:
+                    break
+                if len(row_key) == keys.BOUNDARY_KEY_SIZE:
+                    where = _show(row_key[records.ROW_KEY])
+                    self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
+
+    def _check_rows(self, known: set[int]) -> dict[bytes, int] | None:
+        """Every row decodes, says its own seqno and lies where a branch may have it. Returns the references that the
+        key tree must hold (hash of key and position), or None when there are too many to hold.
+        """
+        state = self.state
+        references: dict[bytes, int] | None = {}
+        for key, value in self.txn.cursor(keys.rows_db(self.vbid)).iternext():
+            if len(key) == keys.BOUNDARY_KEY_SIZE and key[-1:] == keys.BOUNDARY_SUFFIX:
+                chain.boundary_of(key, value, self.vbid)
+                continue
+            if len(key) != keys.ROW_KEY_SIZE:
+                self._add(f"row key {key.hex()} has {len(key)} bytes")
+                continue
+            self.report.rows += 1
+            branch, seqno = keys.ROW.unpack(key)
+            where = f"row {branch}:{seqno}"
+            if branch not in known:
+                self._add(f"{where} is of an unknown branch")
+                continue
+            if seqno <= self.bases[branch]:
+                self._add(f"{where} is not above its branch's base {self.bases[branch]}")
+            try:
+                frame = seal.frame_of(value, key, self.vbid, self.txn.path)
+                document = records.decode_row(self.vbid, branch, frame)
+            except CorruptedError as error:
+                self._add(f"{where}: {error.message}")
+                continue
+            if document.seqno != seqno:
+                self._add(f"{where} holds the event of seqno {document.seqno}")
+            if branch == state.staging_branch and seqno > state.staged_seqno:
+                self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
+                continue
+            if document.kind is Kind.SYSTEM_EVENT:
+                continue
+            if references is not None and self._must_have_key_row(branch, seqno):
+                references[key] = hash(records.key_rows([(key, value)])[0])
+                if len(references) > GAP_ROWS:
+                    references = None
+        return references
+
+    def _must_have_key_row(self, branch: int, seqno: int) -> bool:
+        """Rows that are, or once were, published; staged rows get their key rows when their snapshot is complete."""
+        if branch == self.state.staging_branch:
+            return seqno <= self.indexed
+        return any(link.branch == branch and seqno <= link.cut for link in self.served)
+
+    def _check_keys(self, references: dict[bytes, int] | None) -> None:
+        """Every key row points to a row of that key and kind, and every visible row is pointed to."""
+        rows_db = keys.rows_db(self.vbid)
+        pointed = 0
+        previous = b""
+        for wire_key, dup in self.txn.cursor(keys.keys_db(self.vbid)).iternext():
+            self.report.key_rows += 1
+            if len(dup) != keys.DUP_SIZE:
+                self._add(f"key {wire_key!r} has a reference of {len(dup)} bytes")
+                continue
+            if wire_key != previous:
+                previous = wire_key
+                try:
+                    keys.split_key(wire_key)
+                except ValueError as error:
+                    self._add(str(error))
+            position = dup[records.ROW_KEY]
+            if references is not None and position in references:
+                if references[position] != hash((wire_key, dup)):
+                    self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
+                pointed += 1
+                continue
+            frame = self.txn.get(rows_db, position)
+            if frame is None:
+                self._add(f"key {wire_key!r} points to row {_show(position)}, which is missing")
+            elif records.key_rows([(position, frame)]) != [(wire_key, dup)]:
+                self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
+        if references is not None and pointed != len(references):
+            self._report_unpointed(references)
+
+    def _report_unpointed(self, references: dict[bytes, int]) -> None:
+        key_tree = self.txn.cursor(keys.keys_db(self.vbid))
+        for _, dup in key_tree.iternext():
+            references.pop(dup[records.ROW_KEY], None)
+        for position in references:
+            self._add(f"row {_show(position)} has no key row")
+
+    def _check_prepares(self, known: set[int]) -> None:
+        """Each prepare or abort is whole, lies where its branch may have it, and one of a key is open at most."""
+        state = self.state
+        links = chain.load(self.txn, self.vbid, state.staging_branch, state.staged_seqno)
+        cuts = {link.branch: link.cut for link in links}
+        found: set[bytes] = set()
+        for at, settled, frame in prepares.rows(self.txn, self.vbid):
+            where = f"prepare {at[0]}:{at[1]}"
+            if at[0] not in known:
+                self._add(f"{where} is of an unknown branch")
+            if at[0] == state.staging_branch and at[1] > state.staged_seqno:
+                self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
+            try:
+                prepares.check_frame(frame, at[1])
+            except CorruptedError as error:
+                self._add(f"{where}: {error.message}")
+                continue
+            if settled != (0, 0) and (settled[0] not in known or settled <= at):
+                self._add(f"{where} is settled at {settled[0]}:{settled[1]}, which cannot be")
+            if prepares.is_open(at, settled, frame, cuts):
+                key = records.key_of(frame)
+                if key in found:
+                    self._add(f"{where} is not the only open one of key {key!r}")
+                found.add(key)
+
+    def _check_manifests(self) -> None:
+        cursor = self.txn.cursor(keys.DB_MANIFEST)
+        if cursor.set_range(keys.MANIFEST_KEY.pack(self.vbid, 0, 0)):
+            for key, value in cursor.iternext():
+                vbid, branch, seqno = keys.MANIFEST_KEY.unpack(key)
+                if vbid != self.vbid:
+                    break
+                change = records.decode_manifest(value)
+                if branch not in self.bases:
+                    self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
+                for entry in change.collections.values():
+                    # Its scope may be unknown: a stream that is filtered to a collection brings no scope's events.
+                    if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
+                        self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
+
+
+def _show(position: bytes) -> str:
+    branch, seqno = keys.ROW.unpack(position)
+    return f"{branch}:{seqno}"

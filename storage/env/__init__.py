@@ -1,0 +1,1 @@
+"""LMDB environments, their transactions and the data directory that holds them."""

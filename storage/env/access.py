@@ -1,0 +1,85 @@
+"""Rights on a mirror's files: who besides its owner may read them.
+
+Knows modes and groups of the system; never what the files hold. Members of the group read: they may list and enter the
+directories, read `mirror.json`, `map.json` and the data files, and write the lock files, in which LMDB registers its
+readers. Invariant: no right to write data is ever given, and no right at all to anyone else; a file gets its group
+before it gets the group's rights.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+
+from storage.env import directory, map_record
+from storage.env.environment import DATA_FILE, LOCK_FILE, storage_error
+from storage.errors import StorageError
+
+DIRECTORY_MODE = 0o750
+READ_MODE = 0o640
+LOCK_MODE = 0o660
+
+
+def group_id(name: str) -> int:
+    """The number of a group, by its name or number, that this user may give files to. Raises StorageError."""
+    try:
+        found = grp.getgrnam(name).gr_gid
+    except KeyError:
+        if not name.isdecimal():  # containers often have numbers alone
+            raise StorageError(
+                f"there is no group {name!r} on this system",
+                hint="name one of `getent group`, or make it with groupadd",
+            ) from None
+        found = int(name)
+    if os.geteuid() != 0 and found not in (os.getegid(), *os.getgroups()):
+        raise StorageError(
+            f"the user of this process is not a member of the group {name!r}",
+            hint=f"make it one (usermod -aG {name} USER) and start again: only members may give files to a group",
+        )
+    return found
+
+
+def share(path: str, gid: int) -> None:
+    """Let a group enter the mirror at `path` and read what it is; each folder has its own `share_group`."""
+    _give(path, gid, DIRECTORY_MODE)
+    for name in (directory.FILE, map_record.FILE):
+        _give(os.path.join(path, name), gid, READ_MODE)
+
+
+def share_group(folder: str, gid: int) -> None:
+    """Let a group of the system read the environment in the folder of a group of vbuckets."""
+    _give(folder, gid, DIRECTORY_MODE)
+    _give(os.path.join(folder, DATA_FILE), gid, READ_MODE)
+    _give(os.path.join(folder, LOCK_FILE), gid, LOCK_MODE)
+
+
+def _give(path: str, gid: int, mode: int) -> None:
+    """By its path: LMDB's locks of this process end when any descriptor of the lock file is closed."""
+    try:
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            raise StorageError("is a symbolic link", path=path, hint="remove it")
+        if found.st_gid != gid:
+            os.chown(path, -1, gid, follow_symlinks=False)
+        if stat.S_IMODE(found.st_mode) != mode:
+            os.chmod(path, mode)
+    except FileNotFoundError:
+        return  # a mirror that is being made, or one that has followed no map yet
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def closed_parent(path: str, gid: int) -> str | None:
+    """The first directory above `path` that its modes close to the members of a group; None: they get to `path`."""
+    parent = os.path.dirname(os.path.realpath(path))
+    while True:
+        try:
+            found = os.stat(parent)
+        except OSError:
+            return parent
+        if not found.st_mode & (stat.S_IXGRP if found.st_gid == gid else stat.S_IXOTH):
+            return parent
+        if parent == os.path.dirname(parent):
+            return None
+        parent = os.path.dirname(parent)

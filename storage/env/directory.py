@@ -1,0 +1,302 @@
+"""A mirror's directory: `mirror.json`, group folders, and the locks that keep one writer per group.
+
+Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty, unless a writer
+has opened one of its groups. The number of groups never changes afterwards; vbucket v belongs to group v % groups.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+
+import msgpack
+
+from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
+from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
+from storage.format import keys, records
+from storage.model import BranchReason, FailoverLog, Identity
+
+FORMAT = 2
+FILE = "mirror.json"
+READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
+META_BYTES = 8192
+"""LMDB's two meta pages: a file without them holds nothing."""
+DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
+LOCK_PAUSES_S = (0.002, 0.01)
+"""A reader that looks whether somebody writes holds the lock for some microseconds."""
+VBUCKETS_MAX = 65536
+GROUPS_MAX = 1024
+
+
+def exists(path: str) -> bool:
+    """True when `path` holds a mirror."""
+    return os.path.exists(os.path.join(path, FILE))
+
+
+def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
+    """Make `path` a mirror of `identity`: environments first, `mirror.json` last. Refuses an existing mirror."""
+    if exists(path):
+        raise StorageError("already holds a mirror", path=path)
+    check_unused(path)
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        for group in range(identity.group_count):
+            folder = group_path(path, group)
+            if os.path.islink(folder):
+                raise StorageError("is a symbolic link", path=folder, hint="remove it")
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
+                os.unlink(os.path.join(folder, DATA_FILE))
+            create_environment(folder, group, group_vbids(identity, group), identity, time_ms=time_ms)
+        write_description(path, identity)
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def check_unused(path: str) -> None:
+    """Raise CorruptedError if a group at `path` was ever filled, though `mirror.json` is missing."""
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "group-*", DATA_FILE))):
+        with open(file, "rb") as data:
+            if not any(data.read(META_BYTES)):  # a creation was cut short by a power cut
+                continue
+        environment = Environment(os.path.dirname(file), ())
+        try:
+            stored, fence = _meta(environment)
+        finally:
+            environment.close()
+        if any(fence):  # else left by a creation that did not reach mirror.json
+            text = json.dumps(_stored_description(stored, environment.path))
+            raise CorruptedError(
+                f"{FILE} is missing, and the group folders hold a mirror",
+                path=path,
+                hint=f"to make the file again: echo {shlex.quote(text)} > {shlex.quote(os.path.join(path, FILE))}; to "
+                "begin a new mirror: move the folders away",
+            )
+
+
+def _meta(environment: Environment) -> tuple[bytes, bytes]:
+    """The identity and the fence of an environment; empty if its creation was cut short."""
+    with environment.env.begin() as txn:
+        if txn.get(keys.DB_META) is None:
+            return b"", b""
+    environment.open_all()
+    with environment.read() as read:
+        return read.get(keys.DB_META, b"identity") or b"", read.get(keys.DB_META, b"fence") or b""
+
+
+def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
+    """What `mirror.json` said when the environment at `path` was made, from its `meta`. Raises CorruptedError."""
+    try:
+        stored_format, _, *values = msgpack.unpackb(stored or b"")
+        names = [field.name for field in fields(Identity)]
+        if len(values) == len(names) - 1 and isinstance(values[-1], str):
+            names.remove("held")
+        return dict(zip(("format", *names), (stored_format, *values), strict=False))
+    except Exception as error:
+        raise CorruptedError("the environment does not say what it is", path=path) from error
+
+
+def write_description(path: str, identity: Identity) -> None:
+    """`mirror.json`, the last step of making a mirror. Raises OSError."""
+    temporary = os.path.join(path, FILE + ".new")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(description(identity), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, os.path.join(path, FILE))
+    sync_directory(path)
+
+
+def description(identity: Identity) -> dict[str, object]:
+    """What `mirror.json` says."""
+    return {"format": FORMAT, **_fields(identity)}
+
+
+def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:
+    """A new environment whose vbuckets are empty: branch 1, nothing published."""
+    environment = Environment(path, vbids, writable=True, create=True, sync="full")
+    try:
+        environment.open_all()
+        with environment.begin(write=True) as txn:
+            branch, pub, state = (environment.db(name) for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE))
+            for vbid in vbids:
+                history_ids = ((environment.history_id, 0),)
+                row = records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms, history_ids=history_ids)
+                first = records.encode_branch(row)
+                txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
+                txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*records.Pub(1, 0, 0, 0, 0)), db=pub)
+                empty = records.encode_state(records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
+                txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
+            meta = environment.db(keys.DB_META)
+            txn.put(b"identity", identity_bytes(identity, group), db=meta)
+            txn.put(b"fence", (0).to_bytes(8, "big"), db=meta)
+    finally:
+        environment.close()
+
+
+def identity_bytes(identity: Identity, group: int) -> bytes:
+    """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
+    return bytes(msgpack.packb([FORMAT, group, *_fields(identity).values()]))
+
+
+def _fields(identity: Identity) -> dict[str, object]:
+    """As they are stored: what a mirror of the whole bucket holds needs no words."""
+    found = asdict(identity)
+    if identity.held is None:
+        del found["held"]
+    if not identity.selection:
+        del found["selection"]
+    return found
+
+
+def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
+    """Raise unless `stored` (from `meta`) is the identity that `mirror.json` describes."""
+    if stored == identity_bytes(identity, group):
+        return
+    found = _stored_description(stored, path)
+    if found["format"] != FORMAT:
+        raise _other_format(found["format"], path)
+    raise WrongBucket(
+        f"holds group {msgpack.unpackb(stored)[1]} of bucket {found['bucket_name']!r} ({found['bucket_uuid']}), "
+        f"but mirror.json says group {group} of {identity.bucket_name!r} ({identity.bucket_uuid})",
+        path=path,
+        hint="put the right folder in its place",
+    )
+
+
+def _other_format(stored_format: object, path: str) -> FormatTooNew:
+    older = isinstance(stored_format, int) and stored_format < FORMAT
+    return FormatTooNew(
+        f"format {stored_format}; this program knows format {FORMAT}",
+        path=path,
+        hint="move the directory away and run again: the mirror is filled from the source"
+        if older
+        else "use the version of dcp-mirror that wrote it",
+    )
+
+
+def load(path: str) -> Identity:
+    """The identity of the mirror at `path`.
+
+    Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` is invalid.
+    """
+    file_path = os.path.join(path, FILE)
+    try:
+        with open(file_path, encoding="utf-8") as file:
+            data = json.load(file)
+    except FileNotFoundError as error:
+        check_unused(path)
+        what = "no mirror here yet" if os.path.isdir(path) else "no such directory"
+        raise NotAMirror(what, path=path, hint="`dcp-mirror run --source ... --data ...` makes one") from error
+    except NotADirectoryError as error:
+        raise NotAMirror("not a directory", path=path) from error
+    except PermissionError as error:
+        raise ReadOnly("permission denied", path=file_path, hint=READERS_HINT) from error
+    except (OSError, ValueError) as error:
+        raise CorruptedError(f"cannot be read: {error}", path=file_path, hint=DAMAGED_HINT) from error
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        raise CorruptedError("holds no mirror description", path=file_path, hint=DAMAGED_HINT)
+    if data["format"] != FORMAT:
+        raise _other_format(data["format"], file_path)
+    try:
+        required = [field.name for field in fields(Identity) if field.name not in ("held", "selection")]
+        identity = Identity(**{name: data[name] for name in required}, selection=data.get("selection", ""))
+        held = data.get("held")
+        if held is not None:
+            first, last = held
+            identity = replace(identity, held=(first, last))
+    except (TypeError, ValueError):
+        raise CorruptedError("holds values that cannot be true", path=file_path, hint=DAMAGED_HINT) from None
+    except KeyError as error:
+        raise CorruptedError(f"lacks {error}", path=file_path, hint=DAMAGED_HINT) from error
+    texts = (identity.cluster_uuid, identity.bucket_name, identity.bucket_uuid, identity.selection)
+    numbers = (identity.vbucket_count, identity.group_count, *(identity.held or ()))
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not all(isinstance(number, int) for number in numbers)
+        or not 1 <= identity.vbucket_count <= VBUCKETS_MAX
+        or not 1 <= identity.group_count <= GROUPS_MAX
+        or not 0 <= identity.vbids.start < identity.vbids.stop <= identity.vbucket_count
+    ):
+        raise CorruptedError("holds values that cannot be true", path=file_path, hint=DAMAGED_HINT)
+    return identity
+
+
+def set_aside(path: str) -> str:
+    """Give the mirror at `path` another name, with the uuid of its bucket behind it; returns that name.
+
+    One rename: anyone who has it open goes on reading it. Nobody may write it meanwhile.
+    """
+    identity = load(path)
+    whole = os.path.realpath(path)
+    number = 1
+    while os.path.exists(target := f"{whole}.{identity.bucket_uuid}" + (f".{number}" if number > 1 else "")):
+        number += 1
+    try:
+        os.rename(whole, target)
+        sync_directory(os.path.dirname(whole))
+    except OSError as error:
+        raise StorageError(
+            f"cannot be renamed to {target}: {error.strerror}",
+            path=path,
+            hint="the data directory must not be a mount point; move its contents by hand",
+        ) from error
+    return target
+
+
+def sync_directory(path: str) -> None:
+    """Have the names in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def group_path(path: str, group: int) -> str:
+    """Folder of a group's environment."""
+    return os.path.join(path, f"group-{group:04d}")
+
+
+def group_vbids(identity: Identity, group: int) -> range:
+    """The vbuckets of a group, in rising order: those that the mirror holds."""
+    first = identity.vbids.start
+    first += (group - first) % identity.group_count
+    return range(first, identity.vbids.stop, identity.group_count)
+
+
+class GroupLock:
+    """The exclusive lock of a group's writer, held for life; the kernel gives it up when the process dies."""
+
+    def __init__(self, path: str) -> None:
+        """Take the lock of the group folder `path`, or raise Locked."""
+        try:
+            if os.path.islink(path):
+                raise StorageError("is a symbolic link", path=path, hint="move the group's folder here in its place")
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), flags, 0o600)
+        except OSError as error:
+            raise storage_error(error, path) from error
+        for pause_s in (*LOCK_PAUSES_S, None):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if pause_s is None:
+                    os.close(self._descriptor)
+                    raise Locked(
+                        "another process is writing this group",
+                        path=path,
+                        hint="stop the other dcp-mirror on this data first",
+                    ) from error
+            time.sleep(pause_s)
+
+    def release(self) -> None:
+        """Give the lock up."""
+        os.close(self._descriptor)

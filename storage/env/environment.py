@@ -1,0 +1,531 @@
+"""Opening and closing LMDB environments: map size, reader slots, handles, the fork guard, and errors by name.
+
+Knows LMDB; knows nothing of rows. Invariants: an environment file is open at most once in a process (LMDB's own rule),
+never used after fork, its map is large from the start (a sparse reservation of address space, not of disk), and every
+tree handle is opened in a transaction of its own before any transaction that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lmdb
+
+from storage.env.transaction import Transaction
+from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
+from storage.format import keys
+
+MAP_SIZE = 64 << 30
+"""Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
+READER_TRIES = 3
+"""Walks of a file that seems cut short before a reader believes it."""
+READERS_MAX = 1024
+"""Reader slots: each open read transaction of any process takes one; LMDB's default of 126 is soon used up."""
+DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
+"""LMDB's table of readers."""
+WRITER_LOCK_FILE = "writer.lock"
+"""Locked by flock by the process that writes the environment."""
+LOOK_INTERVAL_S = 1.0
+"""Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
+UNREGISTERED_LOOK_INTERVAL_S = 0.01
+"""The same where readers cannot be registered: less than a writer that starts takes for its first two commits."""
+REMAP_WAIT_S = 10.0
+"""A map is taken over in a new size when no transaction of the process is open: each is some milliseconds of work."""
+REMAP_POLL_S = 0.0005
+SPACE_MIN = 1 << 20
+"""With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
+
+LMDB_VERSION_MIN = (3, 0)
+"""Of py-lmdb: older ones have no page verification, and trust page numbers and lengths of a damaged file."""
+DAMAGE = (
+    lmdb.BadTxnError,  # a page of this transaction was found damaged by a call that cannot return it
+    lmdb.CorruptedError,
+    lmdb.CursorFullError,  # a tree deeper than any can be
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.PageNotFoundError,
+    lmdb.ProblemError,
+    lmdb.VersionMismatchError,
+)
+"""Errors of LMDB that mean a damaged file, in readers and in the writer."""
+
+
+def storage_error(error: Exception, path: str) -> StorageError:
+    """An LMDB or operating system error by the name this program uses for it."""
+    code = getattr(error, "errno", None)
+    text = str(error)
+    if isinstance(error, StorageError):
+        return error
+    if "closed/deleted/dropped" in text:
+        return Closed("the view is closed", path=path, hint="open another view")
+    if isinstance(error, lmdb.MapFullError):
+        return Full("the LMDB map is full and cannot grow", path=path, hint="free address space or raise the limit")
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in text or "File too large" in text:
+        return Full(
+            "no space left to write", path=path, hint="free disk space or lift the quota; nothing published is lost"
+        )
+    if code == errno.EIO or (isinstance(error, lmdb.Error) and "Input/output error" in text):
+        if isinstance(error, lmdb.Error) and not _has_space(path):  # what LMDB makes of a write that was cut short
+            return Full("a write was cut short: no space left", path=path, hint="free disk space or lift the limit")
+        return DeviceFailed(
+            "input/output error: the device fails, or a quota cut a write short",
+            path=path,
+            hint="see the kernel's log; the group goes on from its last commit as soon as the disk works",
+        )
+    if (
+        code in (errno.EACCES, errno.EROFS, errno.EPERM)
+        or isinstance(error, lmdb.ReadonlyError)
+        or any(part in text for part in ("Permission denied", "Read-only file system", "Operation not permitted"))
+    ):
+        return ReadOnly(
+            "permission denied",
+            path=path,
+            hint="the process needs read and write access to the directory and its lock file",
+        )
+    if isinstance(error, lmdb.LockError) and "Resource temporarily unavailable" in text:
+        return Locked(
+            f"a process of another container (PID namespace) has it open under the same PID, {os.getpid()}; LMDB "
+            "distinguishes readers by their PIDs",
+            path=path,
+            hint="let the containers share one PID namespace, or start this process under another PID",
+        )
+    if isinstance(error, lmdb.ReadersFullError):
+        return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
+    if isinstance(error, DAMAGE):
+        return CorruptedError(
+            f"the LMDB file is damaged or is none: {error}",
+            path=path,
+            hint="set the group's folder aside; the mirror fills that group again from the source",
+        )
+    if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes led the store's own code astray
+        return CorruptedError(
+            f"what is stored contradicts itself: {type(error).__name__}: {error}",
+            path=path,
+            hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
+        )
+    hint = "run `dcp-mirror check`; a group that is damaged is filled again once its folder is set aside"
+    text = f"{type(error).__name__}: {error}"
+    return StorageError(text, path=path, hint=hint if isinstance(error, lmdb.Error) else "")
+
+
+def refuse_unsound_lmdb() -> None:
+    """Raise StorageError unless py-lmdb is new enough and uses the LMDB that it brings: with another one a damaged page
+    ends the process by a signal.
+    """
+    version = tuple(int(part) for part in lmdb.__version__.split(".")[:2])
+    is_patched = bool(lmdb.version(subpatch=True)[3])
+    if version < LMDB_VERSION_MIN or not is_patched:
+        found = f"lmdb {lmdb.__version__} with LMDB {'.'.join(map(str, lmdb.version()))}"
+        raise StorageError(
+            f"{found}{'' if is_patched else ' of the system'} may end the process where a file is damaged",
+            hint=f"install lmdb {'.'.join(map(str, LMDB_VERSION_MIN))} or newer, with the LMDB that it brings",
+        )
+
+
+def _identity_of(path: str) -> tuple[int, int]:
+    found = os.stat(os.path.join(path, DATA_FILE))
+    return found.st_dev, found.st_ino
+
+
+def _check_is_there(path: str) -> None:
+    """Raise unless there is a data file: LMDB would say less."""
+    try:
+        os.stat(os.path.join(path, DATA_FILE))
+    except FileNotFoundError:
+        raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`") from None
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def _refuse_unregistered(path: str) -> None:
+    """Raise ReadOnly unless no process writes the environment at `path`, which is mounted read-only.
+
+    LMDB does not register readers there, and does not say so: a writer, which has the same files mounted otherwise,
+    would use pages again that are being read.
+    """
+    try:
+        descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError:
+        written = "perhaps"
+    else:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except OSError:
+            written = "now"
+        finally:
+            os.close(descriptor)
+    raise ReadOnly(
+        f"it is mounted read-only, where LMDB cannot register readers, and a service writes it {written}",
+        path=path,
+        hint="mount it writable: members of the service's readers_group cannot write data; or read by HTTP or an SDK",
+    )
+
+
+def _has_space(path: str) -> bool:
+    """False where a write is cut short for want of space, or by the process's own limit of a file's size."""
+    try:
+        file_system = os.statvfs(path)
+        if file_system.f_bavail * file_system.f_frsize < SPACE_MIN:
+            return False
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return limit == resource.RLIM_INFINITY or limit - os.stat(os.path.join(path, DATA_FILE)).st_size > SPACE_MIN
+    except OSError:
+        return True
+
+
+class Environment:
+    """One LMDB environment of a vbucket group, for one writer or for any number of reading threads."""
+
+    def __init__(
+        self,
+        path: str,
+        vbids: Sequence[int],
+        *,
+        writable: bool = False,
+        create: bool = False,
+        sync: str = "safe",
+        map_size: int = MAP_SIZE,
+    ) -> None:
+        """Open `path`. `vbids` are the vbuckets whose trees may be used; `sync` is safe, full or unsafe."""
+        self.path = os.path.realpath(path)
+        self.vbids = tuple(vbids)
+        self.writable = writable
+        self._pid = os.getpid()
+        self._map_lock = threading.Lock()
+        self._remap_count = 0
+        self.remapping = False
+        """No read may begin: the map is taken over in a new size."""
+        self.running: list[None] = []
+        """An entry for each read transaction of this process that is open, or about to be. A thread puts one there
+        before it looks at `remapping`, and takes one away when it is done.
+        """
+        self._handles: dict[bytes, Any] = {}
+        self.history_id = secrets.randbits(64) or 1
+        """Of the branches and positions that this writer makes, and of no other's."""
+        if not create:
+            _check_is_there(path)
+        self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+        if self._unregistered:
+            _refuse_unregistered(path)
+        self.env = self._open(path, map_size, create=create, sync=sync)
+        self._file = _identity_of(self.path)
+        self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
+        self.look_at = time.monotonic() + self._look_interval_s
+        """When `look` is due, by `time.monotonic`; 0: always."""
+        self.replaced = False
+        """The group's folder or file was moved, removed or replaced: what is open is not read any more."""
+        try:
+            self._refuse_cut_short(tries=1 if writable else READER_TRIES)
+            if writable and sync != "unsafe":
+                self._settle_meta_pages()
+        except BaseException:
+            self.env.close()
+            raise
+        if writable:
+            self.env.reader_check()
+
+    def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
+        """Open the file. Raises StorageError."""
+        refuse_unsound_lmdb()
+        if os.path.islink(os.path.join(path, LOCK_FILE)):  # LMDB would write where it leads
+            raise StorageError(f"{LOCK_FILE} is a symbolic link", path=path, hint="remove the link")
+        try:
+            return lmdb.open(
+                path,
+                map_size=map_size,
+                max_dbs=2 * len(self.vbids) + len(keys.SHARED_DBS) + 8,
+                max_readers=READERS_MAX,
+                max_spare_txns=8,
+                readonly=not self.writable,
+                create=create,
+                metasync=sync == "full",
+                sync=sync != "unsafe",
+                readahead=False,
+                meminit=False,
+                mode=0o600,
+                lib_version=0,
+            )
+        except lmdb.Error as error:
+            found = storage_error(error, path)
+            if isinstance(found, ReadOnly) and not self.writable and os.access(os.path.join(path, DATA_FILE), os.R_OK):
+                raise ReadOnly(
+                    "permission denied",
+                    path=os.path.join(path, LOCK_FILE),
+                    hint="a reader needs write access to this file alone, in which LMDB registers readers: the setting "
+                    "readers_group of the service gives it to a group; or read by HTTP or with an SDK",
+                ) from error
+            raise found from error
+
+    def _settle_meta_pages(self) -> None:
+        """Have both meta pages on the disk as they are in memory, before anything is written on top of them.
+
+        LMDB writes over pages of older commits because the meta page of a newer one was synced. After a sync that
+        failed this is not so: the kernel counts the page as written and never writes it again. Everything that the meta
+        page refers to was synced before it was written.
+        """
+        try:
+            descriptor = os.open(os.path.join(self.path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                pages = os.pread(descriptor, 2 * int(self.env.stat()["psize"]), 0)
+                if os.pwrite(descriptor, pages, 0) != len(pages):
+                    raise OSError(errno.ENOSPC, "write cut short")
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+    def look_now(self) -> bool:
+        """`look`, whenever the last one was."""
+        self.look_at = 0.0
+        return self.look()
+
+    def look(self) -> bool:
+        """True once the file that is open is not the one at its path any more. Looks once a second at most.
+
+        Raises ReadOnly once a writer runs and the reader cannot be registered.
+        """
+        now = time.monotonic()
+        if now >= self.look_at and not self.replaced:
+            self.look_at = now + self._look_interval_s
+            if self._unregistered:
+                _refuse_unregistered(self.path)
+            try:
+                self.replaced = _identity_of(self.path) != self._file
+            except OSError:
+                self.replaced = True
+            if self.replaced:
+                self.look_at = 0.0
+        return self.replaced
+
+    def missing_bytes(self) -> int:
+        """How much shorter the file is than the pages it speaks of.
+
+        A few may be missing lawfully: LMDB does not write pages at the end that a transaction took and gave back. Any
+        other one that is touched ends the process by SIGBUS.
+        """
+        pages = int(self.env.info()["last_pgno"]) + 1
+        return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
+
+    def _refuse_cut_short(self, tries: int) -> None:
+        """Follow every reference where pages are missing. While a writer changes the file a walk may
+        find what is none, so a reader looks `tries` times.
+        """
+        missing = self.missing_bytes()
+        if not missing:
+            return
+        from lmdb import verify
+
+        file = os.path.join(self.path, DATA_FILE)
+        if all(verify.verify(file) for _ in range(tries)):  # type: ignore[no-untyped-call]
+            raise CorruptedError(
+                f"the LMDB file is damaged: it is cut short by {missing} bytes",
+                path=self.path,
+                hint="set the group's folder aside; the mirror fills that group again from the source",
+            )
+
+    def db(self, name: bytes) -> Any:
+        """Handle of a tree; `open_all` was called first."""
+        return self._handles[name]
+
+    def open_all(self) -> None:
+        """Open (and in a new environment create) every tree, before any transaction that uses them."""
+        with self._map_lock:
+            if self._handles:
+                return
+            names = [*keys.SHARED_DBS, *(f(vbid) for vbid in self.vbids for f in (keys.rows_db, keys.keys_db))]
+            try:
+                if self.writable:
+                    with self.env.begin(write=True) as txn:
+                        self._handles = {name: self._open_db(name, txn=txn, create=True) for name in names}
+                else:
+                    # Not in a transaction of ours: py-lmdb resets a read transaction for later use instead of
+                    # committing it, and LMDB then forgets the handles that were opened in it.
+                    self._handles = {name: self._open_db(name, create=False) for name in names if self._exists(name)}
+            except lmdb.NotFoundError as error:
+                raise CorruptedError("a tree is missing", path=self.path, hint="run `dcp-mirror check`") from error
+            except lmdb.Error as error:
+                raise storage_error(error, self.path) from error
+
+    def has(self, name: bytes) -> bool:
+        """True when a tree was opened."""
+        return name in self._handles
+
+    def _exists(self, name: bytes) -> bool:
+        """False for a tree that a mirror made before it was thought of gets when a writer opens it."""
+        if name not in keys.LATER_DBS:
+            return True
+        with self.env.begin() as txn:
+            return txn.get(name) is not None
+
+    def _open_db(self, name: bytes, **options: Any) -> Any:
+        dups = name[:1] == b"k" and name[1:].isdigit()
+        return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
+
+    def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
+        """A transaction on the newest commit. A map grown by the writer is taken over here. A read is counted in
+        `running`: `end` follows. `buffers`: it returns views of the map, which are wrong after its end.
+        """
+        if os.getpid() != self._pid:
+            raise Closed("opened before fork; open it again in the child", path=self.path)
+        if not self.writable and self.look():
+            raise ViewInvalidated(
+                "the group's file was moved, removed or replaced", path=self.path, hint="start the read again"
+            )
+        while True:
+            count = self._remap_count
+            if not write:
+                self.running.append(None)
+            try:
+                if write or not self.remapping:
+                    return self.env.begin(write=write, buffers=buffers)  # type: ignore[call-overload]
+            except lmdb.MapResizedError:
+                pass
+            except lmdb.ReadersFullError as error:
+                if not self.env.reader_check():
+                    self._forget_read(write)
+                    raise storage_error(error, self.path) from error
+            except lmdb.Error as error:
+                self._forget_read(write)
+                raise storage_error(error, self.path) from error
+            self._forget_read(write)
+            self._remap(0, count)
+
+    def _forget_read(self, write: bool) -> None:
+        if not write:
+            self.running.pop()
+
+    def end(self, txn: Any) -> None:
+        """The end of a read."""
+        txn.abort()
+        self.running.pop()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Transaction]:
+        """A read transaction as a context; LMDB errors, and those of damaged records, leave it by their names here."""
+        txn = self.begin()
+        try:
+            yield Transaction(self, txn)
+        except (lmdb.Error, struct.error, IndexError) as error:
+            raise storage_error(error, self.path) from error
+        finally:
+            self.end(txn)
+
+    def _remap(self, size: int, seen_count: int) -> None:
+        """Map the file in another size (0: as large as it has become), unless another thread has since `seen_count`.
+
+        LMDB moves the map, under the transactions of other threads too: so they are waited for, and those that would
+        begin wait.
+        """
+        with self._map_lock:
+            if self._remap_count != seen_count:
+                return
+            self.remapping = True
+            try:
+                deadline = time.monotonic() + REMAP_WAIT_S
+                while self.running:
+                    if time.monotonic() > deadline:
+                        raise StorageError(
+                            "a read of this process stays open, and keeps the file from being mapped in its new size",
+                            path=self.path,
+                            hint="end it, or open a view of its own in another process",
+                        )
+                    time.sleep(REMAP_POLL_S)
+                self.env.set_mapsize(size)
+                self._remap_count += 1
+            finally:
+                self.remapping = False
+
+    def grow(self) -> int:
+        """Double the map, once no read of this process is open; the new size in bytes."""
+        size = int(self.env.info()["map_size"]) * 2
+        self._remap(size, self._remap_count)
+        return size
+
+    def readers(self) -> list[tuple[int, int]]:
+        """(process, transaction) of each reader in another process that does not see the newest commit."""
+        newest = int(self.env.info()["last_txnid"])
+        rows = (line.split() for line in self.env.readers().splitlines()[1:])
+        found = [(int(process), int(number)) for process, _, number in rows if number.isdigit()]
+        return [(process, number) for process, number in found if number < newest and process != os.getpid()]
+
+    def file_bytes(self) -> int:
+        """Size of the data file."""
+        try:
+            return os.stat(os.path.join(self.path, DATA_FILE)).st_size
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+
+    def close(self) -> None:
+        """Close; handles and transactions are invalid afterwards."""
+        self._handles = {}
+        self.env.close()
+
+
+class _Shared:
+    """Environments of this process by path: LMDB must not open a file twice in one process.
+
+    A writer's environment is announced here too, so a view in the writer's own process reads through it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: dict[str, tuple[Environment, int]] = {}
+        self.pid = os.getpid()
+
+    def acquire(self, path: str, vbids: Sequence[int], map_size: int) -> Environment:
+        real = os.path.realpath(path)
+        with self.lock:
+            self._leave_to_parent()
+            environment, count = self.open.get(real, (None, 0))
+            if environment is not None and environment.look_now():  # who reads it finds out; garbage collection closes
+                environment, count = None, 0
+            if environment is None:
+                environment = Environment(real, vbids, map_size=map_size)
+            self.open[real] = (environment, count + 1)
+            return environment
+
+    def _leave_to_parent(self) -> None:
+        """After fork the parent's environments are not ours to use or to close."""
+        if self.pid != os.getpid():
+            self.open = {}
+            self.pid = os.getpid()
+
+    def announce(self, environment: Environment) -> None:
+        with self.lock:
+            self._leave_to_parent()
+            known = self.open.get(environment.path)
+            assert known is None or known[0].look_now(), environment.path
+            self.open[environment.path] = (environment, 1)
+
+    def release(self, environment: Environment) -> None:
+        with self.lock:
+            if self.pid != os.getpid():
+                return
+            known, count = self.open.get(environment.path, (None, 0))
+            if known is not environment:
+                return  # its file was replaced: it is closed when nobody holds it any more
+            if count > 1:
+                self.open[environment.path] = (environment, count - 1)
+            else:
+                del self.open[environment.path]
+                environment.close()
+
+
+SHARED = _Shared()
+"""The one place of this package with process-wide state, because LMDB has the same."""

@@ -1,0 +1,74 @@
+"""A group's environment as one closed file: what moves between machines and folders, and is a mirror's again there.
+
+Knows a mirror's directory; never who made the environment or where it goes. LMDB itself must
+not work on network file systems, but a finished file may lie there: `pack` writes it in one stroke, `describe` makes a
+folder of such files a mirror, and neither opens LMDB there. Invariant: a group's folder under its own name is whole and
+synced; `mirror.json` is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+
+import lmdb
+
+from storage.env import directory
+from storage.env.compaction import Compaction
+from storage.env.environment import DATA_FILE, Environment, storage_error
+from storage.errors import CorruptedError
+from storage.model import Identity
+
+
+def pack(folder: str, group: int, identity: Identity, target: str) -> int:
+    """Copy the group environment in `folder`, which nobody has open, into the mirror's directory `target`; its bytes.
+
+    A group that is there already stays. Raises StorageError where the disk is full, or the folder cannot be written.
+    """
+    finished = directory.group_path(target, group)
+    unfinished = f"{finished}.{uuid.uuid4().hex}.new"
+    try:
+        os.mkdir(unfinished, mode=0o700)
+        path = os.path.join(unfinished, DATA_FILE)
+        environment = Environment(folder, directory.group_vbids(identity, group), writable=False)
+        try:
+            with (
+                open(path, "xb") as file,
+                environment.read() as txn,
+                contextlib.closing(Compaction(environment, txn.raw)) as copy,
+            ):
+                file.writelines(copy.pages())
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            environment.close()
+        size = os.path.getsize(path)
+        directory.sync_directory(unfinished)
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
+            os.rename(unfinished, finished)
+            directory.sync_directory(target)
+        return size
+    except (OSError, lmdb.Error) as error:
+        if not os.path.isdir(finished):  # else another attempt has done it
+            raise storage_error(error, target) from error
+        return os.path.getsize(os.path.join(finished, DATA_FILE))
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def is_packed(target: str, group: int) -> bool:
+    """True when the group is there, whole."""
+    return os.path.isfile(os.path.join(directory.group_path(target, group), DATA_FILE))
+
+
+def describe(target: str, identity: Identity) -> None:
+    """Make a folder of packed groups, all of this identity, a mirror. Raises CorruptedError where one is missing."""
+    for group in range(identity.group_count):
+        if not is_packed(target, group):
+            raise CorruptedError("the group is missing", path=directory.group_path(target, group))
+    try:
+        directory.write_description(target, identity)
+    except OSError as error:
+        raise storage_error(error, target) from error

@@ -1,0 +1,97 @@
+"""A transaction: what every function of this package that reads or writes an environment is given.
+
+Knows LMDB's transaction, the names of the trees and how the small records are read. It is one commit's state: what was
+read through it may be wrong after its end. Hot loops use `raw` with handles that they looked up once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from storage.errors import CorruptedError
+from storage.format import keys, records
+
+
+class Trees(Protocol):
+    """What a transaction needs of its environment."""
+
+    path: str
+    history_id: int
+
+    def db(self, name: bytes) -> Any:
+        """Handle of a tree."""
+
+    def has(self, name: bytes) -> bool:
+        """Whether there is such a tree."""
+
+
+class Transaction:
+    """A read or write transaction of an environment; trees are named by `keys`."""
+
+    __slots__ = ("environment", "raw")
+
+    def __init__(self, environment: Trees, raw: Any) -> None:
+        """`raw`: an lmdb.Transaction, which its owner ends."""
+        self.environment = environment
+        self.raw = raw
+
+    @property
+    def path(self) -> str:
+        """Folder of the environment, for errors."""
+        return self.environment.path
+
+    def get(self, tree: bytes, key: bytes) -> bytes | None:
+        """The value of a key; the first one where a key has several."""
+        value: bytes | None = self.raw.get(key, db=self.environment.db(tree))
+        return value
+
+    def put(self, tree: bytes, key: bytes, value: bytes) -> None:
+        """Write a value, in place of the one that is there (in a tree of key rows: next to it)."""
+        self.raw.put(key, value, db=self.environment.db(tree))
+
+    def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:
+        """Remove a key, or one of its values; False where it is not there."""
+        removed: bool = self.raw.delete(key, value, db=self.environment.db(tree))
+        return removed
+
+    def cursor(self, tree: bytes) -> Any:
+        """An lmdb.Cursor."""
+        return self.raw.cursor(self.environment.db(tree))
+
+    def stat(self, tree: bytes) -> dict[str, int]:
+        """LMDB's figures of a tree."""
+        stat: dict[str, int] = self.raw.stat(self.environment.db(tree))
+        return stat
+
+    def pub(self, vbid: int) -> records.Pub:
+        """What a vbucket serves. Raises CorruptedError."""
+        return self.pub_of(vbid, self.get(keys.DB_PUB, keys.VBID_KEY.pack(vbid)))
+
+    def pub_of(self, vbid: int, data: bytes | None) -> records.Pub:
+        """`pub` of a row that was read. Raises CorruptedError."""
+        try:
+            return records.decode_pub(data)
+        except CorruptedError as error:
+            raise CorruptedError(error.message, path=self.path, vbid=vbid) from None
+
+    def put_pub(self, vbid: int, pub: records.Pub) -> None:
+        """Write what a vbucket serves."""
+        self.put(keys.DB_PUB, keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub))
+
+    def state_row(self, vbid: int) -> records.StateRow:
+        """What the writer goes on from. Raises CorruptedError."""
+        try:
+            return records.decode_state(self.get(keys.DB_STATE, keys.VBID_KEY.pack(vbid)))
+        except CorruptedError as error:
+            raise CorruptedError(error.message, path=self.path, vbid=vbid, hint=error.hint) from error
+
+    def put_state_row(self, vbid: int, row: records.StateRow) -> None:
+        """Write what the writer goes on from."""
+        self.put(keys.DB_STATE, keys.VBID_KEY.pack(vbid), records.encode_state(row))
+
+    def newest_branch(self, vbid: int) -> int:
+        """The highest number of a branch of a vbucket; 0: it has none."""
+        cursor = self.cursor(keys.DB_BRANCH)
+        there = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
+        row_vbid, number = keys.BRANCH_KEY.unpack(cursor.key()) if there else (None, 0)
+        return number if row_vbid == vbid else 0

@@ -1,0 +1,1 @@
+"""The stored bytes: keys, rows, seals and tokens. Opens nothing; FORMAT.md describes it."""

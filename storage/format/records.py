@@ -1,0 +1,532 @@
+"""Values: how rows, states and the small records of the store are read and written.
+
+Knows byte layouts (FORMAT.md, "Values") and the model; never LMDB. A row is the DCP message as it came from the wire
+(24-byte header, extras, prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a
+msgpack array whose first element is the record's version.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import wraps
+from mmap import mmap
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import cramjam
+import msgpack
+
+from storage.errors import CorruptedError
+from storage.format import keys
+from storage.model import (
+    SEQNO_MAX,
+    Branch,
+    Collection,
+    Document,
+    FailoverLog,
+    Kind,
+    ManifestChange,
+    ManifestUid,
+    Seqno,
+    SnapshotRange,
+    Vbid,
+)
+
+HEADER = struct.Struct(">BBHBBHIIQ")
+"""magic, opcode, key length, extras length, datatype, vbucket, body length, opaque, cas."""
+MAGIC = 0x80
+DATATYPE_SNAPPY = 0x02
+DATATYPE_XATTR = 0x04
+VALUE_LENGTH_MAX = 32 * 1024 * 1024
+"""A document of 20 MiB and its xattrs, and some more: nothing larger is accepted."""
+
+_MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
+_MUTATION_BYTES = _MUTATION.size
+_MUTATION_EXTRAS = 31
+_READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
+"""opcode, key length, extras length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta, first byte of
+the key: what a reader needs of a mutation.
+"""
+_READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
+"""The same without seqno and rev_seqno."""
+_new_tuple = tuple.__new__
+_DELETION_V1 = struct.Struct(">QQH")
+_DELETION_V2 = struct.Struct(">QQIB")
+_EXPIRATION = struct.Struct(">QQI")
+_MUTATION_KIND = Kind.MUTATION
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(Kind.SYSTEM_EVENT)
+"""Plain numbers for loops over rows: comparing with a member of an enum takes a tenth of a row's time."""
+
+
+ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
+"""Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+KIND = keys.ROW_KEY_SIZE
+"""Where the kind of the row stands in a reference."""
+BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
+"""Where branch and seqno stand in the same, as bytes that sort like the numbers."""
+AFTER_BRANCH = slice(4, None)
+"""What stays when a row or reference becomes another branch's (`merge`)."""
+
+
+def row_key(prefix: bytes, seqno: int) -> bytes:
+    """Key of the row at a seqno of the branch whose `keys.PREFIX` is given."""
+    return prefix + seqno.to_bytes(8, "big")
+
+
+def branch_of(row_key: bytes) -> int:
+    """Branch of the key of a row or boundary, or of a reference."""
+    return int.from_bytes(row_key[:4], "big")
+
+
+def seqno_of(row_key: bytes) -> int:
+    """Seqno of the key of a row or boundary, or of a reference."""
+    return int.from_bytes(row_key[4:12], "big")
+
+
+def kind_of(reference: bytes) -> int:
+    """Kind of the row that a reference names."""
+    return reference[KIND]
+
+
+def is_system_event(frame: bytes) -> bool:
+    """Whether a message in stored form is a system event, which has no key row."""
+    return frame[1] == SYSTEM_EVENT
+
+
+def key_of(frame: bytes) -> bytes:
+    """The prefixed key of a message in stored form. Loops over many rows write this out."""
+    start = 24 + frame[4]
+    return frame[start : start + (frame[2] << 8 | frame[3])]
+
+
+def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
+    out = []
+    for row_key, frame in rows:
+        if frame[1] != SYSTEM_EVENT:
+            start = 24 + frame[4]
+            out.append((frame[start : start + (frame[2] << 8 | frame[3])], row_key + frame[1:2]))
+    return out
+
+
+def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
+    try:
+        return keys.split_key(wire_key)
+    except ValueError as error:
+        raise CorruptedError(str(error), vbid=vbid, hint="run `dcp-mirror check`") from error
+
+
+def decode_row(
+    vbid: Vbid, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
+) -> Document:
+    """A stored row as a Document; `raw` leaves the value compressed and with its xattrs. With `lenient` a value that
+    cannot be taken apart stays as it is stored as well, and `datatype` says so. `tail_bytes` at the end of `frame` are
+    not of the message.
+
+    Raises CorruptedError when the bytes contradict the format.
+    """
+    end = len(frame) - tail_bytes
+    if end > _MUTATION_BYTES:
+        (
+            opcode, key_length, extras_length, datatype, body_length, cas, seqno, rev_seqno, flags, expiry, nmeta,
+            collection_id,
+        ) = _READ_MUTATION(frame)  # fmt: skip
+        if opcode != MUTATION or extras_length != _MUTATION_EXTRAS:
+            return _decode_other(vbid, branch, frame[:end], raw, lenient)
+        value_start, value_end = 55 + key_length, end - nmeta
+        if 24 + body_length != end or value_start > value_end:
+            raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
+        value = frame[value_start:value_end]
+        key = frame[56:value_start]
+        if collection_id >= 0x80:
+            collection_id, key = _split_key(frame[55:value_start], vbid)
+        if datatype & 6 and not raw:
+            value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
+        # Not Document(...): the same tuple without the Python-level __new__ of a named tuple, which costs as much as
+        # finding the row.
+        return _new_tuple(
+            Document,
+            (vbid, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, _MUTATION_KIND, branch),
+        )
+    return _decode_other(vbid, branch, frame[:end], raw, lenient)
+
+
+def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
+    """Datatype, cas, flags, expiry and value, as it is stored, of a mutation: what an answer to a GET says.
+
+    Raises CorruptedError when the lengths contradict each other.
+    """
+    key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
+    end = len(frame) - tail_bytes
+    if 24 + body_length != end or 55 + key_length + nmeta > end:
+        raise CorruptedError("a row's lengths do not add up", hint="run `dcp-mirror check`")
+    return datatype, cas, flags, expiry, frame[55 + key_length : end - nmeta]
+
+
+def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
+    """Tombstones and system events; system events carry their name as key and collection id 0."""
+    try:
+        _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
+        kind = _KINDS.get(opcode)
+        if kind is None or 24 + body_length != len(frame) or extras_length + key_length > body_length:
+            raise CorruptedError(f"a row of opcode 0x{opcode:02x} cannot be read", vbid=vbid)
+        nmeta = delete_time = 0
+        if kind is Kind.DELETION and extras_length == _DELETION_V1.size:
+            seqno, rev_seqno, nmeta = _DELETION_V1.unpack_from(frame, 24)
+        elif kind is Kind.DELETION and extras_length == _DELETION_V2.size:
+            seqno, rev_seqno, delete_time, _ = _DELETION_V2.unpack_from(frame, 24)
+        elif kind is Kind.EXPIRATION and extras_length == _EXPIRATION.size:
+            seqno, rev_seqno, delete_time = _EXPIRATION.unpack_from(frame, 24)
+        elif kind is Kind.SYSTEM_EVENT and extras_length == 13:
+            seqno, rev_seqno = int.from_bytes(frame[24:32], "big"), 0
+        else:
+            raise CorruptedError(f"a {kind.name.lower()} row has {extras_length} bytes of extras", vbid=vbid)
+        key_start = 24 + extras_length
+        wire_key = frame[key_start : key_start + key_length]
+        value = frame[key_start + key_length : len(frame) - nmeta]
+        collection_id, key = (0, wire_key) if kind is Kind.SYSTEM_EVENT else _split_key(wire_key, vbid)
+    except (struct.error, IndexError, ValueError) as error:
+        raise CorruptedError(f"a row cannot be read: {error}", vbid=vbid) from error
+    if datatype & 6 and not raw:
+        value, datatype = body_or_all(value, datatype) if lenient else body_of(value, datatype)
+    return Document(
+        vbid, collection_id, key, Seqno(seqno), rev_seqno, cas, 0, delete_time, datatype, value, kind, branch
+    )
+
+
+def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The document body alone: decompressed, without the xattr section; and the datatype that is left."""
+    if not value:  # streamed without values: the datatype is that of the value which was left out
+        return value, datatype & ~(DATATYPE_SNAPPY | DATATYPE_XATTR)
+    if datatype & DATATYPE_SNAPPY:
+        value = decompress(value)
+        datatype &= ~DATATYPE_SNAPPY
+    if datatype & DATATYPE_XATTR:
+        if len(value) < 4 or (end := 4 + int.from_bytes(value[:4], "big")) > len(value):
+            raise CorruptedError("the xattr section of a value is longer than the value")
+        value = value[end:]
+        datatype &= ~DATATYPE_XATTR
+    return value, datatype
+
+
+def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
+    """The same; the value as it is stored, with its datatype, where it cannot be taken apart (see `value_problem`)."""
+    try:
+        return body_of(value, datatype)
+    except CorruptedError:
+        return value, datatype
+
+
+def value_problem(document: Document) -> str | None:
+    """Why the value of a document stayed as it is stored where its body was requested; None: it can be taken apart."""
+    if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
+        try:
+            body_of(document.value, document.datatype)
+        except CorruptedError as error:
+            return error.message
+    return None
+
+
+def decompressed_bytes(value: bytes) -> int:
+    """How many bytes a compressed value (Snappy, raw format) says that it has. Raises CorruptedError above a bound."""
+    claimed = shift = 0
+    for byte in value[:5]:
+        claimed |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    if not value or claimed > VALUE_LENGTH_MAX:
+        raise CorruptedError(f"a compressed value claims {claimed} bytes; at most {VALUE_LENGTH_MAX} are possible")
+    return claimed
+
+
+def decompress(value: bytes) -> bytes:
+    """Snappy (raw format). The length that the data claims is bounded before it is believed."""
+    decompressed_bytes(value)
+    try:
+        return bytes(cramjam.snappy.decompress_raw(value))
+    except Exception as error:
+        raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
+
+
+def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
+    """The same into memory of the length that the data claims, without the interpreter's lock: for a thread of its
+    own.
+    """
+    try:
+        byte_count = cramjam.snappy.decompress_raw_into(value, found)
+    except Exception as error:
+        raise CorruptedError(f"a compressed value cannot be decompressed: {error}") from error
+    if byte_count != len(found):
+        raise CorruptedError(f"a compressed value claims {len(found)} bytes and has {byte_count}")
+
+
+def encode_mutation(
+    key: bytes,
+    value: bytes,
+    seqno: int,
+    *,
+    collection_id: int = 0,
+    rev_seqno: int = 1,
+    cas: int = 1,
+    flags: int = 0,
+    expiry: int = 0,
+    datatype: int = 0,
+) -> bytes:
+    """A stored mutation, for benchmarks and tools that write rows without a source."""
+    wire_key = keys.encode_collection_id(collection_id) + key
+    body_length = _MUTATION_EXTRAS + len(wire_key) + len(value)
+    head = _MUTATION.pack(
+        MAGIC, MUTATION, len(wire_key), _MUTATION_EXTRAS, datatype, 0, body_length, 0, cas, seqno, rev_seqno, flags,
+        expiry, 0, 0, 0,
+    )  # fmt: skip
+    return head + wire_key + value
+
+
+def encode_deletion(
+    key: bytes, seqno: int, *, collection_id: int = 0, rev_seqno: int = 2, cas: int = 1, expired: bool = False
+) -> bytes:
+    """A stored tombstone without value, for benchmarks and tools that write rows without a source."""
+    wire_key = keys.encode_collection_id(collection_id) + key
+    extras = _EXPIRATION.pack(seqno, rev_seqno, 0) if expired else _DELETION_V1.pack(seqno, rev_seqno, 0)
+    opcode = Kind.EXPIRATION if expired else Kind.DELETION
+    body_length = len(extras) + len(wire_key)
+    return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
+
+
+_T = TypeVar("_T")
+
+
+def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
+    """Whatever the fields of a damaged record make of their reader is a CorruptedError that names the record."""
+
+    def wrap(read: Callable[[bytes | None], _T]) -> Callable[[bytes | None], _T]:
+        @wraps(read)
+        def reading(data: bytes | None) -> _T:
+            try:
+                return read(data)
+            except (TypeError, ValueError, LookupError) as error:
+                raise CorruptedError(f"the {what} record is damaged: {error}", hint="run `dcp-mirror check`") from error
+
+        return reading
+
+    return wrap
+
+
+def _pack(*fields: Any) -> bytes:
+    return bytes(msgpack.packb((1, *fields)))
+
+
+def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
+    if data is None:
+        raise CorruptedError(f"the {what} record is missing", hint="run `dcp-mirror check`")
+    try:
+        fields = msgpack.unpackb(data)
+    except Exception as error:
+        raise CorruptedError(f"the {what} record cannot be read: {error}") from error
+    if not isinstance(fields, list) or len(fields) - 1 not in counts or fields[0] != 1:
+        raise CorruptedError(f"the {what} record has an unknown shape")
+    return fields[1:]
+
+
+HistoryIds = tuple[tuple[int, int], ...]
+"""(history id, seqno), rising: positions on a branch above the seqno are of that history; the first id also holds for
+those at or below its seqno.
+"""
+
+
+def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
+    """Which history a position is of; 0: of none that is known."""
+    if not history_ids:
+        return 0
+    return history_ids[bisect_left(history_ids, seqno, 1, key=itemgetter(1)) - 1][0]
+
+
+class Pub(NamedTuple):
+    """A row of `pub`: what a vbucket serves."""
+
+    branch: int
+    seqno: int
+    floor_seqno: int
+    """The oldest kept boundary."""
+    manifest_branch: int
+    """0: the initial manifest, for which there is no row."""
+    manifest_seqno: int
+    flags: int = 0
+
+    @property
+    def manifest_key(self) -> tuple[int, int]:
+        """Where the row of its manifest lies."""
+        return self.manifest_branch, self.manifest_seqno
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a resync is under way."""
+        return bool(self.flags & keys.PUB_STALE)
+
+    @property
+    def is_unavailable(self) -> bool:
+        """Whether readers are refused until the resync has ended."""
+        return bool(self.flags & keys.PUB_UNAVAILABLE)
+
+
+def decode_pub(data: bytes | None) -> Pub:
+    """A Pub from its bytes."""
+    if data is None or len(data) != keys.PUB.size:
+        raise CorruptedError("the pub record is missing or damaged")
+    return Pub(*keys.PUB.unpack(data))
+
+
+class BranchRow(NamedTuple):
+    """A row of `branch`."""
+
+    parent: int | None
+    base_seqno: int
+    vbuuid: int
+    reason: int
+    time_ms: int
+    """When readers first saw it, milliseconds since 1970; 0: a copy that they have not seen."""
+    kept_seqno: int = SEQNO_MAX
+    """Rows of this branch above it are dead, and the purger has begun to remove them."""
+    history_ms: int = 0
+    """The history clock at `time_ms`."""
+    first_branch: int = 0
+    """The lowest number whose place it took: nothing was published on those. 0: its own number is the only one."""
+    history_ids: HistoryIds = ()
+    """Which history the positions on this branch are of."""
+
+
+def encode_branch(row: BranchRow) -> bytes:
+    """A row of `branch`."""
+    return _pack(*row)
+
+
+@_reads("branch")
+def decode_branch(data: bytes | None) -> BranchRow:
+    """A BranchRow from its bytes."""
+    *fields, history_ids = _unpack(data, "branch", 9)
+    try:
+        return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
+    except (TypeError, ValueError) as error:
+        raise CorruptedError("the branch record has an unknown shape") from error
+
+
+class StateRow(NamedTuple):
+    """A row of `state`: what the writer goes on from (`VbucketState` says what the fields mean)."""
+
+    staging_branch: int
+    staged_seqno: int
+    staging_published_seqno: int
+    indexed_seqno: int
+    open_snapshot: SnapshotRange | None
+    failover_log: FailoverLog
+    source_purge_seqno: int
+    rollback_count: int
+    last_rollback_ms: int | None
+    stream_filter: str | None = None
+    missing_seqno: int = 0
+
+
+def encode_state(row: StateRow) -> bytes:
+    """A row of `state`."""
+    staging_branch, staged, published, indexed, snapshot, log, purge, rollbacks, last, stream_filter, missing = row
+    return _pack(
+        staging_branch,
+        staged,
+        published,
+        indexed,
+        (snapshot.start_seqno, snapshot.end_seqno, snapshot.flags) if snapshot else None,
+        log,
+        purge,
+        rollbacks,
+        last,
+        stream_filter,
+        missing,
+    )
+
+
+@_reads("state")
+def decode_state(data: bytes | None) -> StateRow:
+    """A StateRow from its bytes."""
+    fields = _unpack(data, "state", 9, 11)
+    branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = fields[:9]
+    return StateRow(
+        branch,
+        staged,
+        published,
+        indexed,
+        SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
+        FailoverLog.of(log),
+        purge,
+        rollbacks,
+        last,
+        fields[9] if len(fields) > 9 else None,
+        fields[10] if len(fields) > 10 else SEQNO_MAX,
+    )
+
+
+_MANIFEST_UID_END = 16
+"""Behind it in a row of `manifest`, whatever it is: it takes 9 bytes at most, behind two others."""
+
+
+def encode_manifest(change: ManifestChange) -> bytes:
+    """A row of `manifest`."""
+    collections = [
+        (cid,) if entry is None else (cid, entry.scope_id, entry.name, entry.begin_seqno, entry.max_ttl)
+        for cid, entry in change.collections.items()
+    ]
+    return _pack(change.uid, list(change.scopes.items()), collections, change.emptied, change.whole)
+
+
+@_reads("manifest")
+def decode_manifest(data: bytes | None) -> ManifestChange:
+    """A ManifestChange from its row."""
+    uid, scopes, collections, emptied, whole = _unpack(data, "manifest", 5)
+    return ManifestChange(
+        ManifestUid(uid),
+        dict(scopes),
+        {c[0]: Collection(c[0], c[1], c[2], Seqno(c[3]), c[4]) if len(c) > 1 else None for c in collections},
+        tuple(emptied),
+        bool(whole),
+    )
+
+
+def manifest_uid(data: bytes | None) -> int:
+    """The uid of a manifest from its row, of which nothing else is decoded."""
+    if data is None:
+        raise CorruptedError("the manifest record is missing", hint="run `dcp-mirror check`")
+    try:
+        unpacker = msgpack.Unpacker(read_size=_MANIFEST_UID_END)  # not a buffer of a megabyte
+        unpacker.feed(data[:_MANIFEST_UID_END])
+        unpacker.read_array_header()
+        unpacker.skip()
+        return int(unpacker.unpack())
+    except (msgpack.UnpackException, TypeError, ValueError) as error:
+        raise CorruptedError(f"the manifest record is damaged: {error}", hint="run `dcp-mirror check`") from error
+
+
+def encode_rollback(
+    from_branch: int,
+    from_seqno: int,
+    to_branch: int,
+    to_seqno: int,
+    from_vbuuid: int,
+    to_vbuuid: int,
+    time_ms: int,
+    reached_seqno: int | None = None,
+) -> bytes:
+    """A row of `rollback`. `reached_seqno`, of a deferred one: where readers went to in one step."""
+    reached = () if reached_seqno is None else (reached_seqno,)
+    return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
+
+
+@_reads("rollback")
+def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int, int | None]:
+    """The fields of `encode_rollback`, in its order."""
+    a, b, c, d, e, f, g, *reached = _unpack(data, "rollback", 7, 8)
+    return a, b, c, d, e, f, g, reached[0] if reached else None

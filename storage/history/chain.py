@@ -1,0 +1,248 @@
+"""Branches: which rows of a vbucket a view sees, and where its kept boundaries are.
+
+Knows the `branch` tree and boundary rows; writes nothing. A chain is the served branch and its parents, newest first,
+each with its cut: rows of that branch with seqno <= cut are visible. Invariants: a parent's number is smaller than its
+child's; a parent's cut is the smallest base_seqno below it on the chain, so cuts never rise towards the root; the rows
+of a branch lie above its base_seqno. So the rows of a chain, walked from root to tip, strictly rise in seqno.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from storage.env.transaction import Transaction
+from storage.errors import CorruptedError
+from storage.format import keys, records
+from storage.format.records import BRANCH, ROW_KEY
+from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """One branch of a chain: rows with base_seqno < seqno <= cut are visible."""
+
+    branch: int
+    base_seqno: int
+    cut: int
+    kept_seqno: int = SEQNO_MAX
+    """Rows of the branch above it may be gone already (they are on no served chain)."""
+    first_branch: int = 0
+    """The lowest number that means this link; those below `branch` had no rows and meant its base (0: `branch`)."""
+    history_ids: records.HistoryIds = ()
+
+    def history_id(self, seqno: int) -> int:
+        """Which history a position on this branch is of."""
+        return records.history_id_at(self.history_ids, seqno)
+
+
+Chain = tuple[ChainLink, ...]
+
+SPAN_SEQNOS = 100
+"""A snapshot with more seqnos than this is leapt over when boundaries are looked for."""
+
+
+def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
+    """The chain of `branch` cut at `cut`, newest first."""
+    links: list[ChainLink] = []
+    current: int | None = branch
+    while current is not None:
+        data = txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, current))
+        if data is None and not links:
+            data = _successor(txn.cursor(keys.DB_BRANCH), vbid, current)
+        try:
+            row = records.decode_branch(data)
+        except CorruptedError as error:
+            raise CorruptedError(f"branch {current}: {error.message}", path=txn.path, vbid=vbid) from error
+        if row.parent is not None and row.parent >= current:
+            raise CorruptedError(f"branch {current} has parent {row.parent}", path=txn.path, vbid=vbid)
+        links.append(
+            ChainLink(current, row.base_seqno, cut, row.kept_seqno, row.first_branch or current, row.history_ids)
+        )
+        cut = min(cut, row.base_seqno)
+        current = row.parent
+    return tuple(links)
+
+
+def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
+    """The row of the branch that took the place of a forgotten one (see `branches.abandon`), None where there is none.
+
+    Both have the same parent and base; nothing was ever published on the forgotten one.
+    """
+    key = keys.BRANCH_KEY.pack(vbid, branch)
+    if not cursor.set_range(key) or cursor.key()[:2] != key[:2]:
+        return None
+    data: bytes = cursor.value()
+    return data if 0 < records.decode_branch(data).first_branch <= branch else None
+
+
+def recut(chain: Chain, cut: int) -> Chain:
+    """The same chain seen as of seqno `cut`."""
+    if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
+        return chain if cut >= chain[0].cut else (_cut_at(chain[0], cut), *chain[1:])
+    return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
+
+
+def _cut_at(link: ChainLink, cut: int) -> ChainLink:
+    return ChainLink(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
+
+
+def same(one: Chain, other: Chain) -> bool:
+    """Whether both see the same rows under the same numbers."""
+    return len(one) == len(other) and all(
+        (a.branch, a.base_seqno, a.cut) == (b.branch, b.base_seqno, b.cut) for a, b in zip(one, other, strict=True)
+    )
+
+
+def sees(chain: Chain, branch: int, seqno: int) -> bool:
+    """Whether the position (branch, seqno) is one of the chain's own history."""
+    at = _link_of(chain, branch, 0)
+    if at < len(chain) and chain[at].branch == branch:
+        return seqno <= chain[at].cut
+    replaced = at > 0 and 0 < chain[at - 1].first_branch <= branch
+    return replaced and seqno <= min(chain[at - 1].base_seqno, chain[at - 1].cut)
+
+
+def common_seqno(served: Chain, other: Chain) -> int | None:
+    """Up to where two chains are one history; None: they have none in common."""
+    cuts = {link.branch: link.cut for link in served}
+    return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
+
+
+def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
+    """The newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
+
+    Cost: a seek for each branch that has versions of the key which are not visible, whatever the length of the chain.
+    """
+    if not cursor.set_key(wire_key) or not cursor.last_dup():
+        return None
+    dup: bytes = cursor.value()
+    at = 0
+    while (at := _link_of(chain, records.branch_of(dup), at)) < len(chain):
+        link = chain[at]
+        limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
+        if dup[BRANCH] == limit[BRANCH] and dup[ROW_KEY] <= limit[ROW_KEY]:
+            return dup
+        if cursor.set_range_dup(wire_key, limit):
+            if not cursor.prev_dup():
+                return None
+        else:
+            cursor.set_key(wire_key)
+            cursor.last_dup()
+        dup = cursor.value()
+    return None
+
+
+def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
+    """The index of the first link, from `start` on, whose branch is `branch` or older; len(chain) without one."""
+    if start < len(chain) and chain[start].branch <= branch:
+        return start
+    return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
+
+
+def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
+    """A boundary row as a Boundary; without the link of its branch, of no known history."""
+    branch, seqno = keys.ROW.unpack_from(key)
+    if len(value) != keys.BOUNDARY.size:
+        raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
+    start, vbuuid, time_ms, history_ms, ordinal, row_bytes = keys.BOUNDARY.unpack(value)
+    history_id = link.history_id(seqno) if link is not None else 0
+    return Boundary(
+        Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms, ordinal, row_bytes, history_id
+    )
+
+
+def boundary_value(boundary: Boundary) -> bytes:
+    """A boundary row's value."""
+    return keys.BOUNDARY.pack(
+        boundary.snap_start_seqno,
+        boundary.vbuuid,
+        boundary.time_ms,
+        boundary.history_ms,
+        boundary.ordinal,
+        boundary.row_bytes,
+    )
+
+
+def newest_boundary(txn: Transaction, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
+    """The newest kept boundary of the chain with seqno <= `to_seqno`; None when there is none above 0."""
+    for boundary in boundaries(txn, vbid, recut(chain, to_seqno)):
+        return boundary
+    return None
+
+
+def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]:
+    """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base.
+
+    Walks rows backwards, but leaps over those of long snapshots (`span`): from one boundary to the next it costs at
+    most `SPAN_SEQNOS` rows.
+    """
+    cursor = txn.cursor(keys.rows_db(vbid))
+    spans = txn.cursor(keys.DB_SPAN)
+    last = None
+    for link in chain:
+        prefix = keys.PREFIX.pack(link.branch)
+        position: int | None = _before_span(spans, vbid, link)
+        while position is not None:
+            if not (
+                cursor.prev() if cursor.set_range(keys.ROW.pack(link.branch, position) + b"\x02") else cursor.last()
+            ):
+                return  # nothing lies below the tip, so nothing below the tips of its parents either
+            position = None
+            for key, value in cursor.iterprev():
+                if not key.startswith(prefix):
+                    break
+                if len(key) == keys.BOUNDARY_KEY_SIZE:
+                    boundary = boundary_of(key, value, vbid, link)
+                    if boundary.seqno != last:
+                        last = boundary.seqno
+                        yield boundary
+                    if spans.set_key(keys.SPAN_KEY.pack(vbid, link.branch, boundary.seqno)):
+                        (position,) = keys.SEQNO.unpack(spans.value())
+                        break
+
+
+def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
+    """Generate the boundaries of a chain above a seqno, rising. From one to the next it costs `SPAN_SEQNOS` rows at
+    most, as `boundaries` does.
+    """
+    cursor = txn.cursor(keys.rows_db(vbid))
+    spans = txn.cursor(keys.DB_SPAN)
+    for link in reversed(chain):
+        limit = keys.ROW.pack(link.branch, link.cut) + b"\xff"
+        position = max(after_seqno, link.base_seqno)
+        while position < link.cut:
+            first = position + 1
+            span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
+            if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
+                (before,) = keys.SEQNO.unpack(spans.value())
+                if before < first:  # nothing lies between: on to the end of that snapshot
+                    first = int.from_bytes(spans.key()[6:], "big")
+            position = link.cut
+            if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
+                for key, value in cursor.iternext():
+                    if key > limit:
+                        break
+                    if len(key) == keys.BOUNDARY_KEY_SIZE:
+                        boundary = boundary_of(key, value, vbid, link)
+                        yield boundary
+                        position = boundary.seqno
+                        break
+
+
+def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
+    """The cut of a link; inside of a long snapshot the boundary before that instead."""
+    key = keys.SPAN_KEY.pack(vbid, link.branch, link.cut)
+    if spans.set_range(key) and spans.key()[:6] == key[:6] and spans.key() != key:
+        (before,) = keys.SEQNO.unpack(spans.value())
+        return min(link.cut, int(before))
+    return link.cut
+
+
+def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
+    """Remember that no boundary lies between two seqnos of a branch, where that spares a long walk."""
+    if end_seqno - before_seqno > SPAN_SEQNOS:
+        key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
+        txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

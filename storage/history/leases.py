@@ -1,0 +1,115 @@
+"""Leases: positions that readers hold for a while, so that history does not leave them.
+
+Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who holds it,
+nor how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the
+newest kept boundary at or below that position, nor, after a rollback, the point where the history that is served then
+left the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since
+it can be listed. It holds nothing when a vbucket is resynced: no history is common then; nor at seqno 0, since all that
+followed can always be listed. A position ahead of what is published, which a power cut has undone, is granted too: it
+holds what is kept below it, and the position itself once it is published again; where nothing was kept below it, the
+first boundary that is published may be beyond it. Invariants: granted only for what is still kept; a lease that ended,
+by release or by time, holds nothing from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from storage.env.transaction import Transaction
+from storage.errors import CorruptedError, NoSuchBoundary
+from storage.history import chain
+from storage.model import Vbid
+
+LEASES_MAX = 256
+"""Leases of a group at once: each costs the purger a look. A job holds one."""
+
+LEASE_MAX_MS = 86_400_000
+"""No lease is held longer than this without being renewed, whatever the clock said that its end was taken from."""
+
+Position = tuple[int, int]
+"""Branch and seqno."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """Positions held until `until_ms` of the history clock."""
+
+    positions: Mapping[int, Position]
+    until_ms: int
+
+
+class Leases:
+    """The leases of one group."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._held: dict[str, HeldLease] = {}
+
+    def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
+        """Hold what was found to be kept (`check_kept`); an older lease of that name is replaced."""
+        self._held[name] = HeldLease(positions, until_ms)
+
+    def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
+        """Hold on. False: no such lease holds these (any more); what one that ended held may be gone since."""
+        self.prune(now_ms)
+        lease = self._held.get(name)
+        if lease is None or lease.positions != positions:
+            return False
+        self._held[name] = HeldLease(positions, until_ms)
+        return True
+
+    def release(self, name: str) -> None:
+        """Hold no longer."""
+        self._held.pop(name, None)
+
+    def prune(self, now_ms: int) -> None:
+        """Forget what ended."""
+        self._held = {name: lease for name, lease in self._held.items() if lease.until_ms > now_ms}
+
+    @property
+    def full(self) -> bool:
+        """True when another would be one too many."""
+        return len(self._held) >= LEASES_MAX
+
+    def of(self, vbid: int, now_ms: int) -> list[Position]:
+        """What is held of a vbucket."""
+        active = (lease.positions for lease in self._held.values() if lease.until_ms > now_ms)
+        return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
+
+    def floor_max(self, txn: Transaction, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
+        """The seqno that the floor of the served chain may not pass; None: any."""
+        limits = [
+            common
+            for branch, seqno in self.of(vbid, now_ms)
+            if (common := chain.common_seqno(served, chain.load(txn, vbid, branch, seqno))) is not None
+        ]
+        if not limits:
+            return None
+        boundary = chain.newest_boundary(txn, vbid, served, min(limits))
+        return boundary.seqno if boundary is not None else 0
+
+    def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.ChainLink]:
+        """Branches and cuts whose rows somebody holds."""
+        for branch, seqno in self.of(vbid, now_ms):
+            yield from chain.load(txn, vbid, branch, seqno)
+
+
+def check_kept(txn: Transaction, vbid: Vbid, position: Position) -> None:
+    """Raise NoSuchBoundary unless all that a lease of the position would hold is still there."""
+    if not position[1]:
+        return
+    branch, published, floor, *_ = txn.pub(vbid)
+    served = chain.load(txn, vbid, branch, published)
+    try:
+        held = chain.load(txn, vbid, *position)
+    except CorruptedError:
+        held = ()
+    common = chain.common_seqno(served, held)
+    gap = common is not None and any(link.kept_seqno < link.cut and common < link.cut for link in held)
+    if common is None or common < floor or gap:
+        raise NoSuchBoundary(
+            f"{position[0]}:{position[1]} is not kept; history begins at {branch}:{floor}",
+            vbid=vbid,
+            hint="begin again from what is published now, or keep more history",
+        )

@@ -1,0 +1,166 @@
+"""Merging links of a chain that are history, so that reads do not slow down with each failover in the life of a mirror.
+
+Knows chains, and every tree that says on which branch something lies; when there is a moment for it, the purger knows.
+A branch stays on the chain after a rollback for as long as it has a row that nothing has replaced. Below the floor
+nobody goes back to it any more, so its rows can be its parent's: they are moved there, oldest first, and its base rises
+with them; when none is left it goes itself. Of more than `LINKS_MAX` links the one with the fewest seqnos goes first: a
+row is moved again only when what it lies on has at least doubled.
+
+Invariants:
+- a step is one transaction, after which the same rows are visible at the same seqnos; the next one may be another
+  process's;
+- rows move only if the parent has none above the base of the branch, and the branch none that is not visible: those
+  that a rollback retracted are gone;
+- rows move only to above the base of the parent. A deeper rollback leaves an empty branch behind whose base lies above
+  that of its child: it becomes its own parent's first;
+- a position on the parent above that base was of a history that was lost: those that the moved rows make there are of a
+  new history id;
+- each step draws a new chain id: anyone who has read chains before reads them again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.format import keys, records
+from storage.format.records import AFTER_BRANCH
+from storage.history import branches, chain, prepares
+from storage.model import SEQNO_MAX, BranchReason, Vbid
+
+LINKS_MAX = 16
+"""Links of a chain that may lie below the floor: a mirror of few failovers never moves a row for this."""
+ROLLBACKS_KEPT = 16
+"""Of rollbacks that are history, the newest few stay: for people, and for those who wait for a write that was lost."""
+
+
+class Pair(NamedTuple):
+    """A branch that is to become its parent's, and the one branch that goes on from it."""
+
+    parent: int
+    branch: int
+    child: int
+    base_seqno: int
+    top_seqno: int
+    """Rows of `branch` above the base and up to here are visible; it is the base where none is."""
+
+
+class Moved(NamedTuple):
+    """What a step has moved: rows of `branch` up to a seqno are the parent's now."""
+
+    branch: int
+    parent: int
+    to_seqno: int
+
+
+def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
+    """Which two links of the served chain to merge next; None: there are few below the floor, or none can be yet.
+
+    Everything below the floor was purged. `known`: every branch of the vbucket.
+    """
+    history = [number for number, link in enumerate(links) if number and link.cut < floor_seqno]
+    if len(history) <= LINKS_MAX:
+        return None
+
+    def order(number: int) -> tuple[bool, int]:
+        link = links[number]
+        return known[link.branch].reason != BranchReason.MERGING, link.cut - link.base_seqno
+
+    for number in sorted(history[:-1], key=order):
+        link = links[number]
+        pair = Pair(
+            links[number + 1].branch,
+            link.branch,
+            links[number - 1].branch,
+            link.base_seqno,
+            max(link.base_seqno, link.cut),
+        )
+        if _is_ready(txn, vbid, pair, min(link.base_seqno, link.cut), known):
+            return pair
+    return None
+
+
+def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: branches.Known) -> bool:
+    """True if both branches hold only visible rows and no other branch continues from this one."""
+    if known[pair.parent].base_seqno > pair.base_seqno:
+        return False
+    if [branch for branch, row in known.items() if row.parent == pair.branch] != [pair.child]:
+        return False
+    cursor = txn.cursor(keys.rows_db(vbid))
+    return not any(
+        cursor.set_range(keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX + b"\0")
+        and cursor.key().startswith(keys.PREFIX.pack(branch))
+        for branch, seqno in ((pair.parent, above_seqno), (pair.branch, pair.top_seqno))
+    )
+
+
+def step(txn: Transaction, vbid: Vbid, pair: Pair, limit: int) -> Moved:
+    """Move the next rows, `limit` at most, and all that goes with them."""
+    to_seqno = _move_rows(txn, vbid, pair, limit)
+    done = to_seqno == pair.top_seqno
+    branches.move_manifests(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
+    prepares.move(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno, done=done)
+    _move_base(txn, vbid, pair, to_seqno, done)
+    branches.draw_chain_id(txn, vbid)
+    return Moved(pair.branch, pair.parent, to_seqno)
+
+
+def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
+    """Rows and their key rows; boundaries among them are below the floor, and go. Returns how far that was."""
+    rows_db, keys_db = keys.rows_db(vbid), keys.keys_db(vbid)
+    prefix = keys.PREFIX.pack(pair.branch)
+    cursor = txn.cursor(rows_db)
+    there = cursor.set_range(keys.ROW.pack(pair.branch, pair.base_seqno))
+    taken: list[tuple[bytes, bytes]] = []
+    to_seqno = pair.top_seqno
+    while there and cursor.key().startswith(prefix):
+        if len(cursor.key()) == keys.ROW_KEY_SIZE:
+            if len(taken) == limit:
+                to_seqno = keys.ROW.unpack(taken[-1][0])[1]
+                break
+            taken.append((cursor.key(), cursor.value()))
+        there = cursor.delete()
+    parent = keys.PREFIX.pack(pair.parent)
+    for row_key, stored in taken:
+        txn.put(rows_db, parent + row_key[AFTER_BRANCH], stored)
+    for wire_key, dup in sorted(records.key_rows(taken)):
+        txn.delete(keys_db, wire_key, dup)
+        txn.put(keys_db, wire_key, parent + dup[AFTER_BRANCH])
+    return to_seqno
+
+
+def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: bool) -> None:
+    row = branches.get_branch(txn, vbid, pair.branch)
+    parent = branches.get_branch(txn, vbid, pair.parent)
+    if row.reason != BranchReason.MERGING and pair.top_seqno > pair.base_seqno:
+        ids = branches.with_history(parent.history_ids, secrets.randbits(64) or 1, pair.base_seqno)
+        parent = parent._replace(history_ids=ids, kept_seqno=SEQNO_MAX)
+        branches.put_branch(txn, vbid, pair.parent, parent)
+    if not done:
+        row = row._replace(base_seqno=to_seqno, reason=BranchReason.MERGING)
+        branches.put_branch(txn, vbid, pair.branch, row)
+        return
+    child = branches.get_branch(txn, vbid, pair.child)
+    branches.put_branch(txn, vbid, pair.child, child._replace(parent=pair.parent))
+    branches.forget(txn, vbid, [pair.branch])
+
+
+def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
+    """Keys of `rollback` that say nothing of kept history, oldest first; the newest `ROLLBACKS_KEPT` always do."""
+    cursor = txn.cursor(keys.DB_ROLLBACK)
+    there = cursor.prev() if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
+    if not there or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
+        return []
+    newest = keys.ROLLBACK_KEY.unpack(cursor.key())[1]
+    found: list[bytes] = []
+    cursor.set_range(keys.VBID_KEY.pack(vbid))
+    for key, value in cursor.iternext():
+        if len(found) == limit or keys.ROLLBACK_KEY.unpack(key)[1] > newest - ROLLBACKS_KEPT:
+            break
+        _, _, to_branch, to_seqno, *_ = records.decode_rollback(value)
+        branch_key = keys.BRANCH_KEY.pack(vbid, to_branch)
+        if to_seqno >= floor_seqno and txn.get(keys.DB_BRANCH, branch_key) is not None:
+            break
+        found.append(key)
+    return found

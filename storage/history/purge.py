@@ -1,0 +1,514 @@
+"""History: raising the floor, and removing what nothing at or above it can see, in small steps.
+
+Knows boundaries, versions and branches, and of time only what `history_clock` says; is called by the group's writer
+when there is nothing better to do. Cost is proportional to what changed, never to the size of the bucket: rows are
+visited once, in seqno order, after the floor has passed them. Invariants:
+- the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
+  below it (`vbucket_reader` and `validity` refuse);
+- a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
+  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno; so does the abort
+  of a sync write, which goes when it is passed;
+- rows of a dropped or flushed collection go when that event is at or below the floor;
+- rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
+  (till then, readers may not have been sent them yet); rows that were never published go at once;
+- what a lease holds stays until the lease ends (`leases`);
+- a link of the chain goes when the floor has passed it, one of many (`merge`);
+- every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
+from storage.format import keys, records
+from storage.history import branches, chain, merge, prepares
+from storage.history.leases import Leases
+from storage.history.removal import Dead, Removal
+from storage.model import SEQNO_MAX, BranchReason, Vbid
+
+LOOK_VBUCKETS = 8
+"""Vbuckets looked at for work in one call."""
+STEP_ROWS = 4_000
+"""Rows removed, and twice as many visited, in one step at most."""
+STEP_MS_MAX = 20
+"""No step should take longer, milliseconds: one that comes near it halves the next."""
+NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
+"""Branches that readers see from their first publish on; until then they have no time."""
+SHARE_MIN = 0.05
+"""Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How much history is kept. Each limit is a maximum: the tightest decides. None: no limit of that kind."""
+
+    time_ms: int | None = None
+    """Readers can go back at least this long, if the mirror is that old."""
+    boundaries: int | None = None
+    """Kept boundaries of a vbucket."""
+    size_bytes: int | None = None
+    """Bytes of rows of a vbucket above its floor."""
+
+
+class AdaptiveStepSize:
+    """How many rows a step may take, by how long the last ones took: disks and neighbours differ."""
+
+    def __init__(self) -> None:
+        """Begin carefully."""
+        self._share = 0.25
+
+    @property
+    def rows(self) -> int:
+        """Rows for the next step."""
+        return max(2, int(STEP_ROWS * self._share))
+
+    def took(self, elapsed_ms: int) -> None:
+        """Take in how long a step took."""
+        if elapsed_ms > STEP_MS_MAX * 0.6:
+            self._share = max(SHARE_MIN, self._share / 2)
+        elif elapsed_ms < STEP_MS_MAX * 0.4:
+            self._share = min(1.0, self._share * 1.1)
+
+
+class Purger:
+    """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
+
+    def __init__(
+        self, environment: Environment, vbids: list[Vbid], window: Window, leases: Leases | None = None
+    ) -> None:
+        """Nothing is known yet of where there is work."""
+        self.environment = environment
+        self.window = window
+        self.leases = Leases() if leases is None else leases
+        self._vbids = vbids
+        self._turn = 0
+        self._idle_looks = 0
+        self._removal: Removal | None = None
+        self._walk: tuple[int, bytes, bytes] | None = None  # vbid, system event, key: where a walk over keys goes on
+        self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
+        self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
+        self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
+        self._short: dict[int, int] = {}  # served branches whose chains are not worth a look: a chain never gets longer
+        self.moved: merge.Moved | None = None
+        """What the last step moved from one branch to another."""
+        self.step_size = AdaptiveStepSize()
+        self.removed_rows = 0
+
+    def plan(self, now_ms: int) -> Vbid | None:
+        """The next vbucket that has work. None: none of the few looked at in this call has. Reads only."""
+        if self._removal is not None:
+            return Vbid(self._removal.vbid)
+        with self.environment.read() as txn:
+            for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
+                vbid = self._vbids[self._turn]
+                if self._has_work(txn, vbid, now_ms):
+                    self._idle_looks = 0
+                    return vbid
+                self._idle_looks += 1
+                self._turn = (self._turn + 1) % len(self._vbids)
+        return None
+
+    @property
+    def round_is_over(self) -> bool:
+        """True when every vbucket was looked at since work was last found."""
+        return self._idle_looks >= len(self._vbids)
+
+    def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
+        """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
+        self.moved = None
+        self._next_walk = self._walk
+        if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
+            self._removal = Removal(vbid, dead)
+        if self._removal is not None:
+            self._announce_gap(txn, vbid, self._removal.dead)
+            return self._removal.step(txn, self.step_size.rows)
+        if numbers := self._forgettable(txn, vbid, now_ms):
+            branches.forget(txn, vbid, numbers[: self.step_size.rows])
+            # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
+            self._forgotten.pop(vbid, None)
+            return 0
+        pub = txn.pub(vbid)
+        links = chain.load(txn, vbid, pub.branch, pub.seqno)
+        floor = pub.floor_seqno
+        purged = branches.purge_row(txn, vbid).purged_seqno
+        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
+            return self._purge_versions(txn, vbid, links, purged, floor)
+        if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
+            self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
+            self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
+            self._forgotten.pop(vbid, None)
+            return 0
+        for key in merge.old_rollbacks(txn, vbid, floor, self.step_size.rows):
+            txn.delete(keys.DB_ROLLBACK, key)
+        target = self._target_floor(txn, vbid, links, floor, now_ms, self.step_size.rows)
+        if target > floor:
+            txn.put_pub(vbid, pub._replace(floor_seqno=target))
+        return 0
+
+    def settle(self, removed_rows: int, elapsed_ms: int) -> None:
+        """A step was committed: what it removed, and how long it took."""
+        self.removed_rows += removed_rows
+        self._walk = self._next_walk
+        self.step_size.took(elapsed_ms)
+        if self._removal is not None and not self._removal.settle():
+            self._removal = None
+
+    def _has_work(self, txn: Transaction, vbid: Vbid, now_ms: int) -> bool:
+        branch, published, floor, *_ = txn.pub(vbid)
+        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid, now_ms):
+            return True
+        if merge.old_rollbacks(txn, vbid, floor, 1):
+            return True
+        purged = branches.purge_row(txn, vbid).purged_seqno
+        if published == floor == purged and self._short.get(vbid) == branch:
+            return False
+        links = chain.load(txn, vbid, branch, published)
+        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
+            return True
+        if purged == floor and self._next_pair(txn, vbid, links, floor) is not None:
+            return True
+        return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
+
+    def _next_pair(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> merge.Pair | None:
+        if len(links) <= merge.LINKS_MAX + 1:
+            self._short[vbid] = links[0].branch
+            return None
+        known = branches.all_branches(txn, vbid)
+        return merge.next_pair(txn, vbid, links, floor, known)
+
+    # -- the floor ------------------------------------------------------------------------------------------------
+
+    def _is_history(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
+        """Whether what lies below the floor may go. The floor of a fresh mirror is its first boundary, which nobody
+        raised: till that is as old as the window, its tombstones are kept like any others.
+        """
+        window = self.window
+        if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
+            return True
+        boundary = chain.newest_boundary(txn, vbid, links, floor)
+        return boundary is None or boundary.history_ms <= now_ms - window.time_ms
+
+    def _target_floor(
+        self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int
+    ) -> int:
+        """Where the floor belongs, or on the way there: it is raised by `looks` boundaries at most.
+
+        The counters of the boundaries say how much lies above one, so nothing is walked but what the floor passes.
+        """
+        window = self.window
+        tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
+        at = chain.newest_boundary(txn, vbid, links, floor)
+        if tip is None or at is None:
+            return floor
+        for boundary in islice(chain.boundaries_after(txn, vbid, links, floor), looks):
+            if not (
+                (window.time_ms is not None and boundary.history_ms <= now_ms - window.time_ms)
+                or (window.boundaries is not None and tip.ordinal - at.ordinal >= window.boundaries)
+                or (window.size_bytes is not None and tip.row_bytes - at.row_bytes > window.size_bytes)
+            ):
+                break
+            at = boundary
+        target = int(at.seqno)
+        if target > floor and (held := self.leases.floor_max(txn, vbid, links, now_ms)) is not None:
+            target = max(floor, min(target, held))
+        if target > floor and (base := self._deferred_base(txn, vbid, links[0].branch)) is not None:
+            target = max(floor, min(target, base))
+        return max(floor, target)
+
+    def _deferred_base(self, txn: Transaction, vbid: Vbid, served: int) -> int | None:
+        """Where a deferred rollback goes on from: what its readers will need of the served history lies below."""
+        state = txn.state_row(vbid)
+        return state.staging_published_seqno or None if state.staging_branch != served else None
+
+    # -- versions below the floor ---------------------------------------------------------------------------------
+
+    def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
+        """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
+        limit = self.step_size.rows
+        victims = _Victims(txn, vbid, links, floor)
+        boundaries: list[bytes] = []
+        aborts, position = prepares.old_aborts(txn, vbid, links, purged, floor, limit)
+        last = position
+        visited = 0
+        for key, frame in _forward(txn, vbid, links, purged):
+            seqno = records.seqno_of(key)
+            if seqno > last:
+                break
+            if len(key) == keys.BOUNDARY_KEY_SIZE:
+                if seqno < floor:
+                    boundaries.append(key)
+                continue
+            if visited >= 2 * limit or len(victims.found) >= limit:
+                position = seqno - 1
+                break
+            visited += 1
+            if not records.is_system_event(frame):
+                victims.add_replaced_by(key, frame)
+                continue
+            found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
+            victims.found += found
+            self._next_walk = None
+            if following:  # there is more to look at: come back to this event
+                self._next_walk = (vbid, key[records.ROW_KEY], following)
+                position = seqno - 1
+                break
+            if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
+                victims.local_purge_seqno = seqno
+        removed = victims.delete()
+        local_purge_seqno = victims.local_purge_seqno
+        for at in aborts:
+            if at[1] <= position:
+                txn.delete(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at))
+                local_purge_seqno = max(local_purge_seqno, at[1])
+        _forget_boundaries(txn, vbid, links, boundaries, purged, floor, position)
+        row = branches.purge_row(txn, vbid)
+        local_purge_seqno = max(local_purge_seqno, row.local_purge_seqno)
+        branches.put_purge_row(txn, vbid, row._replace(purged_seqno=position, local_purge_seqno=local_purge_seqno))
+        return removed
+
+    def _of_dropped_collections(
+        self, txn: Transaction, vbid: Vbid, links: chain.Chain, seqno: int, looks: int
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
+        key to go on from (empty: that was all).
+
+        Where a walk stands is kept in memory: a process that begins in the middle of one begins it again.
+        """
+        event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
+        start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
+        data = txn.get(keys.DB_MANIFEST, keys.VBID_KEY.pack(vbid) + event)
+        change = records.decode_manifest(data)
+        found: list[tuple[bytes, bytes]] = []
+        cuts = {link.branch: min(link.cut, seqno) for link in links}
+        ended = change.emptied
+        cursor = txn.cursor(keys.keys_db(vbid))
+        looked = 0
+        current = b""
+        for prefix in sorted(map(keys.encode_collection_id, ended)):
+            if start > prefix and not start.startswith(prefix):
+                continue
+            if not cursor.set_range(max(prefix, start)):
+                continue
+            for wire_key, dup in cursor.iternext():
+                if not wire_key.startswith(prefix):
+                    break
+                if wire_key != current and looked >= looks:
+                    return found, wire_key
+                current = wire_key
+                looked += 1
+                branch, at, _ = keys.DUP.unpack(dup)
+                if at <= cuts.get(branch, -1):
+                    found.append((wire_key, dup))
+        return found, b""
+
+    # -- branches that nobody sees any more -----------------------------------------------------------------------
+
+    def _removable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
+        """Dead rows that may go now and are still there."""
+        window_ms = self.window.time_ms
+        served, _, floor, *_ = txn.pub(vbid)
+        ranges = self._dead_ranges(txn, vbid, served)
+        cursor = txn.cursor(keys.rows_db(vbid)) if ranges else None
+        for dead in list(ranges):
+            in_window = window_ms is None or (dead.since_ms or 0) > now_ms - window_ms
+            if dead.since_ms is not None and (
+                (in_window and dead.after_seqno >= floor) or self._is_held(txn, vbid, dead, now_ms)
+            ):
+                continue
+            assert cursor is not None
+            if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
+                yield dead
+            else:
+                ranges.remove(dead)  # nothing is ever written there again
+
+    def _forgettable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> list[int]:
+        """`forgettable`, but for what a lease names."""
+        found = self._not_needed(txn, vbid)
+        if found:
+            held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)}
+            found = [branch for branch in found if branch not in held]
+        return found
+
+    def _not_needed(self, txn: Transaction, vbid: Vbid) -> list[int]:
+        """`forgettable`, looked for again only when branches or their rows have changed."""
+        served = txn.pub(vbid).branch
+        ranges = self._dead_ranges(txn, vbid, served)
+        seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
+        known = self._forgotten.get(vbid)
+        if known is not None and known[0] == seen:
+            return known[1]
+        staging = txn.state_row(vbid).staging_branch
+        with_rows = {dead.branch for dead in ranges}
+        found = forgettable(branches.all_branches(txn, vbid), served, staging, with_rows)
+        self._forgotten[vbid] = (seen, found)
+        return found
+
+    def _is_held(self, txn: Transaction, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
+        held = self.leases.held_rows(txn, vbid, now_ms)
+        return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
+
+    def _dead_ranges(self, txn: Transaction, vbid: Vbid, served: int) -> list[Dead]:
+        """`dead_ranges`, found again only when a branch was opened or published."""
+        newest = txn.newest_branch(vbid)
+        known = self._ranges.get(vbid)
+        if known is None or known[0] != (served, newest):
+            known = self._ranges[vbid] = ((served, newest), dead_ranges(txn, vbid))
+        return known[1]
+
+    def _announce_gap(self, txn: Transaction, vbid: Vbid, dead: Dead) -> None:
+        """Before the first row goes, let readers know that there is a gap; leaps and manifests in it go with it."""
+        row = branches.get_branch(txn, vbid, dead.branch)
+        if row.kept_seqno > dead.after_seqno:
+            kept = row._replace(kept_seqno=dead.after_seqno)
+            branches.put_branch(txn, vbid, dead.branch, kept)
+        if dead.after_seqno == SEQNO_MAX:
+            return
+        last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)
+        for tree in (keys.DB_SPAN, keys.DB_MANIFEST):  # their keys are of the same form
+            cursor = txn.cursor(tree)
+            there = cursor.set_range(keys.SPAN_KEY.pack(vbid, dead.branch, dead.after_seqno + 1))
+            for _ in range(self.step_size.rows):
+                if not there or not cursor.key() or cursor.key() > last:
+                    break
+                there = cursor.delete()
+
+
+class _Victims:
+    """Versions below the floor that go in one step."""
+
+    def __init__(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> None:
+        self.found: list[tuple[bytes, bytes]] = []
+        """Wire key and reference of each, some perhaps twice."""
+        self.local_purge_seqno = 0
+        """Of the newest tombstone, or end of a collection, among them."""
+        self._txn = txn
+        self._links = links
+        self._at_floor = chain.recut(links, floor)
+        self._seen: set[tuple[bytes, bytes]] = set()
+        self._keys, self._rows = keys.keys_db(vbid), keys.rows_db(vbid)
+        self._cursor = txn.cursor(self._keys)
+
+    def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
+        """Older versions of a row's key; and the row itself where it is a tombstone that ends its key at the floor."""
+        ((wire_key, dup),) = records.key_rows([(row_key, frame)])
+        seqno = records.seqno_of(row_key)
+        older = chain.recut(self._links, seqno - 1)
+        while (before := chain.newest_version(self._cursor, wire_key, older)) is not None:
+            if (wire_key, before) in self._seen:
+                break  # and so are those before it
+            self._seen.add((wire_key, before))
+            self.found.append((wire_key, before))
+            older = chain.recut(older, records.seqno_of(before) - 1)
+        is_tombstone = records.kind_of(dup) != records.MUTATION
+        if is_tombstone and chain.newest_version(self._cursor, wire_key, self._at_floor) == dup:
+            self.found.append((wire_key, dup))
+            self.local_purge_seqno = seqno
+
+    def delete(self) -> int:
+        """Take them out of both trees, each in its own order; returns how many they were."""
+        unique = sorted(set(self.found))
+        for wire_key, dup in unique:
+            removed = self._txn.delete(self._keys, wire_key, dup)
+            assert removed, (wire_key, dup)
+        for row_key in sorted(dup[records.ROW_KEY] for _, dup in unique):
+            self._txn.delete(self._rows, row_key)
+        return len(unique)
+
+
+def _forget_boundaries(
+    txn: Transaction, vbid: Vbid, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
+) -> None:
+    """Remove boundaries up to `position`: those met on the way, the old floor's, and copies at a branch's base."""
+    row_tree = keys.rows_db(vbid)
+    for key in boundaries:
+        if records.seqno_of(key) <= position:
+            txn.delete(row_tree, key)
+            txn.delete(keys.DB_SPAN, keys.VBID_KEY.pack(vbid) + key[records.ROW_KEY])
+    for link in links:
+        for seqno in {purged, link.base_seqno}:
+            if purged <= seqno < floor and seqno <= position:
+                txn.delete(row_tree, keys.ROW.pack(link.branch, seqno) + keys.BOUNDARY_SUFFIX)
+                txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
+
+
+def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
+    """Every range of rows that no view of the served branch, nor the staging branch, will ever see."""
+    known = branches.all_branches(txn, vbid)
+    if len(known) == 1:
+        return []
+    served = txn.pub(vbid).branch
+    staging = txn.state_row(vbid).staging_branch
+    found = []
+    links: list[list[int]] = []  # of what was served, root to tip: branch, base seqno, cut
+    for branch, row in known.items():
+        if is_unseen(row):
+            if branch != staging:  # a resync or deferred rollback that was given up
+                found.append(Dead(branch, 0, SEQNO_MAX, None))
+            continue
+        if branch > served:
+            continue
+        since_ms = None if row.reason == BranchReason.ABANDONED else row.history_ms
+        while links and (row.parent is None or (links[-1][1] >= row.base_seqno and links[-1][0] != row.parent)):
+            number, base_seqno, cut = links.pop()
+            found.append(Dead(number, base_seqno, cut, since_ms))
+        for link in reversed(links):
+            if link[2] <= row.base_seqno:
+                break
+            found.append(Dead(link[0], row.base_seqno, link[2], since_ms))
+            link[2] = row.base_seqno
+        links.append([branch, row.base_seqno, SEQNO_MAX])
+    return found
+
+
+def is_unseen(row: records.BranchRow) -> bool:
+    """Whether readers have not seen it."""
+    return not row.time_ms and row.reason in NOT_SEEN_AT_FIRST
+
+
+def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
+    """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
+    never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`), or a
+    resync has. Newest first: they may go in several steps, and a parent is older than what goes on from it.
+    """
+    found = {
+        branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
+    }
+    seen = [(branch, row) for branch, row in known.items() if not is_unseen(row)]
+    for (branch, row), (_, following) in pairwise(seen):
+        if (
+            branch not in with_rows
+            and branch not in (served, staging)
+            and row.reason == following.reason == BranchReason.ABANDONED
+            and (row.parent, row.base_seqno) == (following.parent, following.base_seqno)
+        ):
+            found.add(branch)
+    return sorted(found.union(_replaced(known, served, staging, with_rows)), reverse=True)
+
+
+def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
+    """Branches of copies that a resync has taken the place of, once no row of any branch of that copy is left: until
+    then it takes all of them to know what of it is there still (`View._check_left`).
+    """
+    copy_of: dict[int, int] = {}
+    for branch, row in known.items():
+        copy_of[branch] = branch if row.parent is None else copy_of.get(row.parent, row.parent)
+    in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}
+    return [branch for branch, copy in copy_of.items() if copy not in in_use]
+
+
+def _forward(txn: Transaction, vbid: Vbid, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
+    """Rows and boundaries of a chain above a seqno, rising; the boundary that ends `after_seqno` itself is left out."""
+    cursor = txn.cursor(keys.rows_db(vbid))
+    for link in reversed(links):
+        start = max(after_seqno, link.base_seqno)
+        if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):
+            continue
+        last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+        for key, value in cursor.iternext():
+            if key > last:
+                break
+            yield key, value

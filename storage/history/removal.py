@@ -1,0 +1,193 @@
+"""Removing a range of rows that no view sees, with their key rows, in steps of bounded work.
+
+Knows both trees of a vbucket and which rows are dead; why they are, the purger knows. Rows lie in seqno order and are
+cheap to remove side by side; their key rows lie anywhere in the key tree, where removing them as they come would touch
+a page each. So rows are read in runs, each run's key rows are removed in key order, and only then its rows. Invariants:
+a key row goes before its row, so that at any moment every reference has its row; memory holds one run; a step does at
+most some multiple of `limit` in the transaction it is given; `settle` says that it was committed, without which the
+next step does the same once more; being forgotten in the middle is harmless, since what is left is found again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from enum import Enum, auto
+from itertools import islice
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.format import keys
+from storage.format.records import SYSTEM_EVENT
+
+RUN_ROWS = 400_000
+"""Rows whose key rows are removed in one pass over the key tree: some 40 MB."""
+BATCH_ROWS = 4_000
+"""Key rows that are sorted at once."""
+SAMPLES_PER_BATCH = 16
+DEAL_SLICES = 8
+"""Slices that are handed out to batches in one step."""
+READ_SHARE = 2
+"""Rows read in a step for each key row that one would remove."""
+ROW_SHARE = 4
+"""Rows removed in a step for each key row that one would remove: they lie side by side."""
+
+
+class Dead(NamedTuple):
+    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `since_ms`; None: they never were published."""
+
+    branch: int
+    after_seqno: int
+    to_seqno: int
+    since_ms: int | None
+
+    @property
+    def first_key(self) -> bytes:
+        """Where its rows begin in the row tree; the boundary that ends `after_seqno` is not of it."""
+        return keys.ROW.pack(self.branch, self.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
+
+    @property
+    def last_key(self) -> bytes:
+        """Where they end."""
+        return keys.ROW.pack(self.branch, self.to_seqno) + keys.BOUNDARY_SUFFIX
+
+
+class Slice(NamedTuple):
+    """What one reading found: key and dup of each row in one, sorted; how many rows and boundaries; what follows."""
+
+    references: list[bytes]
+    size: int
+    next_key: bytes | None
+
+
+def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
+    """Where to cut sorted slices into batches of about `batch_rows`, by a sample of all of them."""
+    stride = max(1, batch_rows // SAMPLES_PER_BATCH)
+    sample = sorted(itertools.chain.from_iterable(each[::stride] for each in slices))
+    return sample[SAMPLES_PER_BATCH::SAMPLES_PER_BATCH]
+
+
+def deal(sorted_slice: list[bytes], marks: list[bytes], batches: list[list[list[bytes]]]) -> None:
+    """Hand a sorted slice out to the batches between the marks."""
+    cuts = [0, *(bisect_left(sorted_slice, mark) for mark in marks), len(sorted_slice)]
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+        if start < end:
+            batches[number].append(sorted_slice[start:end])
+
+
+class RemovalPhase(Enum):
+    """What the next step does."""
+
+    READ = auto()
+    KEYS = auto()
+    ROWS = auto()
+
+
+class Removal:
+    """Removes one dead range of a vbucket: reads a run, removes its key rows, removes its rows, and so on."""
+
+    def __init__(self, vbid: int, dead: Dead) -> None:
+        """Nothing is read or removed before the first step."""
+        self.dead = dead
+        self.vbid = vbid
+        self._rows = keys.rows_db(vbid)
+        self._keys = keys.keys_db(vbid)
+        self._begin_run(dead.first_key)
+
+    def _begin_run(self, position: bytes | None) -> None:
+        self._phase = RemovalPhase.READ
+        self._position = position
+        self._slices: list[list[bytes]] = []
+        self._marks: list[bytes] = []
+        self._batches: list[list[list[bytes]]] = []  # of each batch its sorted parts; the last batch is the next one
+        self._left = 0  # rows and boundaries of the run that are still there
+        self._slice: Slice | None = None
+        self._batch: list[bytes] = []
+        self._count = 0
+
+    def step(self, txn: Transaction, limit: int) -> int:
+        """Do a bounded part in `txn`; returns how many rows were removed."""
+        if self._phase is RemovalPhase.READ:
+            self._slice = self._read(txn, limit * READ_SHARE)
+            return 0
+        if self._phase is RemovalPhase.KEYS:
+            self._remove_keys(txn, limit)
+            return 0
+        return self._remove_rows(txn, limit * ROW_SHARE)
+
+    def settle(self) -> bool:
+        """The step was committed. False when the range is empty."""
+        if self._phase is RemovalPhase.READ:
+            return self._settle_read()
+        if self._phase is RemovalPhase.KEYS:
+            self._batch = self._batch[self._count :]
+            if not self._batch and not self._batches:
+                self._phase = RemovalPhase.ROWS
+            return True
+        self._left -= self._count
+        if self._left > 0 and self._count:
+            return True
+        if self._position is None:
+            return False
+        self._begin_run(self._position)
+        return True
+
+    def _settle_read(self) -> bool:
+        assert self._slice is not None, "nothing was read"
+        self._slices.append(self._slice.references)
+        self._left += self._slice.size
+        self._position = self._slice.next_key
+        if self._position is None or self._left >= RUN_ROWS:
+            self._marks = marks_of(self._slices, BATCH_ROWS)
+            self._batches = [[] for _ in range(len(self._marks) + 1)]
+            self._phase = RemovalPhase.KEYS
+        return self._left > 0 or self._position is not None
+
+    def _read(self, txn: Transaction, limit: int) -> Slice:
+        assert self._position is not None, "all was read"
+        cursor = txn.cursor(self._rows)
+        last_key = self.dead.last_key
+        found: list[bytes] = []
+        count = 0
+        next_key = None
+        if cursor.set_range(self._position):
+            for key, frame in cursor.iternext():
+                if key > last_key:
+                    break
+                if count == limit:
+                    next_key = key
+                    break
+                count += 1
+                if len(key) == keys.ROW_KEY_SIZE and frame[1] != SYSTEM_EVENT:
+                    start = 24 + frame[4]  # `records.key_of`, written out
+                    found.append(frame[start : start + (frame[2] << 8 | frame[3])] + key + frame[1:2])
+        found.sort()
+        return Slice(found, count, next_key)
+
+    def _remove_keys(self, txn: Transaction, limit: int) -> None:
+        self._count = 0
+        if self._slices:  # merging them all in one go would take too long for a step
+            for _ in range(min(DEAL_SLICES, len(self._slices))):
+                deal(self._slices.pop(), self._marks, self._batches)
+            return
+        if not self._batch and self._batches:
+            self._batch = sorted(itertools.chain.from_iterable(self._batches.pop()))
+        delete, tree, size = txn.raw.delete, txn.environment.db(self._keys), keys.DUP_SIZE
+        self._count = min(limit, len(self._batch))
+        for reference in islice(self._batch, self._count):
+            delete(reference[:-size], reference[-size:], tree)  # absent where the rows were never indexed
+
+    def _remove_rows(self, txn: Transaction, limit: int) -> int:
+        cursor = txn.cursor(self._rows)
+        last_key = self.dead.last_key
+        count = rows = 0
+        there = cursor.set_range(self.dead.first_key)
+        while there and count < min(limit, self._left):
+            key = cursor.key()
+            if key > last_key:
+                break
+            count += 1
+            rows += len(key) == keys.ROW_KEY_SIZE
+            there = cursor.delete()
+        self._count = count
+        return rows

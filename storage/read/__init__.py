@@ -1,0 +1,1 @@
+"""Views and all that reads through them: documents, scans, changes and streams."""

@@ -1,0 +1,326 @@
+"""Documents in bulk: every document of a vbucket at one boundary as rows that nobody has taken apart, for readers that
+make columns of them.
+
+Knows the key and row trees and who is visible; must never know what becomes of the rows. Invariants: the same documents
+as `View.scan` of the boundary finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated; a chunk
+is read in one transaction and holds `rows_max` rows or `CHUNK_BYTES` at most (and a run of `GET_ROWS` rows), so neither
+the purger nor memory suffers from a long read.
+
+Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
+looking each row up; but it needs the keys remembered, and it walks over older versions and over what is not requested.
+It begins so, and goes on by keys where that does not pay. Each row that is met is verified, also one that hides another
+or is not requested. A row that is not there at all is noticed by keys (and by `check`, `scan` and `get`), but not in
+the order of rows: promised is every document whose row is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Set
+from contextlib import contextmanager
+from itertools import islice, takewhile
+from operator import lt
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.errors import CorruptedError
+from storage.format import keys, seal
+from storage.format.collection_names import names_of
+from storage.format.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
+from storage.format.tokens import Pin
+from storage.history.index import check_place, not_in_order
+from storage.read import validity
+from storage.read.scan import CHUNK_BYTES
+from storage.read.vbucket_reader import KINDS
+from storage.read.view import View
+
+ROWS_MAX = 2_000
+"""Rows of a chunk: more cost the processor's caches more than they save."""
+GET_ROWS = 128
+"""Rows fetched between two looks at how many bytes they are."""
+REMEMBERED_MAX = 500_000
+"""Keys of a vbucket that are remembered while its rows are walked: some 60 MB."""
+ROWS_PER_DOCUMENT = 3
+"""Walking rows and leaving out the older versions is faster than looking each row up, up to about so many."""
+_FOREVER = b"\xff"
+_NO_SEQNO = bytes(8)
+_MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
+"""Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
+_TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
+"""Opcodes of rows that make a document go, each with the length of its extras."""
+_MAGIC = 0x80
+"""A row begins with it; a boundary, which begins with a seqno, does not, and some rows are as long as that."""
+_KEYS = [slice(55, 55 + length) for length in range(256)]
+"""Where a mutation's key stands, by its length."""
+
+
+class KeyRange(NamedTuple):
+    """Document keys from `start` on, with `prefix`, below `end` (None: no end)."""
+
+    start: bytes = b""
+    prefix: bytes = b""
+    end: bytes | None = None
+
+
+EVERY_KEY = KeyRange()
+
+
+class Chunk(NamedTuple):
+    """Rows of documents of one collection."""
+
+    collection_id: int
+    stored: list[bytes]
+    """Each a message with its checksum behind it (`seal.SIZE` bytes), which was verified if the view verifies."""
+    byte_count: int
+
+    @property
+    def frames(self) -> list[bytes]:
+        """The messages alone. A copy of each: who joins rows anyway leaves the checksums out there."""
+        return [each[seal.FRAME] for each in self.stored]
+
+
+def documents(
+    view: View,
+    pin: Pin,
+    collection_ids: Collection[int] | None = None,
+    key_range: KeyRange = EVERY_KEY,
+    *,
+    rows_max: int = ROWS_MAX,
+) -> Iterator[Chunk]:
+    """Every document that `pin` sees, expired ones too, in whatever order is the fastest.
+
+    Raises ViewInvalidated once the purger has been at what `pin` sees. A rollback does not end it.
+    """
+    read = _Read(view, pin, collection_ids, key_range, rows_max)
+    return read.in_order_of_rows() if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
+
+
+class _Read:
+    """One vbucket of one pin, being read."""
+
+    def __init__(
+        self, view: View, pin: Pin, collection_ids: Collection[int] | None, key_range: KeyRange, rows_max: int
+    ) -> None:
+        self._vbid = pin.vbid
+        self._reader = view.reader(pin.vbid)
+        self._environment = self._reader.environment
+        with self._environment.read() as txn:
+            self._served = validity.served_at(self._reader, txn, pin)
+            manifest = self._reader.manifest(txn, self._served.manifest_key)
+        selected = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
+        self._collections = sorted(
+            (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
+            for each in selected
+        )
+        self._key_range = key_range
+        self._rows_max = rows_max
+        self._limits = {
+            keys.PREFIX.pack(each.branch): keys.ROW.pack(each.branch, each.cut) + _FOREVER
+            for each in self._served.links
+        }
+
+    def in_order_of_rows(self) -> Iterator[Chunk]:
+        """Walk the rows, newest first; by keys from where those would be too many to remember, or most of the rows
+        older versions.
+        """
+        seen: set[bytes] = set()
+        row_count = 0
+        for link in self._served.links:
+            first = keys.ROW.pack(link.branch, link.base_seqno) + _FOREVER
+            position = keys.ROW.pack(link.branch, link.cut) + _FOREVER
+            while position:
+                taken: list[list[bytes]] = [[] for _ in self._collections]
+                byte_counts = [0 for _ in self._collections]
+                with self._transaction() as txn:
+                    for _ in range(0, self._rows_max, GET_ROWS):
+                        frames, position = self._run(txn, position, first)
+                        row_count += len(frames)
+                        for number, mine in enumerate(self._newest(frames, seen)):
+                            taken[number] += mine
+                            byte_counts[number] += sum(map(len, mine))
+                        if not position or sum(byte_counts) > CHUNK_BYTES:
+                            break
+                for (_, collection_id, _), rows, byte_count in zip(self._collections, taken, byte_counts, strict=True):
+                    if rows:
+                        yield Chunk(collection_id, rows, byte_count)
+                if len(seen) > REMEMBERED_MAX or row_count > ROWS_PER_DOCUMENT * len(seen) + self._rows_max:
+                    yield from self.in_order_of_keys(seen)
+                    return
+
+    def _run(self, txn: Transaction, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
+        """Some rows below `position` and above `first`, oldest first, and the position below them (empty: the end)."""
+        cursor = txn.raw.cursor(self._reader.rows)
+        if there := cursor.set_range(position):
+            if (at := cursor.key()) != position:
+                check_place(txn, self._vbid, at, cursor.value())
+            there = cursor.prev()
+        else:
+            there = cursor.last()
+        if not there:
+            return [], b""
+        newest: bytes = cursor.key()
+        frames = list(islice(cursor.iterprev(keys=False), GET_ROWS))
+        following: bytes = cursor.key()
+        is_row = len(following) == keys.ROW_KEY_SIZE
+        if following >= position or (is_row and frames[-1][24:32] != following[SEQNO]):
+            raise not_in_order(txn, self._vbid)
+        if following <= first:
+            following = b""
+            frames.clear()  # they are read again: large ones must not be held twice
+            if newest > first:
+                cursor.set_range(first)
+                rows = list(takewhile(lambda entry: entry[0] <= newest, cursor.iternext()))
+                if not rows or rows[-1][0] != newest:
+                    raise not_in_order(txn, self._vbid)
+                frames = [frame for _, frame in rows]
+        else:
+            frames.reverse()
+        return frames, following
+
+    def _newest(self, frames: list[bytes], seen: set[bytes]) -> Iterator[Collection[bytes]]:
+        """The documents of each collection whose keys are not in `seen`, which all keys join. Rows come oldest first: a
+        later version takes the place of an earlier one. What is left out must be known for what it is.
+        """
+        all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
+        rows = frames if all_mutations else self._without_boundaries(frames)
+        self._check(rows)
+        try:
+            if all_mutations:
+                newest = {frame[_KEYS[frame[3]]]: frame for frame in rows}
+            else:
+                rows = [frame for frame in rows if frame[1] != SYSTEM_EVENT or frame[4] != 13]
+                newest = {frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame for frame in rows}
+        except IndexError:
+            raise self._cut_short() from None
+        if b"" in newest:
+            raise self._cut_short()
+        if len(newest) < len(rows) and (seqnos := [frame[24:32] for frame in rows]) != sorted(seqnos):
+            raise CorruptedError("rows do not rise in seqno", path=self._environment.path, vbid=self._vbid)
+        oldest_seqno = rows[0][24:32] if rows else b""
+        for prefix, _, begin_seqno in self._collections:
+            if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
+                mine = newest  # so does all that is between them
+            else:
+                mine = {key: frame for key, frame in newest.items() if key.startswith(prefix)}
+            if not seen.isdisjoint(mine):
+                mine = {key: frame for key, frame in mine.items() if key not in seen}
+            seen.update(mine)
+            gone = [] if all_mutations else [frame for frame in mine.values() if frame[1] != MUTATION]
+            if not _TOMBSTONES.issuperset([frame[1:5:3] for frame in gone]):
+                raise CorruptedError("a row is of no known kind", path=self._environment.path, vbid=self._vbid)
+            if not gone and oldest_seqno > begin_seqno:
+                yield mine.values()
+            else:
+                yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
+
+    def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
+        """The rows. Some are as long as a boundary: a damaged one of those is not taken for one."""
+        rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
+        if len(rows) < len(frames):
+            for frame in frames:
+                if len(frame) == keys.BOUNDARY.size and frame[0] != _MAGIC and frame[1:5:3] in _TOMBSTONES:
+                    raise seal.damaged(frame, b"", self._vbid, self._environment.path)
+        return rows
+
+    def _check(self, rows: list[bytes]) -> None:
+        """Raise CorruptedError unless all rows are what was stored."""
+        if self._reader.verify_reads:
+            seal.check_all(rows, self._vbid, self._environment.path)
+
+    def _cut_short(self) -> CorruptedError:
+        return CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid)
+
+    def in_order_of_keys(self, done: Set[bytes]) -> Iterator[Chunk]:
+        """Walk the requested keys, and look up the rows of those that are not `done`."""
+        for collection_prefix, collection_id, begin_seqno in self._collections:
+            prefix = collection_prefix + self._key_range.prefix
+            end = None if self._key_range.end is None else collection_prefix + self._key_range.end
+            position = collection_prefix + max(self._key_range.prefix, self._key_range.start)
+            while position:
+                with self._transaction() as txn:
+                    versions, following = self._versions(txn, position, prefix, end)
+                    found = [key for key, dup in versions.items() if dup[KIND] == MUTATION]
+                    if begin_seqno > _NO_SEQNO:
+                        found = [key for key in found if versions[key][SEQNO] > begin_seqno]
+                    if done:
+                        found = [key for key in found if key not in done]
+                    if len(found) < len(versions):
+                        self._check_kinds(versions)
+                    frames: list[bytes] = []
+                    byte_count = 0
+                    rows = txn.raw.cursor(self._reader.rows)
+                    while len(frames) < len(found):
+                        run = found[len(frames) : len(frames) + GET_ROWS]
+                        got = rows.getmulti([versions[key][ROW_KEY] for key in run])
+                        if len(got) != len(run):
+                            raise CorruptedError(
+                                "a key points to a row that is missing", path=self._environment.path, vbid=self._vbid
+                            )
+                        stored = [frame for _, frame in got]
+                        self._check(stored)
+                        if [frame[_KEYS[frame[3]]] for frame in stored] != run:
+                            raise CorruptedError(
+                                "a key points to another document's row", path=self._environment.path, vbid=self._vbid
+                            )
+                        frames += stored
+                        byte_count += sum(map(len, stored))
+                        if byte_count > CHUNK_BYTES and len(frames) < len(found):
+                            following = found[len(frames)]
+                            break
+                position = following
+                if frames:
+                    yield Chunk(collection_id, frames, byte_count)
+
+    def _check_kinds(self, versions: dict[bytes, bytes]) -> None:
+        for key, dup in versions.items():
+            if dup[KIND] not in KINDS:
+                raise self._reader.mismatch(key)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Transaction]:
+        """A read of what is certainly there still."""
+        with self._environment.read() as txn:
+            validity.check(self._reader, txn, self._served)
+            yield txn
+
+    def _versions(
+        self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
+    ) -> tuple[dict[bytes, bytes], bytes]:
+        """The newest visible version of some keys from `position` on, and where to go on (empty: the end)."""
+        cursor = txn.raw.cursor(self._reader.keys)
+        if not cursor.set_range(position):
+            return {}, b""
+        entries = cursor.iternext()
+        pairs: list[tuple[bytes, bytes]] = list(islice(entries, self._rows_max))
+        following = b""
+        if len(pairs) == self._rows_max:  # the last key with all of its versions
+            last = pairs[-1][0]
+            for pair in entries:
+                if pair[0] != last:
+                    following = pair[0]
+                    break
+                pairs.append(pair)
+        if not (pairs[-1][0].startswith(prefix) and (end is None or pairs[-1][0] < end)):
+            self._reader.check_named(txn.raw, *pairs[-1])
+            pairs = [each for each in pairs if each[0].startswith(prefix) and (end is None or each[0] < end)]
+            following = b""
+        if not all(map(lt, pairs, islice(pairs, 1, None))):
+            raise self._reader.mismatch(pairs[0][0])
+        # The versions of a key rise along the chain, so the last visible one is the newest.
+        limits = self._limits
+        if len(limits) == 1:
+            ((first, last),) = limits.items()
+            newest = {key: dup for key, dup in pairs if first <= dup <= last}
+        else:
+            newest = {key: dup for key, dup in pairs if dup <= limits.get(dup[BRANCH], b"")}
+        if len(newest) < len(pairs):
+            for key, dup in pairs:
+                if dup > limits.get(dup[BRANCH], b""):
+                    self._reader.check_named(txn.raw, key, dup)
+        return newest, following
+
+
+def collection_names(view: View, pin: Pin) -> dict[int, str]:
+    """`scope.collection` of each collection that `pin` sees, by id."""
+    reader = view.reader(pin.vbid)
+    with reader.environment.read() as txn:
+        return names_of(reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key))

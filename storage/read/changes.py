@@ -1,0 +1,254 @@
+"""Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
+
+Knows the row tree, chains and rollback records; what a rollback takes back is found by `retractions`, what a reader is
+promised `validity` says. Invariants: every piece of rows is read in one transaction, with that promise, and holds
+`CHUNK_ROWS` rows at most; the events between two positions are always the same while all of it is kept, and a range
+that is not is refused before its first event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from storage.errors import ViewInvalidated
+from storage.format import keys, records, seal
+from storage.format.tokens import Token
+from storage.history import chain, index
+from storage.model import SEQNO_MAX, Branch, Document, Seqno, Vbid, Vbuuid
+from storage.read import retractions, scan, validity
+from storage.read.vbucket_reader import Served, VbucketReader
+
+_FROM_BEGINNING = "read it from the beginning"
+
+
+@dataclass(slots=True)
+class Pieces:
+    """How a reader of changes gets them that may have to release one which it cannot hold for now."""
+
+    bytes_max: int
+    """Row bytes that are read at once; one document may be larger."""
+    again: bool = False
+    """Set by the reader: the last change is read and returned again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
+
+    A deferred one (`publish=persisted`) took them in one step to `reached_seqno` of that branch: of what they had seen
+    above `to_seqno` it retracts only what the new history up to there has no version of.
+    """
+
+    vbid: Vbid
+    from_branch: Branch
+    from_seqno: Seqno
+    to_branch: Branch
+    to_seqno: Seqno
+    from_vbuuid: Vbuuid
+    to_vbuuid: Vbuuid
+    time_ms: int
+    reached_seqno: Seqno | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One published event. `kind` is mutation, deletion, expiration, system_event, rollback, retraction or restoration.
+
+    A rollback comes first on its new branch, then what it retracted (each newest retracted version) and restored (the
+    version that is visible again, if any). `token` resumes after this event.
+    """
+
+    kind: str
+    token: Token
+    document: Document | None = None
+    rollback: Rollback | None = None
+
+
+class Range(NamedTuple):
+    """What leads from one position to another."""
+
+    served: Served
+    """The end: what is served now, or a position."""
+    lost: chain.Chain
+    """The chain that the first position is on, where the end's does not see it; otherwise empty."""
+    after_seqno: Seqno
+    """Up to here both positions have one history."""
+    purged_before: int = 0
+    """As for `validity.check_tombstones`."""
+
+
+def rollbacks(reader: VbucketReader) -> list[Rollback]:
+    """Rollbacks of a vbucket, oldest first."""
+    found = []
+    with reader.environment.read() as txn:
+        cursor = txn.cursor(keys.DB_ROLLBACK)
+        if cursor.set_range(keys.ROLLBACK_KEY.pack(reader.vbid, 0)):
+            for key, value in cursor.iternext():
+                if keys.ROLLBACK_KEY.unpack(key)[0] != reader.vbid:
+                    break
+                a, b, c, d, e, f, g, h = records.decode_rollback(value)
+                reached = None if h is None else Seqno(h)
+                found.append(
+                    Rollback(reader.vbid, Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g, reached)
+                )
+    return found
+
+
+def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:
+    """What leads from `start` (None: the beginning) to `end` (None: what is served now).
+
+    Raises ViewInvalidated where it is not kept, or a resync lies between.
+    """
+    with reader.environment.read() as txn:
+        served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
+        if start is None:
+            return Range(served, (), Seqno(0), validity.purged_seqno(reader, txn, served, 0))
+        reader.chain_of_position(txn, start.branch, start.seqno, start.history_id)
+        lost: chain.Chain = ()
+        after = start.seqno
+        if not chain.sees(served.links, start.branch, start.seqno):
+            lost = chain.load(txn, reader.vbid, start.branch, start.seqno)
+            after = _common_seqno(reader.vbid, served, lost, start)
+        if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
+            raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
+        before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
+        validity.check_tombstones(reader, txn, served, after, before)
+    return Range(served, lost, after, before)
+
+
+def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
+    """Up to where the chain of a token that is not on the served chain has the same history."""
+    if start.seqno < lost[0].base_seqno:
+        raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
+    after = chain.common_seqno(served.links, lost)
+    if after is None:
+        raise ViewInvalidated("the vbucket was resynced since this token", vbid=vbid, hint=_FROM_BEGINNING)
+    if not any(link.base_seqno == after and link.branch > start.branch for link in served.links):
+        raise ViewInvalidated("the token is ahead of what is published", vbid=vbid, hint=_FROM_BEGINNING)
+    return Seqno(after)
+
+
+def between(
+    reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
+) -> Iterator[Change]:
+    """Generate what leads from `token` (None: the beginning) to `end` (None: what is served now).
+
+    The generator holds no more than one piece, and none of the documents that it returned.
+    """
+    way = resolve_range(reader, token, end)
+    served, lost, after, _ = way
+    replacing: chain.Chain = ()
+    if token is not None and lost:
+        record, replacing = _rollback_from(reader, served, token, after)
+        bytes_max = None if pieces is None else pieces.bytes_max
+        undone = retractions.undone(reader, served, lost, record.to_seqno, replacing, bytes_max)
+        yield from _after_rollback(reader, served, token, record, undone, raw, pieces, always=not replacing)
+    links = {link.branch: link for link in served.links}
+
+    def change(document: Document) -> Change:
+        branch, seqno = document.branch, document.seqno
+        at = Token(reader.vbid, branch, seqno, links[branch].history_id(seqno))
+        return Change(document.kind.name.lower(), at, document)
+
+    documents = rows(reader, way, raw, pieces)
+    if replacing:
+        documents = filter(retractions.NewToReader(reader, lost, replacing, raw), documents)
+    yield from map(change, documents)  # no loop: its variable would keep a document for as long as the reader takes
+
+
+def _rollback_from(
+    reader: VbucketReader, served: Served, token: Token, common_seqno: int
+) -> tuple[Rollback, chain.Chain]:
+    """The rollback that took readers from the history of `token` to the one that is served; and where it was a
+    deferred one, the chain as they first saw it then, as far as it is still served.
+    """
+    rising = [link for link in reversed(served.links) if link.branch > token.branch]
+    while rising[0].base_seqno != common_seqno:
+        del rising[0]
+    records_of = {each.to_branch: each for each in rollbacks(reader)}
+    reached: int | None = None
+    for link in rising:
+        if reached is not None and link.base_seqno >= reached:
+            break
+        known = records_of.get(Branch(link.branch))
+        if known is None or known.reached_seqno is None:
+            reached = None if reached is None else link.base_seqno
+            break
+        reached = known.reached_seqno
+    begin = Branch(rising[0].branch)
+    unknown = Rollback(reader.vbid, token.branch, token.seqno, begin, Seqno(common_seqno), Vbuuid(0), Vbuuid(0), 0)
+    return records_of.get(begin, unknown), () if reached is None else chain.recut(served.links, reached)
+
+
+def _after_rollback(
+    reader: VbucketReader,
+    served: Served,
+    token: Token,
+    record: Rollback,
+    undone: Iterator[retractions.Undone],
+    raw: bool,
+    pieces: Pieces | None,
+    *,
+    always: bool,
+) -> Iterator[Change]:
+    """The rollback and what it undid; the last of these has the first token of the new history.
+
+    Nothing, without `always`, where nothing was undone (a deferred rollback that lost nothing the reader had).
+    """
+    child = next(link for link in served.links if link.branch == record.to_branch)
+    end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
+
+    def change(each: retractions.Undone, at: Token) -> Change:
+        return Change(each.kind, at, retractions.document_of(reader, each, raw))
+
+    # Only the last event has a token of the new history, so one is looked ahead: as a position, not as a document.
+    following = next(undone, None)
+    if following is None and not always:
+        return
+    yield from _repeated(lambda: Change("rollback", token if following else end, rollback=record), pieces)
+    while following is not None:
+        each, following = following, next(undone, None)
+        yield from _repeated(partial(change, each, token if following else end), pieces)
+
+
+def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[Change]:
+    """A change, and again for as long as its reader has to release it."""
+    yield change()
+    while pieces is not None and pieces.again:
+        pieces.again = False
+        yield change()
+
+
+def rows(
+    reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None, to_seqno: int = SEQNO_MAX
+) -> Iterator[Document]:
+    """Generate every row of a range, rising in seqno, up to `to_seqno`. Raises ViewInvalidated."""
+    served, _, after_seqno, purged_before = way
+    pieces = pieces or Pieces(scan.CHUNK_BYTES)
+
+    def document(branch: Branch, row_key: bytes, stored: bytes) -> Document:
+        reader.verify(row_key, stored)
+        return records.decode_row(reader.vbid, branch, stored, raw, True, seal.SIZE)
+
+    for link in reversed(served.links):
+        position, last = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
+        branch, prefix = Branch(link.branch), keys.PREFIX.pack(link.branch)
+        while position < last:
+            with reader.environment.read() as txn:
+                validity.check(reader, txn, served)
+                validity.check_tombstones(reader, txn, served, position, purged_before)
+                found = index.rows_between(txn, reader.vbid, prefix, position, last, scan.CHUNK_ROWS, pieces.bytes_max)
+            if not found:
+                break
+            found.reverse()
+            while found:
+                seqno = records.seqno_of(found[-1][0])
+                yield document(branch, *found.pop())  # no variable keeps what the reader may release
+                if pieces.again:
+                    pieces.again = False
+                    found.clear()
+                else:
+                    position = seqno

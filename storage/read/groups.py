@@ -1,0 +1,111 @@
+"""The environments of a mirror that one reader has open, and a `VbucketReader` for each vbucket.
+
+Knows the data directory and its identity; never a row. Many threads may use it. Invariants: an environment is of the
+mirror that was there at first (`identity`); a group's file that was replaced is left at the next use, and closed when
+the last transaction on it ends.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from storage.env import directory
+from storage.env.environment import SHARED, Environment
+from storage.errors import Closed, NotHeld, StorageError
+from storage.format import keys
+from storage.model import Identity
+from storage.read.vbucket_reader import VbucketReader
+
+
+class Groups:
+    """Opens groups when they are first read. `close` releases them."""
+
+    def __init__(self, path: str, *, map_size: int, stale_reads: bool, verify_reads: bool) -> None:
+        """Read the identity of the mirror in the data directory `path`."""
+        self.path = path
+        self.identity: Identity = directory.load(path)
+        self.count = self.identity.group_count
+        self.vbucket_count = self.identity.vbucket_count
+        self.vbids = self.identity.vbids
+        self.stale_reads = stale_reads
+        self.verify_reads = verify_reads
+        self._map_size = map_size
+        self._environments: dict[int, Environment] = {}
+        self.readers: dict[int, VbucketReader] = {}
+        """Those of vbuckets that were read: not to be used from `look_at` of their environment on."""
+        self._closed: str | None = None
+
+    def reader(self, vbid: int) -> VbucketReader:
+        """The reader of a vbucket. Raises Closed, NotHeld, StorageError."""
+        reader = self.readers.get(vbid)
+        if reader is not None and (
+            monotonic() < reader.environment.look_at or reader.environment.writable or not reader.environment.look()
+        ):
+            return reader
+        environment = self.environment(vbid)
+        reader = VbucketReader(environment, vbid, stale_reads=self.stale_reads, verify_reads=self.verify_reads)
+        self.readers[vbid] = reader
+        return reader
+
+    def environment(self, vbid: int) -> Environment:
+        """The environment of a vbucket's group. Raises Closed, NotHeld, StorageError."""
+        if self._closed:
+            raise Closed(self._closed, path=self.path)
+        if vbid not in self.vbids:
+            if not 0 <= vbid < self.vbucket_count:
+                raise StorageError(f"there is no vbucket {vbid}; this bucket has {self.vbucket_count}", path=self.path)
+            raise NotHeld(
+                f"this mirror holds vbuckets {self.vbids[0]} to {self.vbids[-1]}",
+                vbid=vbid,
+                hint="ask the mirror that holds it",
+            )
+        group = vbid % self.count
+        environment = self._environments.get(group)
+        if environment is not None and environment.look():
+            self._leave_replaced()
+            environment = None
+        if environment is None:
+            environment = self._environments[group] = self._open(group)
+        return environment
+
+    def _open(self, group: int) -> Environment:
+        path = directory.group_path(self.path, group)
+        environment = SHARED.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
+        try:
+            environment.open_all()
+            with environment.read() as txn:
+                stored = txn.get(keys.DB_META, b"identity")
+                directory.check_identity(stored, self.identity, group, environment.path)
+        except BaseException:
+            SHARED.release(environment)
+            raise
+        return environment
+
+    def _leave_replaced(self) -> None:
+        """Release files that were moved, removed or replaced; what is at their path now is opened at the next use.
+
+        Other threads may be reading the old ones, so these are closed when the last of them has released them.
+        """
+        identity = directory.load(self.path)
+        if identity != self.identity:
+            self._closed = "another mirror is at this path now; open another view"
+            raise Closed(self._closed, path=self.path)
+        for group, environment in list(self._environments.items()):
+            if environment.look_now():
+                del self._environments[group]
+                SHARED.release(environment)
+        self.readers.clear()
+
+    def close(self) -> None:
+        """Release the environments; later calls raise Closed."""
+        self._closed = self._closed or "the view is closed"
+        self.readers.clear()
+        for environment in self._environments.values():
+            SHARED.release(environment)
+        self._environments.clear()
+
+    def leave_to_parent(self) -> None:
+        """Close without a call to LMDB, in a forked child: transactions and reader slots belong to the parent."""
+        self._closed = "opened before fork; open another view in the child"
+        self.readers.clear()
+        self._environments.clear()

@@ -1,0 +1,111 @@
+"""A large document, read in pieces: LMDB gives a row as a whole, and copying 20 MiB takes some 20 ms.
+
+Knows rows of mutations and the map that LMDB reads them from; never who reads. Rows do not change, so each piece is
+read in a transaction of its own and none is held meanwhile. Invariants: the document is described before anything of
+its value is read; all pieces together are the value as it is stored, and a checksum that does not match is an error
+after the last one, so a reader uses none of them before it has all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google_crc32c import extend
+
+from storage.errors import CorruptedError, ViewInvalidated
+from storage.format import records, seal
+from storage.model import Branch, Document
+from storage.read.vbucket_reader import VbucketReader
+
+PIECE_BYTES = 256 * 1024
+HEAD_BYTES_MAX = 24 + 31 + 255
+"""Header, extras and key of a mutation."""
+SNAPPY_RATIO_MAX = 32
+"""No value decompresses to more than so many times its length: 64 bytes come of three at most."""
+_META_LENGTH = slice(52, 54)
+"""Bytes of extended metadata, which old servers put behind the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargeDocument:
+    """A document whose value is still to be read."""
+
+    document: Document
+    """Without its value; `datatype` is that of the value as it is stored."""
+    stored_bytes: int
+    """Of the value, as it is stored."""
+    value_bytes: int
+    """Of the value, decompressed, as far as it says so itself; with its xattrs."""
+    _reader: VbucketReader
+    _row_key: bytes
+    _head: bytes
+    _value_at: int
+
+    def pieces(self) -> Iterator[bytes]:
+        """The value as it is stored. Raises ViewInvalidated where the purger removed it meanwhile, and CorruptedError
+        where the checksum of the row does not match, after the last piece.
+        """
+        reader = self._reader
+        value_end = self._value_at + self.stored_bytes
+        checksum = at = 0
+        size = value_end
+        while at < size:
+            txn = reader.environment.begin(buffers=True)
+            try:
+                stored = txn.get(self._row_key, db=reader.rows)
+                piece = b"" if stored is None else bytes(stored[at : at + PIECE_BYTES])
+                size = 0 if stored is None else len(stored)
+                del stored
+            finally:
+                reader.environment.end(txn)
+            if not piece:
+                raise ViewInvalidated("the document was purged meanwhile", vbid=reader.vbid, hint="read it again")
+            checksum = extend(checksum, piece)
+            first, last = max(self._value_at - at, 0), value_end - at
+            at += len(piece)
+            if first < min(last, len(piece)):
+                yield piece if not first and last >= len(piece) else piece[first:last]
+        if reader.verify_reads and checksum != seal.RESIDUE:
+            raise seal.damaged(self._head, self._row_key, reader.vbid, reader.environment.path)
+
+
+def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
+    """The document of a row of a mutation whose value, stored or decompressed, has more than `bytes_max`; else None. A
+    few bytes of the row are looked at. Raises CorruptedError.
+    """
+    size = len(stored)
+    if size <= bytes_max // SNAPPY_RATIO_MAX:
+        return None
+    head = bytes(stored[:HEAD_BYTES_MAX])
+    if size <= bytes_max and not head[5] & records.DATATYPE_SNAPPY:
+        return None
+    value_at, value_end = _value_of(head, size, reader)
+    stored_bytes = value_end - value_at
+    value_bytes = stored_bytes
+    if head[5] & records.DATATYPE_SNAPPY:
+        with contextlib.suppress(CorruptedError):  # it is one document's error, and comes when that is read
+            value_bytes = records.decompressed_bytes(bytes(stored[value_at : value_at + 5]))
+    if max(stored_bytes, value_bytes) <= bytes_max:
+        return None
+    branch = Branch(int.from_bytes(row_key[:4], "big"))
+    document = records.decode_row(reader.vbid, branch, _without_value(head, value_at), raw=True)
+    return LargeDocument(document, stored_bytes, value_bytes, reader, row_key, head, value_at)
+
+
+def _value_of(head: bytes, size: int, reader: VbucketReader) -> tuple[int, int]:
+    """Where the value of a row begins and ends. Raises CorruptedError."""
+    body_length = int.from_bytes(head[8:12], "big")
+    value_at = 24 + head[4] + int.from_bytes(head[2:4], "big")
+    value_end = size - seal.SIZE - int.from_bytes(head[_META_LENGTH], "big")
+    if head[1] != records.MUTATION or 24 + body_length != size - seal.SIZE or not 55 <= value_at <= value_end:
+        raise CorruptedError("a row's lengths do not add up", vbid=reader.vbid, hint="run `dcp-mirror check`")
+    return value_at, value_end
+
+
+def _without_value(head: bytes, value_at: int) -> bytes:
+    frame = bytearray(head[:value_at])
+    frame[8:12] = (value_at - 24).to_bytes(4, "big")
+    frame[_META_LENGTH] = b"\0\0"
+    return bytes(frame)

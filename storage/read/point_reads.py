@@ -1,0 +1,476 @@
+"""Reading documents by key: one, many, or one by the key that stands on the wire.
+
+Knows the key tree and the row tree of a vbucket through its reader. The common case (newest version, default
+collection, served branch) is written out where it is needed. Invariants: an answer is read in one LMDB transaction;
+what is remembered of a vbucket is used in a transaction of the same commit only.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import lmdb
+from google_crc32c import value as crc32c
+
+from storage.env.environment import Environment
+from storage.env.transaction import Transaction
+from storage.errors import AnswerTooLarge
+from storage.format import keys, records, seal
+from storage.format.collection_names import CollectionName, collection_id_of
+from storage.format.records import KIND, MUTATION, ROW_KEY, SEQNO
+from storage.format.seal import RESIDUE
+from storage.format.tokens import AsOf
+from storage.history import chain
+from storage.model import Branch, Document, Manifest
+from storage.read.groups import Groups
+from storage.read.large import HEAD_BYTES_MAX, LargeDocument, large_row
+from storage.read.vbucket_reader import KINDS, VbucketReader, Visible, end_of_references
+
+_unpack_dup = keys.DUP.unpack
+decode_row = records.decode_row
+SEAL_BYTES = seal.SIZE
+
+
+class Found(NamedTuple):
+    """The result of a lookup by wire key: a document, or why there is none."""
+
+    document: Document | None
+    collection_exists: bool
+    """False: the key's collection is unknown, or was dropped."""
+    published_seqno: int
+    stale: bool
+    """True while the vbucket is being resynced next to what is served."""
+    manifest: Manifest
+    large: LargeDocument | None = None
+    """In place of `document`, where that is too large to be read in one step."""
+
+
+class _Options(NamedTuple):
+    """What `get` was called with, besides the key."""
+
+    collection: CollectionName | None
+    as_of: AsOf
+    now: float | None
+    raw: bool
+    lenient: bool = False
+
+
+class ReadRun:
+    """Point reads, one after the other, in one transaction of each environment: it begins with the first read there,
+    and all end with the run. Nothing is read in another way meanwhile that a later read must not be older than.
+    """
+
+    __slots__ = ("_begun", "_views")
+
+    def __init__(self) -> None:
+        """Nothing is read yet."""
+        self._begun: dict[Environment, tuple[Any, int]] = {}
+        self._views: dict[Environment, Any] = {}
+        """Transactions that return views of the map: rows do not change, so these may see a later commit."""
+
+    def __enter__(self) -> ReadRun:
+        """Return the run itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the transactions."""
+        while self._begun:
+            environment, begun = self._begun.popitem()
+            environment.end(begun[0])
+        while self._views:
+            environment, views = self._views.popitem()
+            environment.end(views)
+
+    def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
+        """The transaction (an lmdb.Transaction) to read a vbucket in, and what is visible in it."""
+        known = self._begun.get(reader.environment)
+        if known is None:
+            txn = reader.environment.begin()
+            known = self._begun[reader.environment] = txn, txn.id()
+        visible = reader.visible
+        return known[0], visible if visible[0] == known[1] else reader.look(known[0])
+
+    def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
+        """The row of a document as it is stored, its checksum compared; `wire_key` begins with a collection id of one
+        byte. None: there is more to say than this row, or it has more than `bytes_max`. Expiry is the caller's.
+        """
+        try:
+            txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
+            if wire_key[0]:
+                collection = manifest.collections.get(wire_key[0])
+                above = b"" if collection is None else end_of_references(branch, collection.begin_seqno)
+            if flags or not above:
+                return None
+            cursor = txn.cursor(reader.keys)
+            if not cursor.set_key(wire_key):
+                return None
+            cursor.last_dup()  # as in `VbucketReader.newest`
+            dup = cursor.value()
+            if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                raise reader.mismatch(wire_key)
+            if not above < dup <= up_to or dup[KIND] != MUTATION:
+                return None
+            row_key = dup[ROW_KEY]
+            views = self._views.get(reader.environment)
+            if views is None:
+                views = self._views[reader.environment] = reader.environment.begin(buffers=True)
+            view = views.get(row_key, None, reader.rows)
+            if view is None or len(view) > bytes_max:
+                return None
+            stored = bytes(view)
+        except (struct.error, IndexError, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        if reader.verify_reads and crc32c(stored) != RESIDUE:
+            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+        if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
+            raise reader.mismatch(wire_key)
+        return stored
+
+
+class PointReads:
+    """The part of a `View` that reads documents by their keys."""
+
+    def __init__(self, groups: Groups) -> None:
+        """Use `open_view`."""
+        self.groups = groups
+        """For the modules of this package that read through a view."""
+        self.reader = groups.reader
+        """The same, for one vbucket."""
+        self._readers = groups.readers
+        self._path = groups.path
+        self._group_count = groups.count
+        self._vbucket_count = groups.vbucket_count
+
+    def get(
+        self,
+        key: bytes | str,
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+    ) -> Document | None:
+        """Return a document, or None when it is absent, deleted or expired.
+
+        `collection` is a name (`scope.collection`) or an id, by default `_default._default`. `as_of` is a seqno of the
+        key's vbucket or a `Time`. `now` (seconds since 1970) decides expiry; by default it is the clock's, and with
+        `as_of` the boundary's time. `raw` leaves the value compressed and with its xattrs.
+
+        Raises UnknownCollection, NoSuchBoundary (`as_of` is before what is kept), Unavailable (the vbucket is resynced)
+        and NotHeld (another mirror holds the vbucket).
+        """
+        if isinstance(key, str):
+            key = key.encode()
+        # `Groups.reader` and `VbucketReader.begin_read`, written out:
+        vbid = ((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count
+        reader = self._readers.get(vbid)
+        if reader is None or monotonic() >= reader.environment.look_at:
+            reader = self.reader(vbid)
+        running = reader.running
+        running.append(None)
+        try:
+            txn = None if reader.environment.remapping else reader.begin()
+        except lmdb.Error:
+            txn = None
+        if txn is None:
+            running.pop()
+            txn = reader.environment.begin()
+        try:
+            if as_of is None and collection is None:
+                commit, branch, above, up_to, _, _, _ = reader.visible
+                if commit != txn.id():
+                    _, branch, above, up_to, _, _, _ = reader.look(txn)
+                if above:  # from here on as in `ReadRun.row`
+                    wire_key = b"\0" + key
+                    cursor = txn.cursor(reader.keys)
+                    if not cursor.set_key(wire_key):
+                        reader.check_absent(txn, cursor, wire_key)
+                        return None
+                    cursor.last_dup()
+                    dup = cursor.value()
+                    if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                        raise reader.mismatch(wire_key)
+                    if above < dup <= up_to:
+                        if dup[KIND] != MUTATION:
+                            if dup[KIND] not in KINDS:
+                                raise reader.mismatch(wire_key)
+                            return None
+                        row_key = dup[ROW_KEY]
+                        stored = txn.get(row_key, b"", reader.rows)
+                        if reader.verify_reads and crc32c(stored) != RESIDUE:
+                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                        document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
+                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
+                            raise reader.mismatch(wire_key)
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            return None
+                        return document
+            options = _Options(collection, as_of, now, raw)
+            return self._get(reader, Transaction(reader.environment, txn), key, options)
+        except (struct.error, IndexError, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            txn.abort()
+            running.pop()
+
+    def get_many(
+        self,
+        document_keys: Iterable[bytes | str],
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        now: float | None = None,
+        raw: bool = False,
+        bytes_max: int | None = None,
+    ) -> dict[bytes, Document]:
+        """Return those of the documents that exist, by key. Arguments and errors are those of `get`.
+
+        Documents of one group of vbuckets are read in one transaction. A value that cannot be decompressed, or would be
+        larger than 32 MiB, is returned as it is stored: its `datatype` then has bit 2 or 4. Raises AnswerTooLarge as
+        soon as the values together are more than `bytes_max`.
+        """
+        options = _Options(collection, as_of, now, raw, lenient=True)
+        is_plain = as_of is None and collection is None
+        vbucket_count, reader_of = self._vbucket_count, self.reader
+        found: dict[bytes, Document] = {}
+        byte_count = 0
+        found_in: dict[int, tuple[VbucketReader, Any, Any, Visible]] = {}
+        """By vbucket: its reader, the transaction, a cursor over its keys, and what is visible."""
+        with ReadRun() as run:
+            for key in document_keys:
+                if isinstance(key, str):
+                    key = key.encode()
+                vbid = ((crc32(key) >> 16) & 0x7FFF) % vbucket_count
+                known = found_in.get(vbid)
+                reader = reader_of(vbid) if known is None else known[0]
+                document: Document | None
+                try:
+                    if known is None:
+                        txn, visible = run.begun(reader)
+                        known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
+                    _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
+                    row_key = None
+                    if is_plain and above:  # from here on as in `ReadRun.row`
+                        wire_key = b"\0" + key
+                        if not cursor.set_key(wire_key):
+                            reader.check_absent(txn, cursor, wire_key)
+                            continue
+                        cursor.last_dup()
+                        dup = cursor.value()
+                        if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+                            raise reader.mismatch(wire_key)
+                        if above < dup <= up_to:
+                            if dup[KIND] != MUTATION:
+                                if dup[KIND] not in KINDS:
+                                    raise reader.mismatch(wire_key)
+                                continue
+                            row_key = dup[ROW_KEY]
+                    if row_key is not None:
+                        stored = txn.get(row_key, b"", reader.rows)
+                        if reader.verify_reads and crc32c(stored) != RESIDUE:
+                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                        document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
+                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
+                            raise reader.mismatch(wire_key)
+                        if document.expiry and document.expiry <= (time.time() if now is None else now):
+                            continue
+                    else:
+                        document = self._get(reader, Transaction(reader.environment, txn), key, options)
+                        if document is None:
+                            continue
+                except (struct.error, IndexError, lmdb.Error) as error:
+                    raise reader.damaged(error) from error
+                found[key] = document
+                if bytes_max is not None:
+                    byte_count += len(document.value)
+                    if byte_count > bytes_max:
+                        raise AnswerTooLarge(
+                            f"the requested documents are more than {bytes_max} bytes", hint="ask for fewer at once"
+                        )
+        return found
+
+    def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
+        """A document in the general case."""
+        found = self._reference(reader, txn, key, options)
+        if found is None:
+            return None
+        document = reader.document(txn, found[0], found[1], options.raw, options.lenient)
+        return None if document.expiry and document.expiry <= found[2] else document
+
+    def _reference(
+        self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
+    ) -> tuple[bytes, bytes, float] | None:
+        """The key of a document as it stands on the wire, its reference, and the time that decides on its expiry."""
+        links: chain.Chain | None = None
+        now = options.now
+        if options.as_of is None:
+            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
+            if flags & keys.PUB_UNAVAILABLE:
+                reader.readable(txn)
+        else:
+            served, boundary = reader.as_of(txn, options.as_of)
+            branch, seqno, links = Branch(served.links[0].branch), served.seqno, served.links
+            manifest = reader.manifest(txn, served.manifest_key)
+            if now is None and boundary is not None:
+                now = boundary.time_ms / 1000
+        collection_id = collection_id_of(manifest, options.collection, self._path)
+        wire_key = keys.encode_collection_id(collection_id) + key
+        dup = _newest(reader, txn, wire_key, branch, seqno, links)
+        if dup is None:
+            return None
+        _, dup_seqno, kind = _unpack_dup(dup)
+        if kind != MUTATION or not manifest.has(collection_id, dup_seqno):
+            return None
+        return wire_key, dup, time.time() if now is None else now
+
+    def get_or_large(
+        self,
+        key: bytes,
+        collection: CollectionName | None = None,
+        *,
+        as_of: AsOf = None,
+        raw: bool = False,
+        bytes_max: int,
+    ) -> Document | LargeDocument | None:
+        """Return what `get` returns; a document whose value has more than `bytes_max`, stored or decompressed, as one
+        that is read in pieces.
+        """
+        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
+        options = _Options(collection, as_of, None, raw)
+        txn = reader.begin_read()
+        try:
+            found = self._reference(reader, Transaction(reader.environment, txn), key, options)
+        except (struct.error, IndexError, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            reader.environment.end(txn)
+        if found is None:
+            return None
+        either = document_or_large(reader, found[0], found[1], bytes_max, raw)
+        if either is None:
+            return self.get(key, collection, as_of=as_of, raw=raw)
+        document = either[0] or either[1].document
+        if document.expiry and document.expiry <= found[2]:
+            return None
+        return either[0] or either[1]
+
+    def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
+        """Return whether `get` would return a document."""
+        return self.get(key, collection, raw=True) is not None
+
+    def key_at(self, vbid: int, seqno: int) -> bytes | None:
+        """Return collection id and key, as they stand on the wire, of the document that changed at a seqno of what is
+        served. The value is not read.
+        """
+        reader = self.reader(vbid)
+        with reader.environment.read() as txn:
+            links = reader.readable(txn).links
+        branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), None)
+        if branch is None:
+            return None
+        views = reader.environment.begin(buffers=True)
+        try:
+            stored = views.get(keys.ROW.pack(branch, seqno), None, reader.rows)
+            head = b"" if stored is None else bytes(stored[:HEAD_BYTES_MAX])
+            del stored
+        finally:
+            reader.environment.end(views)
+        return records.key_of(head) if head and not records.is_system_event(head) else None
+
+    def find(
+        self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
+    ) -> Found:
+        """One document (raw) by collection id and key as they stand on the wire, and what else an answer to it needs,
+        all read in one transaction. `deletions`: a tombstone counts as a document. `large_bytes`: a value of more,
+        stored or decompressed, is not read.
+        """
+        collection_id, key = wire_key[0], wire_key[1:]
+        if collection_id >= 0x80:
+            collection_id, key = keys.split_key(wire_key)
+        reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
+        document = large = unread = None
+        txn = Transaction(reader.environment, reader.begin_read())
+        try:
+            _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
+            collection = manifest.collections.get(collection_id)
+            stale = bool(flags & keys.PUB_STALE)
+            if collection is not None and (dup := _newest(reader, txn, wire_key, branch, seqno)) is not None:
+                _, dup_seqno, kind = _unpack_dup(dup)
+                if (kind == MUTATION or deletions) and dup_seqno > collection.begin_seqno:
+                    if kind == MUTATION and large_bytes is not None:
+                        unread = dup
+                    else:
+                        document = reader.document(txn, wire_key, dup, True)
+        except (struct.error, IndexError, lmdb.Error) as error:
+            raise reader.damaged(error) from error
+        finally:
+            reader.environment.end(txn.raw)
+        if unread is not None and large_bytes is not None:
+            found = document_or_large(reader, wire_key, unread, large_bytes, True)
+            if found is None:
+                return self.find(wire_key, deletions=deletions, now=now)
+            document, large = found
+        described = document if large is None else large.document
+        if described is not None and described.expiry and not described.deleted:
+            now = time.time() if now is None else now
+            if described.expiry <= now:
+                document = large = None
+        return Found(document, collection is not None, seqno, stale, manifest, large)
+
+
+def document_or_large(
+    reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
+) -> tuple[Document, None] | tuple[None, LargeDocument] | None:
+    """The document of the row that a reference of a key names. One of more than `large_bytes` is not read. None where
+    the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others copy
+    a row to say how long it is.
+    """
+    row_key = reference[ROW_KEY]
+    txn = reader.environment.begin(buffers=True)
+    try:
+        view = txn.get(row_key, None, reader.rows)
+        if view is None:
+            return None
+        large = large_row(reader, row_key, view, large_bytes)
+        stored = bytes(view[:HEAD_BYTES_MAX] if large is not None else view)
+    except (struct.error, IndexError, lmdb.Error) as error:
+        raise reader.damaged(error) from error
+    finally:
+        reader.environment.end(txn)
+    if large is None and reader.verify_reads and crc32c(stored) != RESIDUE:
+        raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+    reader.check_row(stored, wire_key, reference)
+    if large is not None:
+        return None, large
+    branch = Branch(records.branch_of(reference))
+    return records.decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES), None
+
+
+def _newest(
+    reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
+) -> bytes | None:
+    """The reference to the newest version of a key that is visible at (branch, seqno). `links`: its chain there, where
+    the caller has it.
+    """
+    cursor = txn.raw.cursor(reader.keys)
+    if not cursor.set_key(wire_key):
+        reader.check_absent(txn.raw, cursor, wire_key)
+        return None
+    dup: bytes = cursor.value()
+    if cursor.next_dup():
+        dup = reader.newest(cursor, wire_key)
+    reader.check_kind(wire_key, dup)
+    dup_branch, dup_seqno, _ = _unpack_dup(dup)
+    if dup_branch == branch and dup_seqno <= seqno:
+        return dup
+    if links is None:
+        links = reader.chain_at(txn, branch, seqno)
+    found = reader.newest_visible(txn.raw, cursor, wire_key, dup, links)
+    if found is not None:
+        reader.check_kind(wire_key, found)
+    return found

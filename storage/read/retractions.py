@@ -1,0 +1,236 @@
+"""What a rollback undoes: the newest lost version of each key, and the version that is visible again in its place.
+
+Knows both trees of a vbucket, the chain that was lost and the one that is served; never who reads. A retraction is
+followed by its restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest
+lost version; a document of a collection that the lost history had dropped or flushed, and that what is served then has,
+is restored even where no lost event names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.errors import NoSuchBoundary, ViewInvalidated
+from storage.format import keys, records, seal
+from storage.format.records import MUTATION
+from storage.history import branches, chain, index
+from storage.model import Boundary, Branch, Document, Kind, Seqno
+from storage.read import scan, validity
+from storage.read.vbucket_reader import Served, VbucketReader
+
+_GONE = "what was rolled back is gone from history"
+_FROM_BEGINNING = "read it from the beginning"
+
+UNDONE_BYTES = 1024
+"""What the positions of a row that was rolled back, and of the one in its place, take in memory: their key is twice 250
+bytes at most."""
+
+
+class Undone(NamedTuple):
+    """A version that a rollback took back (`retraction`), or made visible again (`restoration`): where its row is."""
+
+    kind: str
+    wire_key: bytes
+    reference: bytes
+
+
+def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
+    """What a rollback to `to_seqno` would do now: its boundary, then its retractions and restorations.
+
+    Raises NoSuchBoundary below the history floor.
+    """
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        boundary = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
+    if boundary is None or boundary.seqno < served.floor_seqno:
+        raise NoSuchBoundary(
+            f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.floor_seqno}",
+            vbid=reader.vbid,
+            hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
+        )
+    found = undone(reader, served, served.links, boundary.seqno)
+    return boundary, ((each.kind, document_of(reader, each, raw)) for each in found)
+
+
+def undone(
+    reader: VbucketReader,
+    served: Served,
+    lost: chain.Chain,
+    common_seqno: int,
+    replacing: chain.Chain = (),
+    bytes_max: int | None = None,
+) -> Iterator[Undone]:
+    """Generate a retraction for each key that `lost` changed above `common_seqno`, and restorations.
+
+    With `replacing`, the chain that readers went to in one step, only of keys that it has no version of above
+    `common_seqno`, and whose collection it has not dropped or flushed since. No more of them are held at once than
+    `bytes_max` bytes.
+    """
+    rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
+    return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
+
+
+def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
+    """The document that was taken back or is visible again. Raises ViewInvalidated where the purger has removed it
+    since it was found.
+    """
+    with reader.environment.read() as txn:
+        if txn.raw.get(undone.reference[records.ROW_KEY], db=reader.rows) is None:
+            cursor = txn.raw.cursor(reader.keys)
+            if not cursor.set_key_dup(undone.wire_key, undone.reference):
+                raise ViewInvalidated(_GONE, vbid=reader.vbid, hint=_FROM_BEGINNING)
+        return reader.document(txn, undone.wire_key, undone.reference, raw, lenient=True)
+
+
+def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
+    """Collections that the lost history had dropped or flushed and `links` has, and where they begin."""
+    with reader.environment.read() as txn:
+        before, after = (reader.manifest_on(txn, each) for each in (lost, links))
+    return {
+        collection_id: entry.begin_seqno
+        for collection_id, entry in after.collections.items()
+        if (known := before.collections.get(collection_id)) is None or known.begin_seqno > entry.begin_seqno
+    }
+
+
+class _RetractionWalk:
+    """One walk over lost rows."""
+
+    def __init__(
+        self,
+        reader: VbucketReader,
+        served: Served,
+        lost: chain.Chain,
+        common_seqno: int,
+        replacing: chain.Chain,
+        rows_max: int,
+    ) -> None:
+        self.reader = reader
+        self.served = served
+        self.lost = lost
+        self.common_seqno = common_seqno
+        self.replacing = replacing
+        self.rows_max = rows_max
+        self.restored_links = chain.recut(served.links, common_seqno)
+        self.back: dict[int, Seqno] = {}
+        """All that these hold is visible again, whether or not the lost history has an event of it."""
+
+    def run(self) -> Iterator[Undone]:
+        self.back = restored_collections(self.reader, self.lost, self.replacing or self.restored_links)
+        for link in reversed(self.lost):
+            yield from self._of_link(link)
+        restored = replace(self.served, links=self.restored_links)
+        for collection_id, begin_seqno in self.back.items():
+            prefix = keys.encode_collection_id(collection_id)
+            left = scan.WireRange(prefix, prefix, None, begin_seqno)
+            while left.start:
+                with self.reader.environment.read() as txn:
+                    found, following = scan.references(
+                        self.reader, txn, restored, left, deletions=False, rows_max=self.rows_max
+                    )
+                left = left._replace(start=following)
+                yield from (Undone("restoration", wire_key, dup) for wire_key, dup in found)
+
+    def _of_link(self, link: chain.ChainLink) -> Iterator[Undone]:
+        """Of the rows of one branch."""
+        vbid = self.reader.vbid
+        position = max(link.base_seqno, self.common_seqno)
+        prefix = keys.PREFIX.pack(link.branch)
+        while position < link.cut:
+            with self.reader.environment.read() as txn:
+                validity.check(self.reader, txn, self.served)
+                key_rows, count, position, _ = index.key_rows_between(
+                    txn, vbid, prefix, position, link.cut, self.rows_max
+                )
+                if branches.get_branch(txn, vbid, link.branch).kept_seqno < link.cut:
+                    raise ViewInvalidated(_GONE, vbid=vbid, hint=_FROM_BEGINNING)
+                found = self._retracted(txn, key_rows)
+            yield from found
+            if not count:
+                break
+
+    def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:
+        """Each retracted version and what is visible again in its place; but collections of `back` return whole."""
+        found = []
+        cursor = txn.raw.cursor(self.reader.keys)
+        manifest = self.reader.manifest_on(txn, self.replacing or self.restored_links)
+        for wire_key, dup in key_rows:
+            if chain.newest_version(cursor, wire_key, self.lost) != dup:
+                continue  # superseded within the lost history: the newest lost version of this key comes later
+            collection_id = keys.split_key(wire_key)[0]
+            if self.replacing:
+                newest = chain.newest_version(cursor, wire_key, self.replacing)
+                replaced = newest is not None and records.seqno_of(newest) > self.restored_links[0].cut
+                if replaced or not manifest.has(collection_id, records.seqno_of(dup)):
+                    continue
+            found.append(Undone("retraction", wire_key, dup))
+            again = chain.newest_version(cursor, wire_key, self.restored_links)
+            if again is None or records.kind_of(again) != MUTATION or collection_id in self.back:
+                continue
+            if manifest.has(collection_id, records.seqno_of(again)):
+                found.append(Undone("restoration", wire_key, again))
+        return found
+
+
+class NewToReader:
+    """Whether an event is new to a reader that came from a lost history: a filter over rising seqnos.
+
+    What ended since in the new history (a collection that was dropped, what it held before a flush) is not: the reader
+    may have the event that ended it, is not given that again, and would keep what came before.
+    """
+
+    def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
+        """`lost`: the chain that the reader's position is on; `replacing`: the one that it went to in one step."""
+        self._reader = reader
+        self._lost = lost
+        self._replacing = replacing
+        self._raw = raw
+        self._back = restored_collections(reader, lost, replacing)
+        """What the reader was given of these it dropped again: with the last event of them that it was given."""
+        with reader.environment.read() as txn:
+            self._manifest = reader.manifest_on(txn, replacing)
+        self._overridden: set[tuple[int, bytes]] = set()
+        """Keys of which the reader has been given an older version, in place of one that it had."""
+
+    def __call__(self, document: Document) -> bool:
+        """True unless the reader has this very version, as the newest that it was given, or it ended since."""
+        if document.seqno > self._lost[0].cut:
+            return True
+        if document.kind is Kind.SYSTEM_EVENT:
+            begins_back = document.seqno in self._back.values()
+            return begins_back or (not self._was_given(document) and self._lasts(document.seqno))
+        if document.collection_id in self._back:
+            return True
+        if not self._manifest.has(document.collection_id, document.seqno):
+            return False
+        key = (document.collection_id, document.key)
+        if key not in self._overridden and self._was_given(document):
+            return False
+        self._overridden.add(key)
+        return True
+
+    def _lasts(self, seqno: int) -> bool:
+        """False for the event with which a scope or collection begins, if the last manifest has not that beginning."""
+        with self._reader.environment.read() as txn:
+            before, after = (
+                self._reader.manifest_on(txn, chain.recut(self._replacing, at)) for at in (seqno - 1, seqno)
+            )
+        begun = {number for number, entry in after.collections.items() if entry.begin_seqno == seqno}
+        kept = {number for number, entry in self._manifest.collections.items() if entry.begin_seqno == seqno}
+        return begun == kept and after.scopes.keys() - before.scopes.keys() <= self._manifest.scopes.keys()
+
+    def _was_given(self, document: Document) -> bool:
+        """True if the lost history has this very version."""
+        reader = self._reader
+        link = next(link for link in reversed(self._lost) if document.seqno <= link.cut)
+        row_key = keys.ROW.pack(link.branch, document.seqno)
+        with reader.environment.read() as txn:
+            stored = txn.raw.get(row_key, db=reader.rows)
+        if stored is None:
+            return False
+        reader.verify(row_key, stored)
+        known = records.decode_row(reader.vbid, Branch(link.branch), stored, self._raw, True, seal.SIZE)
+        return known._replace(branch=document.branch) == document

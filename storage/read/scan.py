@@ -1,0 +1,278 @@
+"""Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
+
+Knows the key tree and what a reader sees. Invariants: a scan keeps the boundary that it began with, and holds no
+transaction between chunks, so it neither blocks the purger nor makes the file grow; it raises ViewInvalidated when a
+rollback or the purger has passed its boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.errors import ViewInvalidated
+from storage.format import keys
+from storage.format.collection_names import CollectionName, collection_id_of
+from storage.format.records import MUTATION
+from storage.format.tokens import AsOf, Pin
+from storage.model import SEQNO_MAX, Branch, Document, Manifest, Seqno
+from storage.read import validity
+from storage.read.groups import Groups
+from storage.read.large import LargeDocument
+from storage.read.point_reads import document_or_large
+from storage.read.vbucket_reader import KINDS, Served, VbucketReader
+
+CHUNK_ROWS = 2_000
+"""Rows that a scan reads in one transaction."""
+
+CHUNK_BYTES = 8 * 1024 * 1024
+"""Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
+
+
+class KeySelection(NamedTuple):
+    """Which documents of a vbucket a caller wants. `start` <= key < `end`, and each key begins with `prefix`."""
+
+    prefix: bytes = b""
+    start: bytes = b""
+    end: bytes | None = None
+    deletions: bool = False
+    """Tombstones and expired documents too."""
+    raw: bool = False
+
+    def within(self, manifest: Manifest, collection_id: int) -> WireRange:
+        """The part of one collection of a manifest."""
+        collection = keys.encode_collection_id(collection_id)
+        return WireRange(
+            collection + max(self.prefix, self.start),
+            collection + self.prefix,
+            None if self.end is None else collection + self.end,
+            manifest.collections[collection_id].begin_seqno,
+        )
+
+
+class WireRange(NamedTuple):
+    """Keys with their collection id: from `start` on, with `prefix`, below `end`; of rows above `begin_seqno`."""
+
+    start: bytes
+    prefix: bytes
+    end: bytes | None
+    begin_seqno: int
+
+
+def documents(
+    reader: VbucketReader,
+    selection: KeySelection,
+    collection: CollectionName | None,
+    as_of: AsOf,
+    now: float | None,
+    path: str,
+) -> Iterator[Document]:
+    """Generate the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
+    with reader.environment.read() as txn:
+        served, boundary = reader.as_of(txn, as_of)
+        manifest = reader.manifest(txn, served.manifest_key)
+    if now is None:
+        now = boundary.time_ms / 1000 if boundary is not None else time.time()
+    ids = list(manifest.collections) if collection is None else [collection_id_of(manifest, collection, path)]
+    for collection_id in sorted(ids, key=keys.encode_collection_id):
+        if collection_id not in manifest.collections:
+            continue
+        left = selection.within(manifest, collection_id)
+        while left.start:
+            found, following = chunk(reader, served, left, deletions=selection.deletions, raw=selection.raw)
+            left = left._replace(start=following)
+            for document in found:
+                if selection.deletions or not document.expiry or document.expiry > now:
+                    yield document
+
+
+def pin(reader: VbucketReader, as_of: AsOf, now: float | None) -> Pin:
+    """What a vbucket serves now, or as of a boundary, for `page`. Raises NoSuchBoundary."""
+    with reader.environment.read() as txn:
+        served, boundary = reader.as_of(txn, as_of)
+    if boundary is not None and now is None:
+        now_ms = boundary.time_ms
+    else:
+        now_ms = int((time.time() if now is None else now) * 1000)
+    history_id = served.links[0].history_id(served.seqno)
+    return Pin(reader.vbid, Branch(served.branch), Seqno(served.seqno), history_id, now_ms)
+
+
+def page(
+    groups: Groups,
+    at: Pin,
+    collection: CollectionName | None,
+    selection: KeySelection,
+    limit: int,
+    bytes_max: int | None,
+) -> tuple[list[Document], bytes]:
+    """At most `limit` documents as `at` sees them, and the key to go on from (empty: the end).
+
+    Raises ViewInvalidated.
+    """
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
+    collection_id = collection_id_of(manifest, collection, groups.path)
+    if collection_id not in manifest.collections:
+        return [], b""
+    found, following = chunk(
+        reader,
+        served,
+        selection.within(manifest, collection_id),
+        deletions=selection.deletions,
+        raw=selection.raw,
+        rows_max=limit,
+        bytes_max=bytes_max,
+    )
+    found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
+    return found, following[len(keys.encode_collection_id(collection_id)) :]
+
+
+def count_keys(groups: Groups, at: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
+    """How many of some keys have a document, and the key to go on from (`View.count_keys`)."""
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
+        if collection_id not in manifest.collections:
+            return 0, b""
+        wire_range = KeySelection(start=start).within(manifest, collection_id)
+        found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
+    return len(found), following[len(keys.encode_collection_id(collection_id)) :]
+
+
+def page_or_large(
+    groups: Groups,
+    at: Pin,
+    collection_id: int,
+    selection: KeySelection,
+    limit: int,
+    bytes_max: int | None,
+    large_bytes: int,
+) -> tuple[list[Document], LargeDocument | None, bytes]:
+    """As `page`, as they are stored: the documents before one of more than `large_bytes`, or such a one by itself,
+    unread; and the key to go on from.
+    """
+    reader = groups.reader(at.vbid)
+    with reader.environment.read() as txn:
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        manifest = reader.manifest(txn, served.manifest_key)
+    if collection_id not in manifest.collections:
+        return [], None, b""
+    wire_range = selection.within(manifest, collection_id)
+    with reader.environment.read() as txn:
+        newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
+    bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
+    skip = len(keys.encode_collection_id(collection_id))
+    found: list[Document] = []
+    byte_count = 0
+    for number, (wire_key, reference) in enumerate(newest):
+        row = document_or_large(reader, wire_key, reference, large_bytes, True)
+        if row is None:
+            raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
+        document, large = row
+        described = document if large is None else large.document
+        assert described is not None, "it is one or the other"
+        if described.expiry and described.expiry * 1000 <= at.now_ms:
+            continue
+        byte_count += len(described.value)
+        if found and (large is not None or byte_count > bytes_max):
+            return found, None, wire_key[skip:]
+        if large is not None:
+            behind = newest[number + 1][0] if number + 1 < len(newest) else following
+            return [], large, behind[skip:]
+        found.append(described)
+    return found, None, following[skip:]
+
+
+def chunk(
+    reader: VbucketReader,
+    served: Served,
+    wire_range: WireRange,
+    *,
+    deletions: bool = False,
+    raw: bool,
+    rows_max: int | None = None,
+    bytes_max: int | None = None,
+) -> tuple[list[Document], bytes]:
+    """The next documents of a range, and the wire key to go on from (empty: the end). Raises ViewInvalidated."""
+    rows_max = CHUNK_ROWS if rows_max is None else rows_max
+    bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
+    with reader.environment.read() as txn:
+        newest, following = references(reader, txn, served, wire_range, deletions=deletions, rows_max=rows_max)
+        found: list[Document] = []
+        byte_count = 0
+        for wire_key, dup in newest:
+            document = reader.document(txn, wire_key, dup, raw, lenient=True)
+            byte_count += len(document.value)
+            if found and byte_count > bytes_max:
+                return found, wire_key
+            found.append(document)
+        return found, following
+
+
+def references(
+    reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """The newest visible version of each of the next `rows_max` keys, and the key to go on from. Raises
+    ViewInvalidated.
+    """
+    validity.check(reader, txn, served)
+    links = served.links
+    branch, cut = links[0].branch, links[0].cut
+    start, prefix, end, begin_seqno = wire_range
+    prefix_length = len(prefix)
+    found: list[tuple[bytes, bytes]] = []
+    cursor = txn.raw.cursor(reader.keys)
+    if not cursor.set_range(start):
+        return [], b""
+    dup: bytes | None
+    previous = b""
+    for seen, wire_key in enumerate(cursor.iternext_nodup()):
+        if wire_key <= previous or wire_key < start:
+            raise reader.mismatch(wire_key)
+        previous = wire_key
+        if wire_key[:prefix_length] != prefix or (end is not None and wire_key >= end):
+            reader.check_named(txn.raw, wire_key, cursor.value())
+            break
+        if seen >= rows_max:
+            return found, wire_key
+        dup = cursor.value()
+        if cursor.count() > 1:  # not one by one: a key may have any number of versions
+            dup = reader.newest(cursor, wire_key)
+        dup_branch, seqno, kind = keys.DUP.unpack(dup)
+        if dup_branch != branch or seqno > cut:
+            dup = reader.newest_visible(txn.raw, cursor, wire_key, dup, links)
+            cursor.set_key(wire_key)
+            if dup is not None:
+                _, seqno, kind = keys.DUP.unpack(dup)
+        if kind != MUTATION and kind not in KINDS:
+            raise reader.mismatch(wire_key)
+        if dup is not None and seqno > begin_seqno and (kind == MUTATION or deletions):
+            found.append((wire_key, dup))
+    return found, b""
+
+
+def count(reader: VbucketReader) -> int:
+    """Documents of a vbucket, counted by a walk over its keys; expired ones count."""
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        manifest = reader.manifest(txn, served.manifest_key)
+        begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
+        cuts = {link.branch: link.cut for link in served.links}
+        total = is_there = 0
+        current = b""
+        for wire_key, dup in txn.raw.cursor(reader.keys).iternext():
+            if wire_key != current:
+                total += is_there
+                is_there, current = 0, wire_key
+                collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
+                begin_seqno = begin.get(collection_id, SEQNO_MAX)
+            branch, seqno, kind = keys.DUP.unpack(dup)
+            if seqno <= cuts.get(branch, -1):
+                is_there = 1 if kind == MUTATION and seqno > begin_seqno else 0
+        return total + is_there

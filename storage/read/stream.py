@@ -1,0 +1,438 @@
+"""Rows of a vbucket in the order of seqnos, for those who send them on: as stored, one version of each key, up to a
+boundary that was served.
+
+Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `served_state`,
+and each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up
+to a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
+a piece costs what it looks at, and looks at no more than the limit given; `HistoryUnavailable` says that the rest of a
+range is gone, before a single row of it was given that contradicts the others.
+
+Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.errors import CorruptedError, ViewInvalidated
+from storage.format import keys, seal
+from storage.format.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
+from storage.history import branches, chain, index, prepares
+from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, Vbuuid, purge_seqno_of
+from storage.read import changes, validity
+from storage.read.vbucket_reader import VbucketReader
+from storage.read.view import View
+
+PIECE_ROWS = 2_000
+"""Rows looked at in one transaction at most."""
+SETTLED_MS = 10_000
+"""A boundary that is older than the newest one by so much is not expected to be lost in a failover."""
+PIECE_BYTES = 1024 * 1024
+"""Bytes of prepares read in one transaction where their last one is looked for."""
+
+Row = tuple[bytes, bytes]
+"""Row key (branch, seqno) and frame."""
+
+
+class HistoryUnavailable(Exception):
+    """A range cannot be read to its end: history went another way, or is gone."""
+
+    def __init__(self, message: str, *, rolled_back: bool) -> None:
+        """`rolled_back`: another history is served now; else the floor has passed the range's end."""
+        super().__init__(message)
+        self.rolled_back = rolled_back
+
+
+class ServedState(NamedTuple):
+    """What one vbucket serves, of one moment."""
+
+    branch: int
+    seqno: int
+    """Published: a boundary, or 0."""
+    links: chain.Chain
+    """Its chain, newest first, cut there."""
+    floor_seqno: int
+    failover_log: FailoverLog
+    purge_seqno: int
+    """A follower that holds less than this may hold documents whose deletion it will never be sent."""
+    manifest: Manifest
+    whole: bool
+    """False while nothing complete is served, or it is resynced."""
+
+    def has(self, branch: int, seqno: int) -> bool:
+        """Whether a position is on the served history."""
+        return chain.sees(self.links, branch, seqno)
+
+
+def served_state(view: View, vbid: int) -> ServedState:
+    """What a vbucket serves now. Raises StorageError."""
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        return _served_state(reader, txn)
+
+
+def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
+    pub = txn.pub(reader.vbid)
+    links = reader.chain_at(txn, pub.branch, pub.seqno)
+    manifest = reader.manifest(txn, pub.manifest_key)
+    state = txn.state_row(reader.vbid)
+    local_purge_seqno = branches.purge_row(txn, reader.vbid).local_purge_seqno
+    log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
+    whole = state.staging_branch == pub.branch and bool(log) and (pub.seqno > 0 or is_empty)
+    return ServedState(
+        pub.branch,
+        pub.seqno,
+        links,
+        pub.floor_seqno,
+        log,
+        purge_seqno_of(local_purge_seqno, state.missing_seqno, pub.floor_seqno),
+        manifest,
+        whole,
+    )
+
+
+def next_ends(
+    view: View, vbid: int, after_seqno: int, least_seqno: int, ends_max: int
+) -> tuple[ServedState, list[ServedState]]:
+    """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: at the next kept
+    boundaries above `after_seqno`. There is none if the follower has everything.
+
+    None is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower that stands below the
+    floor gets one snapshot up to the newest boundary that is settled (`SETTLED_MS`): the floor itself would be gone
+    before a large snapshot is sent. `shared_seqno` knows of such snapshots. `rows` checks that an end still holds.
+    """
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        now = _served_state(reader, txn)
+        if now.seqno <= after_seqno:
+            return now, []
+        floor = now.floor_seqno
+        seqnos: list[int] = []
+        for each in chain.boundaries_after(txn, reader.vbid, now.links, max(after_seqno, least_seqno - 1, floor - 1)):
+            seqnos.append(int(each.seqno))
+            if len(seqnos) == ends_max or each.seqno - after_seqno >= PIECE_ROWS:
+                break
+        if after_seqno < floor:
+            seqnos = [max(seqnos[0] if seqnos else now.seqno, _settled_seqno(txn, reader.vbid, now.links, floor))]
+        return now, [_as_of(reader, txn, now, seqno) for seqno in seqnos or [now.seqno]]
+
+
+def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int) -> ServedState:
+    if seqno == now.seqno:
+        return now
+    links = chain.recut(now.links, seqno)
+    return now._replace(seqno=seqno, links=links, manifest=reader.manifest_on(txn, links))
+
+
+def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno: int) -> int:
+    """The newest boundary that is older than the newest one by SETTLED_MS; the floor if none is."""
+    newest_ms = None
+    for boundary in chain.boundaries(txn, vbid, links):
+        newest_ms = boundary.history_ms if newest_ms is None else newest_ms
+        if boundary.seqno <= floor_seqno:
+            break
+        if newest_ms - boundary.history_ms >= SETTLED_MS:
+            return int(boundary.seqno)
+    return floor_seqno
+
+
+def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """Where a follower stood last that holds more than `seqno` of the history `vbuuid`, which is the served one's up to
+    there; 0 if that is not known.
+
+    It is the boundary that the mirror went back to from that history. A mirror that did not go back had not sent what
+    was lost: then it is the newest kept boundary of that history. It is 0 if the follower may have been sent a snapshot
+    across it: on a branch without that boundary, as a first snapshot (`next_ends`), or of a copy that was replaced.
+    """
+    if seqno < pinned.floor_seqno:
+        return 0
+    reader = view.reader(vbid)
+    rollbacks = changes.rollbacks(reader)
+    lost = {each.to_branch: each for each in rollbacks}
+    passed = [lost[Branch(link.branch)] for link in pinned.links if link.branch in lost and link.base_seqno <= seqno]
+    of_history = [each for each in passed if each.from_vbuuid == vbuuid]
+    with reader.environment.read() as txn:
+        root = branches.get_branch(txn, vbid, pinned.links[-1].branch)
+        if root.reason == BranchReason.RESYNC or len(of_history) > 1:
+            return 0
+        left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
+        base_seqno = int(left[0].to_seqno) if left else _kept_seqno(txn, reader.vbid, pinned, vbuuid, seqno)
+        taken_back = [each for each in rollbacks if _may_hold(each, pinned.failover_log, vbuuid, base_seqno)]
+        crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno) for each in taken_back)
+    return 0 if crossed else base_seqno
+
+
+def _kept_seqno(txn: Transaction, vbid: Vbid, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """The newest kept boundary of a history up to `seqno`, or 0."""
+    for boundary in chain.boundaries(txn, vbid, chain.recut(pinned.links, seqno)):
+        if boundary.seqno < pinned.floor_seqno:
+            break
+        if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
+            return int(boundary.seqno)
+    return 0
+
+
+def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
+    """True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
+
+    It has none of a newer history, and gave up those above the end of an older one.
+    """
+    known = [entry.vbuuid for entry in log]
+    if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
+        return False
+    end_seqno = log.end_of(lost.from_vbuuid, SEQNO_MAX)
+    return lost.from_vbuuid == vbuuid or end_seqno is None or end_seqno > seqno
+
+
+def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) -> bool:
+    """True if a boundary above `after_seqno` was settled before a rollback, or nobody knows any more."""
+    try:
+        links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
+        first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
+        newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
+    except CorruptedError:  # the branch is gone
+        return True
+    if first is None or newest is None or any(link.kept_seqno < link.cut > after_seqno for link in links):
+        return True
+    return newest.history_ms - first.history_ms >= SETTLED_MS
+
+
+class Commits:
+    """Notices that something was published, at a price that does not depend on the number of vbuckets."""
+
+    def __init__(self) -> None:
+        """Everything is news the first time."""
+        self._numbers: dict[int, int] = {}
+        self._seen: dict[int, bytes] = {}
+
+    def news(self, view: View, groups: Mapping[int, int]) -> list[int]:
+        """The vbuckets of these groups (group -> some vbucket of it) that serve something else than last time."""
+        found = []
+        for group, vbid in groups.items():
+            reader = view.reader(vbid)
+            number = reader.environment.env.info()["last_txnid"]
+            if self._numbers.get(group) == number:
+                continue
+            self._numbers[group] = number
+            with reader.environment.read() as txn:
+                for key, data in txn.raw.cursor(reader.pub).iternext():
+                    each = int.from_bytes(key, "big")
+                    if self._seen.get(each) != data:
+                        self._seen[each] = data
+                        found.append(each)
+        return found
+
+
+def rows(
+    view: View,
+    vbid: int,
+    pinned: ServedState,
+    after_seqno: int,
+    *,
+    bytes_max: int,
+    rows_max: int = PIECE_ROWS,
+    begins: Mapping[int, int] | None = None,
+    tombstones_from: int | None = None,
+    sync_writes: bool = False,
+) -> tuple[list[Row], int]:
+    """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
+
+    `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
+    With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
+    With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
+    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises HistoryUnavailable.
+    """
+    reader = view.reader(vbid)
+    with reader.environment.read() as txn:
+        _check(reader, txn, pinned, tombstones_from)
+        found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
+        for row in found:  # also what is left out
+            reader.verify(*row)
+        found = [(key, stored[seal.FRAME]) for key, stored in found]
+        others: list[Row] = []
+        if sync_writes and reader.environment.has(keys.DB_PREPARE):
+            others, position = _look_at_prepares(txn, vbid, pinned, (after_seqno, position), rows_max, bytes_max)
+            found = [row for row in found if int.from_bytes(row[0][4:]) <= position]
+        if begins is None and pinned.manifest.uid:
+            begins = begins_of(pinned.manifest)
+        if begins is not None:
+            found = [row for row in found if _is_selected(row, begins)]
+            others = [row for row in others if _is_selected(row, begins)]
+        kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+        return (sorted(kept + others) if others else kept), position
+
+
+def begins_of(manifest: Manifest) -> dict[int, int]:
+    """For each collection that exists, the seqno that its documents are above."""
+    return {number: int(entry.begin_seqno) for number, entry in manifest.collections.items()}
+
+
+def last_document_seqno(
+    view: View,
+    vbid: int,
+    pinned: ServedState,
+    after_seqno: int,
+    begins: Mapping[int, int],
+    *,
+    sync_writes: bool = False,
+) -> int:
+    """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
+    `sync_writes`: as in `rows`.
+
+    Walks backwards, a transaction for each piece of the way. Raises HistoryUnavailable.
+    """
+    reader = view.reader(vbid)
+    if sync_writes and reader.environment.has(keys.DB_PREPARE):
+        after_seqno = _last_prepare(reader, pinned, after_seqno, begins)
+    for link in pinned.links:
+        low, high = max(after_seqno, link.base_seqno), link.cut
+        while high > low:
+            with reader.environment.read() as txn:
+                _check(reader, txn, pinned, None)
+                found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
+            for row in found:
+                if row[1][1] != SYSTEM_EVENT and _is_selected(row, begins):
+                    return seqno_of(row[0])
+            high = seqno_of(found[-1][0]) - 1 if len(found) == PIECE_ROWS else low
+    return after_seqno
+
+
+def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
+    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises HistoryUnavailable."""
+    last, at = after_seqno, after_seqno
+    while at < pinned.seqno:
+        with reader.environment.read() as txn:
+            _check(reader, txn, pinned, None)
+            found, at = _look_at_prepares(txn, reader.vbid, pinned, (at, pinned.seqno), PIECE_ROWS, PIECE_BYTES)
+        last = max((int.from_bytes(row[0][4:]) for row in found if _is_selected(row, begins)), default=last)
+    return last
+
+
+def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombstones_from: int | None) -> None:
+    """Raise Left unless all that `pinned` sees is still served and kept."""
+    branch, seqno, floor, *_ = txn.pub(reader.vbid)
+    try:
+        validity.check_unmoved(reader, txn, pinned.links)
+    except ViewInvalidated as error:
+        raise HistoryUnavailable(error.message, rolled_back=False) from error
+    if branch != pinned.branch or seqno < pinned.seqno:
+        links = reader.chain_at(txn, branch, seqno)
+        if not chain.sees(links, pinned.branch, pinned.seqno):
+            raise HistoryUnavailable(f"a rollback or resync passed seqno {pinned.seqno}", rolled_back=True)
+    if floor > pinned.seqno:
+        raise HistoryUnavailable(f"history before seqno {floor} is gone", rolled_back=False)
+    if tombstones_from is not None and tombstones_from < branches.purge_row(txn, reader.vbid).local_purge_seqno:
+        raise HistoryUnavailable(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
+
+
+def _look(
+    reader: VbucketReader, txn: Transaction, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
+) -> tuple[list[Row], int]:
+    """The rows of the chain that come next, all versions, and how far that is."""
+    found: list[Row] = []
+    add = found.append
+    left = bytes_max
+    cursor = txn.raw.cursor(reader.rows)
+    for link in reversed(links):
+        low = max(after_seqno, link.base_seqno)
+        prefix = keys.PREFIX.pack(link.branch)
+        if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
+            continue
+        end = row_key(prefix, link.cut)
+        previous = b""
+        for row in cursor.iternext():
+            key, frame = row
+            if key <= previous:
+                raise index.not_in_order(txn, reader.vbid)
+            previous = key
+            if key > end:
+                index.check_end(txn, reader.vbid, cursor, key, frame)
+                break
+            if len(key) == keys.ROW_KEY_SIZE:
+                add(row)
+                left -= len(frame)
+                if left <= 0 or len(found) == rows_max:
+                    return found, seqno_of(key)
+            elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
+                raise index.not_in_order(txn, reader.vbid)
+    return found, links[0].cut
+
+
+def _look_at_prepares(
+    txn: Transaction, vbid: int, pinned: ServedState, between: tuple[int, int], rows_max: int, bytes_max: int
+) -> tuple[list[Row], int]:
+    """The prepares of a range that are open at its snapshot's end, and its aborts; and how far that is.
+
+    What settled a prepare comes by itself: a row or event of a higher seqno, or an abort.
+    """
+    after_seqno, last_seqno = between
+    cuts = {link.branch: link.cut for link in pinned.links}
+    found: list[Row] = []
+    stored = prepares.in_range(txn, vbid, pinned.links, after_seqno, last_seqno)
+    for looked, (at, settled, frame) in enumerate(stored, 1):
+        if frame[1] == prepares.ABORT or prepares.is_open(at, settled, frame, cuts):
+            found.append((keys.ROW.pack(*at), frame))
+            bytes_max -= len(frame)
+        if looked == rows_max or bytes_max <= 0:
+            return found, at[1]
+    return found, last_seqno
+
+
+def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
+    """At most PIECE_ROWS rows (low, high] of a branch, falling."""
+    found: list[Row] = []
+    cursor = txn.raw.cursor(reader.rows)
+    first = row_key(prefix, low) + b"\xff"
+    if cursor.prev() if cursor.set_range(row_key(prefix, high) + b"\xff") else cursor.last():
+        for row in cursor.iterprev():
+            if row[0] <= first:
+                break
+            if len(row[0]) == keys.ROW_KEY_SIZE:
+                found.append(row)
+                if len(found) == PIECE_ROWS:
+                    break
+    return found
+
+
+def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
+    """Whether it is a system event, or of a selected collection."""
+    key, frame = row
+    if frame[1] == SYSTEM_EVENT:
+        return True
+    start = 24 + frame[4]
+    collection_id = frame[start]
+    if collection_id >= 0x80:
+        collection_id = keys.split_key(frame[start : start + 5])[0]
+    begin = begins.get(collection_id)
+    return begin is not None and seqno_of(key) > begin
+
+
+def _newest(
+    reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
+) -> list[Row]:
+    """Those that no later version replaces. `all_there`: no row follows these."""
+    cursor = txn.raw.cursor(reader.keys)
+    seek = cursor.set_range_dup
+    cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}
+    seen: set[bytes] = set()
+    kept: list[Row] = []
+    for row in reversed(found):
+        key, frame = row
+        if frame[1] != SYSTEM_EVENT:
+            start = 24 + frame[4]
+            wire_key = frame[start : start + (frame[2] << 8 | frame[3])]
+            if wire_key in seen:
+                continue
+            seen.add(wire_key)
+            if not all_there and seek(wire_key, key + b"\xff"):  # some version comes later: is it visible?
+                later = cursor.value()
+                if later[BRANCH] == key[BRANCH] and later[SEQNO] <= cuts[key[BRANCH]]:
+                    continue
+                newest = chain.newest_version(cursor, wire_key, links)
+                if newest is None or newest[ROW_KEY] != key:
+                    continue
+        kept.append(row)
+    kept.reverse()
+    return kept

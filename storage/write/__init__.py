@@ -1,0 +1,1 @@
+"""The one writer of a group: staging, publishing, rollback and the work between commits."""

@@ -1,0 +1,190 @@
+"""What a commit writes of one vbucket, and how its memory follows.
+
+Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants: rows, key rows,
+`state`, `pub`, boundary and manifests of a vbucket are written in one transaction; a vbucket becomes visible at a new
+published_seqno only in a transaction after which every row up to it has its key row; `put` changes nothing in memory,
+so that it can run again when the map was full, and `settle` changes nothing on the disk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from storage.env.transaction import Transaction
+from storage.errors import SeqnoOrder
+from storage.format import keys, records
+from storage.history import branches, index
+from storage.model import FailoverLog, Seqno, SnapshotRange
+from storage.write.pending import PendingVbucket
+
+INLINE_INDEX_ROWS = 20_000
+"""Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+
+Rows = list[tuple[bytes, bytes]]
+
+
+class Plan(NamedTuple):
+    """What a commit wrote of one vbucket."""
+
+    row_count: int
+    published: bool
+    staged_seqno: int
+    time_ms: int
+    counters: branches.BoundaryCounters
+    manifest_count: int
+    has_rows_above: bool
+    """Earlier commits had written rows above the end that was published."""
+
+
+def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
+    """Write everything that is complete, and with `flush_open` rows of the open snapshot, too."""
+    state = vbucket.base
+    count = len(vbucket.rows) if flush_open else vbucket.complete_count
+    rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
+    if rows:
+        consumed, added = txn.cursor(keys.rows_db(state.vbid)).putmulti(rows, append=True)
+        if consumed != added or consumed != len(rows):
+            raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=txn.path, vbid=state.vbid)
+    counters = vbucket.counters
+    publish = _can_publish(vbucket)
+    if publish:
+        row_bytes = _put_key_rows(txn, vbucket, rows)
+        counters = branches.BoundaryCounters(counters.ordinal, counters.row_bytes + row_bytes)
+    manifest_count = 0
+    for seqno, change in vbucket.manifest_changes:
+        if flush_open or seqno <= (vbucket.complete_seqno or 0):
+            manifest_count += 1
+            key = keys.MANIFEST_KEY.pack(state.vbid, state.staging_branch, seqno)
+            txn.put(keys.DB_MANIFEST, key, records.encode_manifest(change))
+    complete_seqno = vbucket.complete_seqno if publish else None
+    if complete_seqno is not None:
+        counters = branches.put_published(
+            txn,
+            state,
+            state.staging_branch,
+            complete_seqno,
+            vbucket.complete_start,
+            vbucket.manifest_key_at(complete_seqno),
+            moment,
+            counters,
+        )
+    staged_seqno = _put_state(txn, vbucket, len(rows), publish, moment.wall_ms)
+    vbucket.prepares.put(txn, state, staged_seqno, complete_seqno)
+    has_rows_above = publish and vbucket.flushed_seqno > (vbucket.complete_seqno or 0)
+    return Plan(len(rows), publish, staged_seqno, moment.wall_ms, counters, manifest_count, has_rows_above)
+
+
+def _indexed_until(vbucket: PendingVbucket) -> int:
+    """Where the rows on the disk end that must have key rows before the complete end is published."""
+    assert vbucket.complete_seqno is not None
+    return min(vbucket.complete_seqno, vbucket.flushed_seqno)
+
+
+def _can_publish(vbucket: PendingVbucket) -> bool:
+    """True where few enough rows lack key rows that this commit can write them."""
+    if vbucket.complete_seqno is None or vbucket.job is not None:
+        return False
+    few = vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS
+    return few or vbucket.indexed_seqno >= _indexed_until(vbucket)
+
+
+def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
+    """Write the key rows that are missing up to the complete end; returns the bytes of the rows since the last one."""
+    vbid, until = vbucket.base.vbid, _indexed_until(vbucket)
+    complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
+    key_rows = records.key_rows(complete)
+    row_bytes = vbucket.indexed_bytes + sum([len(frame) for _, frame in complete])
+    if vbucket.unindexed_count and vbucket.indexed_seqno < until:
+        earlier, _, _, earlier_bytes = index.key_rows_between(
+            txn, vbid, vbucket.prefix, vbucket.indexed_seqno, until, vbucket.unindexed_count
+        )
+        key_rows = earlier + key_rows
+        row_bytes += earlier_bytes
+    index.sort_key_rows(key_rows)
+    index.put_key_rows(txn, vbid, key_rows)
+    return row_bytes
+
+
+def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[int, SnapshotRange | None]:
+    """The staged seqno and the open snapshot after this commit: rows that stay in memory do not count as staged."""
+    if row_count == len(vbucket.rows):
+        return vbucket.staged_seqno, vbucket.open_snapshot
+    if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:
+        return vbucket.complete_seqno, None
+    # Rows of the open snapshot are on disk, perhaps while a complete one before it waits for its key rows.
+    is_published = vbucket.flushed_seqno == vbucket.base.staging_published_seqno
+    return vbucket.flushed_seqno, None if is_published else vbucket.open_snapshot
+
+
+def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publish: bool, now_ms: int) -> int:
+    """Write the `state` row; returns the staged seqno that it says."""
+    state = vbucket.base
+    staged, open_snapshot = _staged_on_disk(vbucket, row_count)
+    published = indexed = state.staging_published_seqno  # a crash repeats the key rows of a job
+    if publish and vbucket.complete_seqno is not None:
+        published = indexed = Seqno(vbucket.complete_seqno)
+    rolled_back = publish and state.rollback_deferred
+    # A log on disk without anything of its history says that the source has nothing: not before that is known.
+    log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()
+    row = records.StateRow(
+        state.staging_branch,
+        staged,
+        published,
+        indexed,
+        open_snapshot,
+        log,
+        state.source_purge_seqno,
+        state.rollback_count + rolled_back,
+        now_ms if rolled_back else state.last_rollback_ms,
+        state.stream_filter,
+        _missing_seqno(vbucket) if publish else state.missing_seqno,
+    )
+    txn.put_state_row(state.vbid, row)
+    return staged
+
+
+def _missing_seqno(vbucket: PendingVbucket) -> int:
+    """The missing_seqno after a publish: the first snapshot is the bound of what the source left out."""
+    state = vbucket.base
+    if state.staging_published_seqno or vbucket.complete_seqno is None:
+        return state.missing_seqno
+    return min(state.missing_seqno, vbucket.complete_seqno)
+
+
+def settle(vbucket: PendingVbucket, plan: Plan) -> None:
+    """Bring memory up to date after the commit."""
+    vbucket.counters = plan.counters
+    vbucket.prepares_written(plan.staged_seqno)
+    if plan.manifest_count:
+        vbucket.manifests_written(plan.manifest_count)
+    vbucket.rows_written(plan.row_count)
+    indexed_rows = 0
+    if plan.published:
+        indexed_rows = vbucket.complete_count
+        _settle_published(vbucket, plan.time_ms)
+    if vbucket.unindexed_count is not None:
+        vbucket.unindexed_count += plan.row_count - indexed_rows
+    vbucket.complete_count = 0
+    vbucket.dirty = bool(vbucket.rows)
+
+
+def _settle_published(vbucket: PendingVbucket, now_ms: int) -> None:
+    assert vbucket.complete_seqno is not None
+    seqno = Seqno(vbucket.complete_seqno)
+    base = vbucket.base
+    if base.rollback_deferred:
+        vbucket.change(rollback_count=base.rollback_count + 1, last_rollback_ms=now_ms)
+    vbucket.manifest_key = vbucket.manifest_key_at(seqno)
+    vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] > seqno]
+    vbucket.change(
+        missing_seqno=_missing_seqno(vbucket),
+        branch=base.staging_branch,
+        published_seqno=seqno,
+        history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
+        staging_published_seqno=seqno,
+    )
+    vbucket.known_empty = True
+    vbucket.indexed_seqno = seqno
+    vbucket.indexed_bytes = 0
+    vbucket.unindexed_count = 0
+    vbucket.complete_seqno = None
