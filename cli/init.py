@@ -29,7 +29,7 @@ from cli.exits import CommandEnded
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.inspection.doctor import Doctor, StepVerdict
 from mirror.supervise import logs
 

@@ -18,8 +18,8 @@ from cli import options, output, render
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
-from mirror.feed.connection_string import parse
-from mirror.feed.reader import Position, Snapshot, SourceReader
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.inspection.recording import Recorder
 from mirror.supervise import logs
 

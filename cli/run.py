@@ -22,7 +22,7 @@ from cli.exits import CommandEnded
 from mirror.clock import SystemClock
 from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger
 from mirror.ownership import refuse_files_of_others
 from mirror.supervise import logs

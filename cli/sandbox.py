@@ -13,7 +13,7 @@ import typer
 
 from cli import output
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.control import ask, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.service import ServeOptions, serve

@@ -19,7 +19,7 @@ from cli.exits import CommandEnded
 from mirror import client
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ExitCode
-from mirror.feed.reader import SourceReader
+from mirror.feed.read.reader import SourceReader
 from mirror.ingest.selection import Selection
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync

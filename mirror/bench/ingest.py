@@ -23,10 +23,10 @@ from mirror.bench import limits
 from mirror.bench.drain import Server, discard, measured
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import parse
-from mirror.feed.consumer import Consumer
-from mirror.feed.discovery import discover
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow.consumer import Consumer
 from mirror.sandbox import SandboxCluster, vbucket_of
 from mirror.supervise import logs
 from mirror.supervise.collector import settle_collector

@@ -21,8 +21,8 @@ from typing import Any
 
 from mirror.bench.ingest import consuming, receive
 from mirror.bench.limits import BareStore
-from mirror.feed.consumer import Consumer
-from mirror.feed.group_commits import Group
+from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.group_commits import Group
 from mirror.sandbox import SandboxCluster
 
 VALUE_BYTES = 256

@@ -36,13 +36,13 @@ from mirror.errors import (
     PrivilegeMissing,
     TlsFailed,
 )
-from mirror.feed.bootstrap import FEATURES, Access, enter, fetch_manifest
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.discovery import Survey, survey
-from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.srv import look_up
-from mirror.feed.tls import Tls
-from mirror.feed.transport import Link, Opaques, open_link
+from mirror.feed.cluster.discovery import Survey, survey
+from mirror.feed.cluster.srv import look_up
+from mirror.feed.connection.bootstrap import FEATURES, Access, enter, fetch_manifest
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.tls import Tls
+from mirror.feed.connection.transport import Link, Opaques, open_link
 from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.machine import STREAM_FLAGS

@@ -27,7 +27,7 @@ from typing import Any
 
 from mirror.clock import Clock
 from mirror.errors import ConfigError
-from mirror.feed.transport import Link
+from mirror.feed.connection.transport import Link
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
 from mirror.wire.errors import ProtocolError

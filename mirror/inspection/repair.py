@@ -17,8 +17,8 @@ from mirror import client
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import MirrorError, SourceTimeout, SupervisionError
-from mirror.feed.connection_string import parse
-from mirror.feed.consumer import Consumer
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow.consumer import Consumer
 from mirror.messages import Resync
 from storage.env import directory
 from storage.read.view import View, open_view

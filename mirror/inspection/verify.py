@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from mirror import lease
 from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
-from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.ingest import collections
 from mirror.inspection.comparison import OutOfOrder, Side, VbucketResult, Verdict, compare, judge
 from mirror.wire.codec_dcp import decode

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control import SandboxControl, default_path
 from mirror.sandbox.profile import DEFAULT_PROFILE

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger
 from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifier, salt_of
 

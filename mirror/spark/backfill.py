@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire, to_wire, vbucket_range
 from mirror.errors import ConfigError, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import parse
-from mirror.feed.consumer import Consumer
-from mirror.feed.discovery import discover
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.selection import Selection
 from mirror.spark.delta import LOCK_FILE, FolderLock
 from mirror.spark.places import LocalFolder

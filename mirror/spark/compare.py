@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from mirror import client
 from mirror.config import Settings, from_wire, to_wire
 from mirror.errors import BucketChanged, ConfigError
-from mirror.feed.reader import SourceReader
+from mirror.feed.read.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import WAIT_S, verify
 from mirror.messages import Ping

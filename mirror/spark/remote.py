@@ -1,6 +1,6 @@
 """Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
 
-Knows the bounded reader (`mirror.feed.reader`) and offsets; must never know Spark, nor a store. Invariants:
+Knows the bounded reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
 - rows come out of whole snapshots only, each vbucket's in order, in bounded memory; one connection to each node is
   kept by a worker process and used again by its next task;
 - documents are those of one whole snapshot's end of each vbucket, at or above its high seqno when the job was planned;
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from mirror.errors import ConfigError
-from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.spark.changes import ChangesTask, LostHistory, Way
 from mirror.spark.local import Maker, Restriction, Shape, dealt
 from mirror.spark.offsets import At, Lag, Offset, admit, decode

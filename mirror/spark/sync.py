@@ -25,9 +25,9 @@ from typing import Any
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError, MirrorError
-from mirror.feed import connection_string
-from mirror.feed.bootstrap import Access
-from mirror.feed.discovery import discover
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection import connection_string
+from mirror.feed.connection.bootstrap import Access
 from mirror.spark.delta import FolderLock
 from mirror.spark.documents import NOTHING, Applied, Layouts
 from mirror.spark.lake import Batch, Costs, Lake

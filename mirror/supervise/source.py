@@ -9,9 +9,9 @@ from __future__ import annotations
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError, HandshakeFailed, NotSupported
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import parse
-from mirror.feed.discovery import discover
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import parse
 from mirror.supervise.setup import LookUp, Source
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from mirror.clock import SystemClock
 from mirror.config import from_wire
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
-from mirror.feed.consumer import Consumer
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.messages import (

@@ -8,7 +8,7 @@ import pytest
 
 from cli.sandbox import FAULT_HELP, LINK_FAULTS, STREAM_FAULTS, arguments_from, socket_of
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.commands import COMMANDS
 from mirror.sandbox.control import default_path
 from tests.cli.conftest import LIMIT_S, background, call

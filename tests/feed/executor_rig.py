@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mirror.feed.store_sink import StoreSink
+from mirror.feed.follow.store_sink import StoreSink
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Answer
 from mirror.ingest.instructions import Instruction

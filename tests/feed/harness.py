@@ -9,8 +9,8 @@ from typing import Any
 
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
-from mirror.feed.connection_string import parse
-from mirror.feed.consumer import Consumer
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.selection import Selection
 from storage.env import directory
 from storage.model import Identity

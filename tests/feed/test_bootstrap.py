@@ -24,7 +24,7 @@ from mirror.errors import (
     SourceTimeout,
     TlsFailed,
 )
-from mirror.feed.bootstrap import (
+from mirror.feed.connection.bootstrap import (
     Access,
     Handshake,
     enter,
@@ -34,7 +34,7 @@ from mirror.feed.bootstrap import (
     host_allowed,
     read_map,
 )
-from mirror.feed.connection_string import NodeAddress, parse
+from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
 from mirror.wire.codec_dcp import encode_all_vb_seqnos

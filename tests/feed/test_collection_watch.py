@@ -13,7 +13,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError, NotSupported
-from mirror.feed.collection_watch import HIDDEN, CollectionWatch
+from mirror.feed.cluster.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.privileges import ALL_PRIVILEGES, SYSTEM_COLLECTIONS

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import ConnectionString, NodeAddress, parse
+from mirror.feed.connection.connection_string import ConnectionString, NodeAddress, parse
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, MirrorError
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.connections import Connections
-from mirror.feed.nodes import NodeKeeper
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.connection.connection_string import NodeAddress
 from tests.feed.scripted_node import ScriptedNode
 from tests.feed.test_bootstrap import access_to
 
@@ -71,7 +71,7 @@ async def owner() -> Owner:
 
 @pytest.fixture
 async def connections(owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Connections:
-    monkeypatch.setattr("mirror.feed.connections.NodeSession", FakeSession)
+    monkeypatch.setattr("mirror.feed.cluster.connections.NodeSession", FakeSession)
     FakeSession.may_open = asyncio.Event()
     anything: Any = owner
     node = ScriptedNode()

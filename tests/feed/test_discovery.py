@@ -11,10 +11,10 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, NotSupported, TlsFailed
-from mirror.feed import discovery
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.discovery import check_ports, discover, survey
+from mirror.feed.cluster import discovery
+from mirror.feed.cluster.discovery import check_ports, discover, survey
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.ingest.topology import parse_cluster_map
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from mirror.feed.executor import execute
+from mirror.feed.stream.executor import execute
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.ingest.instructions import Instruction, InstructionFields

@@ -11,8 +11,8 @@ from typing import Any
 import lmdb
 import pytest
 
-from mirror.feed import group_commits
-from mirror.feed.group_commits import Group
+from mirror.feed.follow import group_commits
+from mirror.feed.follow.group_commits import Group
 from mirror.messages import RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage.env import directory

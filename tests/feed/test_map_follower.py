@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from mirror.errors import OlderMap
-from mirror.feed.connection_string import parse
+from mirror.feed.connection.connection_string import parse
 from mirror.ingest.topology import ClusterMap
 from tests.feed.consumer_rig import write
 from tests.feed.test_map_poll import followed, half_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mirror.clock import Clock, SystemClock
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.map_poll import MapPoller
-from mirror.feed.session import NodeSession
+from mirror.feed.cluster.map_poll import MapPoller
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import NodeSession
 from mirror.ingest.topology import ClusterMap, NewestMap
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire import codec_kv

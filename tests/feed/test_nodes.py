@@ -7,8 +7,8 @@ from typing import Any
 
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, MirrorError
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.nodes import NodeKeeper, pause_s
+from mirror.feed.cluster.nodes import NodeKeeper, pause_s
+from mirror.feed.connection.connection_string import NodeAddress
 from mirror.wire.errors import RemoteProtocolError
 from tests.manual_clock import ManualClock
 

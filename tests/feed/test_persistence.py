@@ -13,9 +13,9 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import NotSupported
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
+from mirror.feed.cluster.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.sandbox import node as sandbox_node
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.codec_kv import ObservedSeqno

@@ -21,8 +21,8 @@ from mirror.errors import (
     PrivilegeMissing,
     SourceTimeout,
 )
-from mirror.feed.map_poll import MapPoller
-from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.cluster.map_poll import MapPoller
+from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from mirror.feed.reading import Outbox
-from mirror.feed.snapshot import Position, ReadEnded
+from mirror.feed.read.reading import Outbox
+from mirror.feed.read.snapshot import Position, ReadEnded
 
 
 def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:

@@ -15,10 +15,10 @@ from mirror.clock import SystemClock
 from mirror.config import PasswordSource
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import parse
-from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.transport import Opaques
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.transport import Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset

@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 
-from mirror.feed.sink import Sink
-from mirror.feed.spool_sink import SpoolSink
-from mirror.feed.store_sink import StoreSink
+from mirror.feed.follow.store_sink import StoreSink
+from mirror.feed.read.spool_sink import SpoolSink
+from mirror.feed.stream.sink import Sink
 
 OPERATIONS = [name for name in vars(Sink) if not name.startswith("_")]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.feed.snapshot import Position, Snapshot
-from mirror.feed.spool import Spool, SpoolFile
+from mirror.feed.read.snapshot import Position, Snapshot
+from mirror.feed.read.spool import Spool, SpoolFile
 from storage.format.records import encode_mutation
 from storage.model import Manifest
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import MirrorError
-from mirror.feed.spool import BLOCK_BYTES, Spool, SpoolFile
+from mirror.feed.read.spool import BLOCK_BYTES, Spool, SpoolFile
 from storage.format.records import encode_mutation
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.feed import srv
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.srv import first_addresses, server_of
+from mirror.feed.cluster import srv
+from mirror.feed.cluster.srv import first_addresses, server_of
+from mirror.feed.connection.connection_string import NodeAddress, parse
 from tests.feed.name_server import NameServer
 
 NAME = parse("couchbase://u@db.example/b")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mirror.feed.executor import execute
-from mirror.feed.persistence import PersistenceGate
+from mirror.feed.cluster.persistence import PersistenceGate
+from mirror.feed.stream.executor import execute
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev

@@ -20,9 +20,9 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
-from mirror.feed.transport import Link, open_link
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
+from mirror.feed.connection.transport import Link, open_link
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority, Gatekeeper

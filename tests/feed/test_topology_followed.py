@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
-from mirror.feed.consumer import Consumer
-from mirror.feed.map_poll import MapPoller
+from mirror.feed.cluster.map_poll import MapPoller
+from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.clustermap import SandboxMap

@@ -10,8 +10,8 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.transport import OPAQUE_MAX, Link, Opaques, open_link
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.transport import OPAQUE_MAX, Link, Opaques, open_link
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from mirror.wire.codec_kv import clustermap_notification

@@ -27,7 +27,7 @@ ANY = ev.StreamRequest(VBID, 0, 0, 0, 0, 0, 0)
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.feed.vbucket_host.delay_s", lambda reason, attempt, jitter: 0.01)
+    monkeypatch.setattr("mirror.feed.stream.host.delay_s", lambda reason, attempt, jitter: 0.01)
 
 
 def snapshot(first: int, last: int, flags: int = int(SnapshotFlag.MEMORY)) -> list[ev.Event]:

@@ -14,7 +14,7 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
-from mirror.feed.watch import SourceWatch
+from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.supervise.status import reported_row
@@ -126,7 +126,7 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
     def session(link: str) -> SimpleNamespace:
         return SimpleNamespace(ready=True, link=link)
 
-    monkeypatch.setattr("mirror.feed.watch.fetch_high_seqnos", fetch)
+    monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
     keepers = {name: SimpleNamespace(address=name, session=None) for name in ("a", "b")}
     keepers["a"].session = session("a, first")
     watched: Any = SimpleNamespace(keepers=keepers, polled_collections=None, vbuckets_at=lambda _address: [])
@@ -223,7 +223,7 @@ async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_in
 async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
     cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirror.feed.session.SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr("mirror.feed.connection.session.SILENCE_MAX_S", 0.5)
     node = cluster.nodes[0]
     assert node.port is not None
     async with Proxy(node.port) as proxy:
@@ -392,7 +392,7 @@ async def test_a_node_that_does_not_say_how_far_it_is_counts_as_one_that_does_no
     async def fetch(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("mirror.feed.watch.fetch_high_seqnos", fetch)
+    monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
     keeper = SimpleNamespace(session=SimpleNamespace(ready=True, link=None, close=stand.close), address="node")
     await watch._poll(keeper)  # type: ignore[arg-type]
     assert stand.done == ([str(error)] if closed else [])

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from mirror.document import values
 from mirror.document.jsonpath import PathError, parse_path
 from mirror.errors import MirrorError
-from mirror.feed.connection_string import parse as parse_connection_string
+from mirror.feed.connection.connection_string import parse as parse_connection_string
 from mirror.ingest.topology import MalformedClusterMap, parse_cluster_map
 from mirror.serve import http_requests, kv_scan_request
 from mirror.serve.http_problems import Problem

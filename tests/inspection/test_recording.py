@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.transport import Link
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.transport import Link
 from mirror.inspection.recording import Recorder, Recording
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import Frame, encode, request, response

@@ -12,7 +12,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from mirror.feed.reader import SourceReader
+from mirror.feed.read.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster

@@ -21,8 +21,8 @@ class Mutation(NamedTuple):
 
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
-_PERSISTENCE, _VBUCKET = "mirror/feed/persistence.py", "mirror/feed/vbucket.py"
-_STORE_SINK = "mirror/feed/store_sink.py"
+_PERSISTENCE, _VBUCKET = "mirror/feed/cluster/persistence.py", "mirror/feed/follow/vbucket.py"
+_STORE_SINK = "mirror/feed/follow/store_sink.py"
 _BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
 _OWNER, _LEAVING = "storage/write/owner.py", "storage/write/leaving.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     # --- a mirror as the source
     Mutation(
-        "mirror/feed/watch.py",
+        "mirror/feed/follow/watch.py",
         "vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)",
         "pass",
         "tests/serve/test_dcp_cascade.py -k without_contact",
@@ -238,22 +238,24 @@ MUTATIONS = (
         f"{_OF_STORE_SINK} -k were_held",
     ),
     # --- the consumer core
-    Mutation("mirror/feed/executor.py", "if not vbucket.running:", "if False:", "tests/feed/test_executor.py"),
+    Mutation("mirror/feed/stream/executor.py", "if not vbucket.running:", "if False:", "tests/feed/test_executor.py"),
     Mutation(
-        "mirror/feed/spool_sink.py",
+        "mirror/feed/read/spool_sink.py",
         "        self.discard()\n        return StagingRefused(",
         "        return StagingRefused(",
         "tests/feed/test_spool_sink.py -k refused",
     ),
-    Mutation("mirror/feed/reading.py", "self.full = self.full or (", "self.full = (", "tests/feed/test_reading.py"),
     Mutation(
-        "mirror/feed/connections.py",
+        "mirror/feed/read/reading.py", "self.full = self.full or (", "self.full = (", "tests/feed/test_reading.py"
+    ),
+    Mutation(
+        "mirror/feed/cluster/connections.py",
         "session.map_watch = self._map_watch",
         "pass",
         "tests/feed/test_reader.py -k was_recreated",
     ),
     Mutation(
-        "mirror/feed/connections.py",
+        "mirror/feed/cluster/connections.py",
         "keeper.session.acks_held = self.acks_held",
         "pass",
         "tests/feed/test_connections.py",
@@ -359,13 +361,13 @@ MUTATIONS = (
         _VBUCKET,
         "return seqno if session.answers and not behind else None",
         "return seqno if not behind else None",
-        "tests/feed/test_consumer_status.py",
+        "tests/feed/test_status.py",
     ),
     Mutation(
         _VBUCKET,
         "int(state.staged_seqno)) - int(state.staging_published_seqno))",
         "int(state.staged_seqno)) - int(state.published_seqno))",
-        "tests/feed/test_consumer_commands.py -k old_copy",
+        "tests/feed/test_commands.py -k old_copy",
     ),
     Mutation(
         _VBUCKET,
@@ -377,7 +379,7 @@ MUTATIONS = (
         _VBUCKET,
         "return state.staging_branch == state.branch and state.published_seqno >= seqno",
         "return state.published_seqno >= seqno and not state.rollback_deferred",
-        "tests/feed/test_consumer_commands.py -k old_copy",
+        "tests/feed/test_commands.py -k old_copy",
     ),
     Mutation(_OWNER, "        self._begin_history(txn)", "        pass", "tests/storage/test_branches.py"),
     Mutation(
@@ -431,13 +433,13 @@ MUTATIONS = (
         "tests/supervise/test_quarantine.py -k say_nothing",
     ),
     Mutation(
-        "mirror/feed/pace.py",
+        "mirror/feed/follow/pace.py",
         "started - self._wait_max_s)",
         "self._paid_at)",
         "tests/feed/test_pace.py",
     ),
     Mutation(
-        "mirror/feed/group_commits.py",
+        "mirror/feed/follow/group_commits.py",
         "self._retry_later(group, self._settings.storage_retry_interval_s * factor)",
         "pass",
         "tests/feed/test_group_commits.py -k opened_at_once",
@@ -448,8 +450,8 @@ MUTATIONS = (
         "                pass",
         "tests/crash/test_power_cut.py",
     ),
-    Mutation("mirror/feed/watch.py", " and not vbucket.waits_for_end:", ":", _OF_WATCH_END),
-    Mutation("mirror/feed/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
+    Mutation("mirror/feed/follow/watch.py", " and not vbucket.waits_for_end:", ":", _OF_WATCH_END),
+    Mutation("mirror/feed/follow/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(", "if self._was_given(", _OF_GATE),
@@ -595,7 +597,7 @@ MUTATIONS = (
     Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
-        "mirror/feed/map_poll.py",
+        "mirror/feed/cluster/map_poll.py",
         "asyncio.timeout(interval_s)",
         "asyncio.timeout(None)",
         "tests/feed/test_map_poll.py -k alone_that_gets",

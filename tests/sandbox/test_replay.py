@@ -10,7 +10,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import AuthRejected, ConfigError
-from mirror.feed.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.recording import Recorder, Recording
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.replay import ReplayedSource, read_script

@@ -11,9 +11,9 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.errors import AuthRejected, ClusterError, ConfigError, TlsFailed
-from mirror.feed.bootstrap import Access, enter
-from mirror.feed.connection_string import parse
-from mirror.feed.discovery import discover
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection.bootstrap import Access, enter
+from mirror.feed.connection.connection_string import parse
 from mirror.ingest.topology import ClusterMap
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.tls import Version

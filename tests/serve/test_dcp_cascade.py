@@ -14,7 +14,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.errors import NotSupported, SourceTimeout
-from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.contact import SourceContact

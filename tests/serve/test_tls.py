@@ -23,7 +23,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.feed.reader import Position, Snapshot, SourceReader
+from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.serve.auth import FileUsers, entry_of
 from mirror.serve.http_server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve

@@ -19,11 +19,11 @@ import lmdb
 
 from mirror.config import Settings
 from mirror.errors import ConnectFailed, MirrorError
-from mirror.feed.bootstrap import Handshake
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.consumer import Consumer
-from mirror.feed.session import NodeSession
-from mirror.feed.transport import Link
+from mirror.feed.connection.bootstrap import Handshake
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.transport import Link
+from mirror.feed.follow.consumer import Consumer
 from mirror.ingest import events as machine_events
 from mirror.ingest.selection import SourceManifest
 from mirror.messages import RollBack

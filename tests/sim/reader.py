@@ -14,13 +14,13 @@ from typing import Any
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.feed.bootstrap import Access, Handshake
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.reading import BoundedRead, ReadVbucket
-from mirror.feed.session import NodeSession
-from mirror.feed.snapshot import Position, ReadEnded, Snapshot, SourceRolledBack
-from mirror.feed.spool import SpoolFile
-from mirror.feed.transport import Link, Opaques
+from mirror.feed.connection.bootstrap import Access, Handshake
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.transport import Link, Opaques
+from mirror.feed.read.reading import BoundedRead, ReadVbucket
+from mirror.feed.read.snapshot import Position, ReadEnded, Snapshot, SourceRolledBack
+from mirror.feed.read.spool import SpoolFile
 from mirror.ingest import events as machine_events
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature

@@ -27,8 +27,8 @@ def test_it_starts_without_libraries_that_check_settings_or_draw(module: str) ->
 
 def test_a_server_starts_without_what_workers_mirror_with() -> None:
     """A fourth of the time it takes until the first read is answered."""
-    assert {"mirror.feed.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.worker")
-    assert not loaded_by("mirror.supervise.server") & {"mirror.feed.consumer", "mirror.ingest.machine"}
+    assert {"mirror.feed.follow.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.worker")
+    assert not loaded_by("mirror.supervise.server") & {"mirror.feed.follow.consumer", "mirror.ingest.machine"}
 
 
 def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() -> None:

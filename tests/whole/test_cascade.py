@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mirror.feed.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.wire import codec_dcp, frame, leb128
 from mirror.wire import events as ev

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.feed.session import SILENCE_MAX_S
+from mirror.feed.connection.session import SILENCE_MAX_S
 from mirror.sandbox import SandboxCluster, SandboxThread
 from tests.cli.conftest import background, call
 from tests.crash.service import Service, until

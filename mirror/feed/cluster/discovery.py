@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, NotSupported, TlsFailed
-from mirror.feed.bootstrap import Access, enter, fetch_map
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.srv import first_addresses
+from mirror.feed.cluster.srv import first_addresses
+from mirror.feed.connection.bootstrap import Access, enter, fetch_map
+from mirror.feed.connection.connection_string import NodeAddress
 from mirror.ingest.topology import ClusterMap, newest_of
 from mirror.log import get_logger
 

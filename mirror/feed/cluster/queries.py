@@ -12,10 +12,10 @@ from typing import Any
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import fetch_high_seqnos, fetch_manifest
-from mirror.feed.connections import Connections
-from mirror.feed.map_follower import MapFollower
-from mirror.feed.session import NodeSession
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_manifest
+from mirror.feed.connection.session import NodeSession
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, status_name

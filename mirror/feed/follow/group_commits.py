@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.feed.pace import CommitPace
-from mirror.feed.vbucket import MirroredVbucket
+from mirror.feed.follow.pace import CommitPace
+from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from storage.errors import CorruptedError, Full, Locked, SeqnoOrder, StorageError

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Protocol
 
-from mirror.feed.snapshot import Position, Snapshot
-from mirror.feed.spool import Spool, SpoolFile
+from mirror.feed.read.snapshot import Position, Snapshot
+from mirror.feed.read.spool import Spool, SpoolFile
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
 from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState

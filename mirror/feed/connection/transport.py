@@ -18,8 +18,8 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
-from mirror.feed.connection_string import NodeAddress, is_name
-from mirror.feed.tls import Tls, hung_up, not_tls, speaks_plain_kv
+from mirror.feed.connection.connection_string import NodeAddress, is_name
+from mirror.feed.connection.tls import Tls, hung_up, not_tls, speaks_plain_kv
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, opcode_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame, encode, frame_size, request

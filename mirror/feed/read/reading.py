@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
-from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
-from mirror.feed.spool import Spool, SpoolFile
-from mirror.feed.spool_sink import SpoolSink
-from mirror.feed.vbucket_host import MachineEvent, VbucketHost
+from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
+from mirror.feed.read.spool import Spool, SpoolFile
+from mirror.feed.read.spool_sink import SpoolSink
+from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import VbucketStatus

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mirror.config import Settings
-from mirror.feed.collection_watch import CollectionWatch
-from mirror.feed.connections import Connections
-from mirror.feed.group_commits import Group, GroupCommits
-from mirror.feed.map_follower import MapFollower
-from mirror.feed.nodes import NodeKeeper
-from mirror.feed.vbucket import MirroredVbucket
+from mirror.feed.cluster.collection_watch import CollectionWatch
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.follow.group_commits import Group, GroupCommits
+from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.log import get_logger
 from mirror.messages import ProcessReport
 from mirror.wire.constants import ControlKey

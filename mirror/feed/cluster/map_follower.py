@@ -16,12 +16,12 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, MirrorError, OlderMap
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.discovery import discover
-from mirror.feed.map_poll import MapPoller
-from mirror.feed.nodes import pause_s
-from mirror.feed.session import NodeSession
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.cluster.map_poll import MapPoller
+from mirror.feed.cluster.nodes import pause_s
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import NodeSession
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Node
 from mirror.log import get_logger
 from mirror.wire.frame import Frame

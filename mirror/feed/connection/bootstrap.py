@@ -32,9 +32,9 @@ from mirror.errors import (
     PrivilegeMissing,
     SourceTimeout,
 )
-from mirror.feed.connection_string import ConnectionString, NodeAddress
-from mirror.feed.tls import Tls, hung_up, only_tls, speaks_tls
-from mirror.feed.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
+from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
+from mirror.feed.connection.tls import Tls, hung_up, only_tls, speaks_tls
+from mirror.feed.connection.transport import READ_BYTES_MAX, Link, Opaques, Tap, open_link
 from mirror.ingest.selection import MalformedManifest, SourceManifest
 from mirror.ingest.topology import ClusterMap, MalformedClusterMap, Node, network_of, parse_cluster_map
 from mirror.wire.codec_dcp import decode_all_vb_seqnos, encode_all_vb_seqnos_request

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import MirrorError
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.nodes import NodeKeeper
-from mirror.feed.session import MapWatch, NodeSession, SessionOwner
-from mirror.feed.transport import Opaques
+from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import MapWatch, NodeSession, SessionOwner
+from mirror.feed.connection.transport import Opaques
 
 
 class ConnectionsOwner(SessionOwner, Protocol):

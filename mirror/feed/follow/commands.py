@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.feed.group_commits import Group, GroupCommits
-from mirror.feed.session import NodeSession
-from mirror.feed.vbucket import MirroredVbucket
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.follow.group_commits import Group, GroupCommits
+from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.messages import Resync, RollBack
 from storage.errors import StorageError
 

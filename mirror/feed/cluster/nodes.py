@@ -15,8 +15,8 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import MirrorError
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.session import NodeSession
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import NodeSession
 from mirror.ingest.backoff import delay_s
 from mirror.ingest.instructions import RetryReason
 from mirror.log import get_logger

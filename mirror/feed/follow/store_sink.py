@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from typing import Protocol
 
-from mirror.feed.persistence import PersistenceGate
+from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import (
     Abandoned,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mirror.clock import Clock
-from mirror.feed.persistence import PersistenceGate
-from mirror.feed.session import NodeSession
-from mirror.feed.store_sink import StoreSink
-from mirror.feed.vbucket_host import MachineEvent, VbucketHost
+from mirror.feed.cluster.persistence import PersistenceGate
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.follow.store_sink import StoreSink
+from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus

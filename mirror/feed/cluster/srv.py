@@ -8,7 +8,7 @@ whatever goes wrong with DNS, the name itself is taken as a host, as SDKs do, si
 from __future__ import annotations
 
 from mirror.errors import ConfigError
-from mirror.feed.connection_string import ConnectionString, NodeAddress
+from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
 from mirror.log import get_logger
 
 log = get_logger("feed")

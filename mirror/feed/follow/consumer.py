@@ -24,20 +24,20 @@ from typing import Any
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
-from mirror.feed.bootstrap import Access
-from mirror.feed.collection_watch import CollectionWatch
-from mirror.feed.connection_string import ConnectionString, NodeAddress
-from mirror.feed.connections import Connections
-from mirror.feed.consumer_commands import ConsumerCommands
-from mirror.feed.consumer_status import ConsumerStatus
-from mirror.feed.group_commits import Group, GroupCommits
-from mirror.feed.map_follower import MapFollower
-from mirror.feed.nodes import NodeKeeper, pause_s
-from mirror.feed.persistence import PersistenceGate, PersistencePoller
-from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.vbucket import MirroredVbucket
-from mirror.feed.vbucket_host import MachineEvent
-from mirror.feed.watch import SourceWatch
+from mirror.feed.cluster.collection_watch import CollectionWatch
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.cluster.nodes import NodeKeeper, pause_s
+from mirror.feed.cluster.persistence import PersistenceGate, PersistencePoller
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
+from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.follow.commands import ConsumerCommands
+from mirror.feed.follow.group_commits import Group, GroupCommits
+from mirror.feed.follow.status import ConsumerStatus
+from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.follow.watch import SourceWatch
+from mirror.feed.stream.host import MachineEvent
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import VbucketStatus

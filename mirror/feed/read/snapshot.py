@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mirror.feed.spool import Spool
+from mirror.feed.read.spool import Spool
 from storage.format.records import decode_row
 from storage.model import Branch, Document, Manifest, Vbid
 

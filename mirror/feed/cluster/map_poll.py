@@ -19,12 +19,12 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed
-from mirror.feed.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.nodes import pause_s
-from mirror.feed.session import NodeSession
-from mirror.feed.srv import first_addresses
-from mirror.feed.transport import Link
+from mirror.feed.cluster.nodes import pause_s
+from mirror.feed.cluster.srv import first_addresses
+from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.transport import Link
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
 from mirror.log import get_logger
 from mirror.wire.codec_kv import decode_clustermap_notification

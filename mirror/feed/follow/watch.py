@@ -21,11 +21,11 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
-from mirror.feed.bootstrap import fetch_high_seqnos, fetch_lost_contact
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.nodes import NodeKeeper
-from mirror.feed.session import NodeSession
-from mirror.feed.vbucket import MirroredVbucket
+from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_contact
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.log import get_logger
 

@@ -24,10 +24,10 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
-from mirror.feed.bootstrap import Access, enter
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.nodes import pause_s
-from mirror.feed.transport import Link
+from mirror.feed.cluster.nodes import pause_s
+from mirror.feed.connection.bootstrap import Access, enter
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.transport import Link
 from mirror.log import get_logger
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status, status_name

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mirror.config import Settings
 from mirror.errors import ConfigError, TlsFailed
-from mirror.feed.connection_string import NodeAddress
+from mirror.feed.connection.connection_string import NodeAddress
 from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
 from mirror.wire.frame import encode, request
 

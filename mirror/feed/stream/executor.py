@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, assert_never
 
-from mirror.feed.sink import Sink
+from mirror.feed.stream.sink import Sink
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Answer, ConnectionLost, PrepareMissing, StagingRefused, StreamRequested
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.feed.vbucket_host import failover_log_event
+from mirror.feed.stream.host import failover_log_event
 from mirror.ingest import events
 from mirror.ingest.machine import Phase
 from mirror.wire.codec_dcp import encode_failover_log

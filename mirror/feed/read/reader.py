@@ -28,18 +28,18 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
-from mirror.feed.bootstrap import Access
-from mirror.feed.connection_string import NodeAddress, parse
-from mirror.feed.connections import Connections
-from mirror.feed.discovery import discover
-from mirror.feed.map_follower import MapFollower
-from mirror.feed.nodes import NodeKeeper
-from mirror.feed.reading import BoundedRead, ReadVbucket
-from mirror.feed.session import NodeSession, StreamAnswer
-from mirror.feed.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
-from mirror.feed.source_queries import SourceQueries
-from mirror.feed.spool import SpoolFile
-from mirror.feed.transport import Tap
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.cluster.queries import SourceQueries
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.transport import Tap
+from mirror.feed.read.reading import BoundedRead, ReadVbucket
+from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
+from mirror.feed.read.spool import SpoolFile
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap

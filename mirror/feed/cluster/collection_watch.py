@@ -17,8 +17,8 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
-from mirror.feed.bootstrap import fetch_manifest
-from mirror.feed.session import NodeSession
+from mirror.feed.connection.bootstrap import fetch_manifest
+from mirror.feed.connection.session import NodeSession
 from mirror.ingest.selection import Resolved, Selection, SourceManifest
 from mirror.log import get_logger
 

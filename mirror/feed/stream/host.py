@@ -15,9 +15,9 @@ from typing import Any
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
-from mirror.feed.executor import execute
-from mirror.feed.session import NodeSession
-from mirror.feed.sink import Sink
+from mirror.feed.connection.session import NodeSession
+from mirror.feed.stream.executor import execute
+from mirror.feed.stream.sink import Sink
 from mirror.ingest import events
 from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
-from mirror.feed.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
-from mirror.feed.connection_string import NodeAddress
-from mirror.feed.transport import Link, OnAnswer, Opaques
+from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
+from mirror.feed.connection.connection_string import NodeAddress
+from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.topology import ClusterMap

@@ -1,0 +1,1 @@
+"""One vbucket's stream: it feeds the vbucket's machine and executes the machine's instructions on a sink."""
