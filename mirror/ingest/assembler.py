@@ -263,10 +263,6 @@ class Assembler:
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close("stream end", out)
 
-    def source_is_empty(self, out: list[Instruction]) -> None:
-        """The source's high seqno is 0 and nothing is held: that is complete, and no snapshot will ever say so."""
-        out.append(PublishSnapshot(self._vbid, "the source is empty", Seqno(0), Seqno(0)))
-
     # --- the rules ---
 
     def _check_next(self, seqno: int) -> SnapshotRange:

@@ -61,6 +61,8 @@ class ConnectionLost:
 class NoActiveNode:
     """The cluster map names no active node for the vbucket; a later map brings Start."""
 
+    text: str = "the cluster map names no active node; waiting for a map that does"
+
 
 @dataclass(frozen=True, slots=True)
 class RetryDue:
@@ -122,17 +124,6 @@ class FailoverLogRefused:
     """GetFailoverLog was answered with an error."""
 
     status: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowsRun:
-    """Consecutive data frames of one stream, in stored form (see wire.scan.Run). `VbucketMachine.handle_run` is the
-    same without the object.
-    """
-
-    opaque: int
-    rows: list[Row]
-    byte_count: int
 
 
 # --- from the executor: what the sink did ---
@@ -215,7 +206,6 @@ LocalEvent = (
     | StreamRefused
     | FailoverLogReceived
     | FailoverLogRefused
-    | RowsRun
     | Published
     | RolledBack
     | NoBoundary
@@ -240,31 +230,3 @@ Answer = (
     | PrepareMissing
 )
 """What the execution of an instruction can be answered with at once."""
-
-__all__ = [
-    "Abandoned",
-    "Answer",
-    "ConnectionLost",
-    "FailoverLogReceived",
-    "FailoverLogRefused",
-    "HighSeqno",
-    "KeyRefused",
-    "LocalEvent",
-    "NoActiveNode",
-    "NoBoundary",
-    "PrepareMissing",
-    "Published",
-    "ResyncOpened",
-    "ResyncRefused",
-    "RetryDue",
-    "RolledBack",
-    "Row",
-    "RowsRun",
-    "StagingRefused",
-    "Start",
-    "Stop",
-    "StreamAccepted",
-    "StreamRefused",
-    "StreamRequested",
-    "StreamRollback",
-]

@@ -44,8 +44,8 @@ from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.connection.tls import Tls
 from mirror.feed.connection.transport import Link, Opaques, open_link
 from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback
+from mirror.ingest.handshake import STREAM_FLAGS
 from mirror.ingest.instructions import RequestStream
-from mirror.ingest.machine import STREAM_FLAGS
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
 from mirror.ingest.selection import StreamFilter

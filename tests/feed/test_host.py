@@ -8,7 +8,7 @@ import pytest
 
 from mirror.feed.stream.host import failover_log_event
 from mirror.ingest import events
-from mirror.ingest.machine import Phase
+from mirror.ingest.state import Phase
 from mirror.wire.codec_dcp import encode_failover_log
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import request, response

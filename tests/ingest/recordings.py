@@ -12,7 +12,7 @@ import cramjam
 
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
-from mirror.ingest.machine import Phase
+from mirror.ingest.state import Phase
 from mirror.wire.codec_dcp import decode, decode_failover_log, decode_rollback_seqno
 from mirror.wire.constants import Datatype, Feature, Opcode, Status
 from mirror.wire.events import Mutation, StreamEvent, StreamRequest

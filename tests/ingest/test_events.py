@@ -29,6 +29,4 @@ def test_an_event_cannot_be_changed(kind: type[Any]) -> None:
 
 
 def test_the_list_of_events_is_complete() -> None:
-    made_here = {kind for kind in vars(events).values() if dataclasses.is_dataclass(kind) and kind in KINDS}
-    assert made_here == set(KINDS)
-    assert {kind.__name__ for kind in KINDS} | {"Answer", "LocalEvent", "Row"} == set(events.__all__)
+    assert {kind for kind in vars(events).values() if getattr(kind, "__module__", "") == events.__name__} == set(KINDS)

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
+from mirror.ingest.handshake import ROLLBACK_ROUNDS_MAX
 from mirror.ingest.instructions import RetryReason
-from mirror.ingest.machine import ROLLBACK_ROUNDS_MAX, STORE_PHASES, TRANSITIONS, Phase, VbucketMachine
+from mirror.ingest.machine import TRANSITIONS, VbucketMachine
 from mirror.ingest.selection import StreamFilter
+from mirror.ingest.state import STORE_PHASES, Phase
 from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import (
     Abort,
@@ -92,7 +94,7 @@ def kinds(done: list[ins.Instruction]) -> list[type]:
 
 
 def status_of(rig: Rig) -> ins.VbucketStatus:
-    return rig.machine.status
+    return rig.machine.shown.status
 
 
 def requested(rig: Rig) -> tuple[int, int, int, int]:
@@ -186,7 +188,7 @@ def test_a_source_that_does_not_say_what_it_purged_may_lack_all_of_the_first_sna
         rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
         assert rig.store.missing_seqno == expected
         marker(rig, 0, 120, DISK)
-        rows(rig, rig.machine.position_seqno + 1)
+        rows(rig, rig.machine.assembler.position_seqno + 1)
         rig.restart()
     rig = rig_at(100)
     rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
@@ -198,7 +200,7 @@ def test_a_mirror_that_is_behind_is_waited_for() -> None:
     rig = rig_at(100, failover_log=held)
     rig.feed(ev.Start(by_mirror=True))
     rig.feed(ev.StreamRefused(rig.opaque_counter, Status.NOT_MY_VBUCKET, b""))
-    assert "has not published 100 yet" in rig.machine.text
+    assert "has not published 100 yet" in rig.machine.shown.text
     for _ in range(3):
         rig.feed(ev.RetryDue())
         rig.feed(ev.StreamRollback(rig.opaque_counter, 0))
@@ -258,13 +260,6 @@ def test_live_snapshots_are_staged_and_published_as_they_come() -> None:
     assert rig.store.served.seqno == rig.machine.durable_seqno == 102
 
 
-def test_a_run_event_is_the_same_as_a_run() -> None:
-    rig = streaming_at(100)
-    marker(rig, 101, 102)
-    done = rig.feed(ev.RowsRun(rig.opaque_counter, [row(102, b"k", b"v")], 50))
-    assert kinds(done) == [ins.StageRows, ins.PublishSnapshot]
-
-
 def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
     store = ToyStore()
     machine = VbucketMachine(Vbid(0), store.state())
@@ -310,7 +305,7 @@ def test_messages_of_another_stream_are_ignored() -> None:
     assert rig.feed_rows(stale, [row(101, b"k", b"v")]) == []
     assert rig.feed(StreamEnd(0, 2, opaque=stale)) == []
     assert rig.machine.phase is Phase.STREAMING
-    assert rig.machine.ignored_count == 3
+    assert rig.machine.shown.ignored_count == 3
 
 
 def test_a_backfill_and_a_live_stream_are_distinguished_for_people() -> None:
@@ -708,7 +703,7 @@ def test_common_history_found_inside_a_snapshot_drops_the_open_snapshot_first() 
 def test_a_rollback_of_a_request_from_zero_is_repeated_later() -> None:
     rig = rig_at(failover_log=log())
     assert kinds(rollback(rig, 0)) == [ins.RetryAfter]
-    assert "nothing is held" in rig.machine.text
+    assert "nothing is held" in rig.machine.shown.text
 
 
 def test_a_source_that_rolls_back_without_end_is_bounded() -> None:
@@ -747,7 +742,7 @@ def test_a_resync_that_finds_no_space_keeps_the_old_copy_and_tries_again_later()
     assert kinds(done) == [ins.BeginResync]
     done = machine.handle(ev.ResyncRefused("5 GiB are needed, 1 GiB is free"))
     assert kinds(done) == [ins.RetryAfter]
-    assert (machine.status, machine.text) == (ins.VbucketStatus.REFUSED, "5 GiB are needed, 1 GiB is free")
+    assert (machine.shown.status, machine.shown.text) == (ins.VbucketStatus.REFUSED, "5 GiB are needed, 1 GiB is free")
     assert kinds(machine.handle(ev.RetryDue())) == [ins.RequestStream]
 
 
@@ -836,7 +831,7 @@ def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_i
     assert rig.machine.resyncing
     marker(rig, 0, 3)
     rows(rig, 1, 3, 4)
-    assert rig.machine.violation_count == 1
+    assert rig.machine.shown.violation_count == 1
     assert not rig.machine.resyncing
     rig.machine.validate()
 
@@ -865,7 +860,7 @@ def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_i
 def test_each_refusal_has_its_reaction_and_a_text(status: int, expected: list[type]) -> None:
     rig = rig_at(100)
     assert kinds(refused(rig, status)) == expected
-    assert len(rig.machine.text.split()) >= 6
+    assert len(rig.machine.shown.text.split()) >= 6
     assert (rig.machine.phase is Phase.REFUSED) == (expected == [])
 
 
@@ -913,7 +908,7 @@ def test_a_source_that_breaks_the_protocol_loses_its_open_snapshot_and_is_reques
     done = rows(rig, 104)
     assert kinds(done) == [ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
     assert rig.last(ins.RetryAfter).reason is RetryReason.VIOLATION
-    assert "104" in rig.machine.text
+    assert "104" in rig.machine.shown.text
     assert rig.store.served.documents == {}
     rig.feed(ev.RetryDue())
     assert requested(rig) == (100, 100, 100, 0xA)
@@ -934,7 +929,7 @@ def test_rows_out_of_order_inside_a_run_are_refused_by_the_store_and_end_the_str
     done = rows(rig, 103, 110, 105, 120)
     assert kinds(done) == [ins.StageRows, ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
     assert rig.store.served.seqno == 100
-    assert rig.machine.published_seqno == 100
+    assert rig.machine.assembler.boundary_seqno == 100
 
 
 def test_violations_in_a_row_wait_longer_and_longer() -> None:
@@ -944,14 +939,14 @@ def test_violations_in_a_row_wait_longer_and_longer() -> None:
         assert rig.last(ins.RetryAfter).attempt == attempt
         rig.feed(ev.RetryDue())
         rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
-    assert rig.machine.violation_count == 3
+    assert rig.machine.shown.violation_count == 3
 
 
 def test_markers_that_ask_for_an_answer_are_bounded() -> None:
     rig = streaming_at(100)
     while rig.machine.phase is Phase.STREAMING:
         marker(rig, 101, 120, ACK)
-    assert "ask for an answer" in rig.machine.text
+    assert "ask for an answer" in rig.machine.shown.text
     assert kinds(rig.feed(ev.Published(100))) == []
 
 
@@ -965,7 +960,7 @@ def test_stopping_closes_the_stream_and_asks_for_nothing() -> None:
     assert [instruction for instruction in done if isinstance(instruction, ins.CloseStream)] == [
         ins.CloseStream(Vbid(0), "stop", opaque)
     ]
-    assert (rig.machine.phase, rig.machine.text) == (Phase.IDLE, "moved to another node")
+    assert (rig.machine.phase, rig.machine.shown.text) == (Phase.IDLE, "moved to another node")
 
 
 def test_a_second_start_closes_the_stream_of_the_first() -> None:
@@ -1017,7 +1012,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
     done = machine.handle(ev.ResyncRefused("full") if answer == "resync refused" else store.perform(instruction))
     assert ins.RequestStream not in kinds(done)
     assert machine.phase is Phase.IDLE
-    assert machine.text == "the cable"
+    assert machine.shown.text == "the cable"
     machine.validate()
     assert kinds(machine.handle(ev.Start())) == [ins.RequestStream]
 
@@ -1055,7 +1050,7 @@ ALWAYS = {"Start", "Stop", "ConnectionLost", "NoActiveNode", "HighSeqno", "Publi
 LEGAL = {
     Phase.IDLE: set(),
     Phase.REQUESTING: {"StreamRequested", "StreamAccepted", "StreamRollback", "StreamRefused"},
-    Phase.STREAMING: STREAM_EVENTS | {"RowsRun", "PrepareMissing", "StagingRefused", "KeyRefused"},
+    Phase.STREAMING: STREAM_EVENTS | {"PrepareMissing", "StagingRefused", "KeyRefused"},
     Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
     Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
     Phase.ABANDONING: {"Abandoned"},
@@ -1071,9 +1066,14 @@ def test_what_is_legal_in_each_phase(phase: Phase) -> None:
     assert {kind.__name__ for kind in TRANSITIONS[phase]} == LEGAL[phase] | ALWAYS
 
 
+@pytest.mark.parametrize("phase", sorted(STORE_PHASES))
+def test_nothing_but_the_stores_answer_ends_a_phase_of_the_store(phase: Phase) -> None:
+    assert {kind.__name__ for kind, move in TRANSITIONS[phase].items() if move.to != (phase,)} == LEGAL[phase]
+
+
 SEQNOS = st.sampled_from([0, 1, 99, 100, 101, 105, 120, 2**64 - 1])
 OPAQUES = st.sampled_from([0x1000, 0x1001, 0x1002, 0x1003])
-ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
+ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent | int] = st.one_of(
     st.builds(ev.Start, st.booleans(), st.booleans()),
     st.just(ev.Stop()),
     st.just(ev.ConnectionLost()),
@@ -1085,7 +1085,7 @@ ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
     st.builds(ev.StreamRefused, OPAQUES, st.sampled_from([*Status, 0x7777])),
     st.builds(ev.FailoverLogReceived, st.sampled_from([[], LOG, log((0xB, 99), (0xA, 0))])),
     st.builds(ev.FailoverLogRefused, st.sampled_from(Status)),
-    st.builds(lambda opaque, seqno: ev.RowsRun(opaque, [row(seqno, b"k", b"v")], 9), OPAQUES, SEQNOS),
+    SEQNOS,  # a row of the newest stream
     st.builds(
         lambda start, end, flags, opaque: SnapshotMarker(0, start, end, flags, opaque=opaque),
         SEQNOS,
@@ -1112,10 +1112,13 @@ ANY_EVENT: st.SearchStrategy[ev.LocalEvent | StreamEvent] = st.one_of(
     st.lists(ANY_EVENT, max_size=30),
 )
 def test_any_sequence_of_events_leaves_a_valid_machine(
-    boundaries: tuple[int, ...], open_snapshot: tuple[int, int] | None, events: list[ev.LocalEvent | StreamEvent]
+    boundaries: tuple[int, ...], open_snapshot: tuple[int, int] | None, events: list[ev.LocalEvent | StreamEvent | int]
 ) -> None:
     staged = 105 if open_snapshot else 0
     rig = rig_at(*boundaries, staged=staged, open_snapshot=open_snapshot)
     for event in events:
-        rig.feed(event)
+        if isinstance(event, int):
+            rows(rig, event)
+        else:
+            rig.feed(event)
     assert rig.store.served.seqno in {0, *boundaries, *rig.store.published}

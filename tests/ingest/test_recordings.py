@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mirror.ingest import instructions as ins
-from mirror.ingest.machine import Phase
+from mirror.ingest.state import Phase
 from mirror.wire.events import Mutation
 from mirror.wire.leb128 import decode as decode_leb128
 from storage.model import Manifest
@@ -64,14 +64,14 @@ def test_what_is_published_is_what_the_engine_holds(name: str) -> None:
         else:
             assert verdicts["live"] == live
     for rig in replay.rigs.values():
-        assert rig.machine.violation_count == 0
-        assert rig.machine.position_seqno == rig.machine.published_seqno, "part of a snapshot was left"
+        assert rig.machine.shown.violation_count == 0
+        assert not rig.machine.assembler.holds_part, "part of a snapshot was left"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*COMPARABLE, OUT_OF_ORDER)])
 def test_no_recording_breaks_a_machine(name: str) -> None:
     for rig in Replay(name).run().rigs.values():
-        assert rig.machine.violation_count == 0
+        assert rig.machine.shown.violation_count == 0
 
 
 @pytest.mark.parametrize("name", ["605_a_backfill_then_live", "72_k1_collections_live"])
@@ -143,7 +143,7 @@ def test_a_resumed_snapshot_is_published_once_at_its_end() -> None:
 
 def test_an_out_of_order_snapshot_breaks_the_protocol() -> None:
     [rig] = Replay(OUT_OF_ORDER).run().rigs.values()
-    assert rig.machine.violation_count
+    assert rig.machine.shown.violation_count
     assert not rig.store.published
     assert "an out-of-order snapshot (flags 0x1), which was not requested" in rig.reports[-1].text
 

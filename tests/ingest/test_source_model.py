@@ -29,9 +29,9 @@ from hypothesis.stateful import (
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Row
-from mirror.ingest.machine import Phase
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.rollback import Accept, OutOfRange
+from mirror.ingest.state import Phase
 from mirror.wire.constants import OsoFlag, SnapshotFlag, Status, StreamEndReason
 from mirror.wire.events import (
     Abort,
@@ -239,10 +239,10 @@ class Mirrored(RuleBasedStateMachine):
     def break_the_protocol(self, first: int, second: int, what: int) -> None:
         """Something that cannot be part of the stream as it stands; what could be is left out."""
         machine, opaque = self.rig.machine, self.rig.opaque_counter
-        assembler = machine._assembler
+        assembler = machine.assembler
         position, open_snapshot = assembler.position_seqno, assembler.open_snapshot
         within = open_snapshot is not None and position < first <= open_snapshot.end_seqno
-        violations = machine.violation_count
+        violations = machine.shown.violation_count
         if what == 0 and not within:
             self.check_new(self.rig.feed_rows(opaque, [row(first, b"a", b"never")]))
         elif what == 1 and first >= second:
@@ -261,7 +261,7 @@ class Mirrored(RuleBasedStateMachine):
             self.feed(Commit(0, b"\0a", second, first, opaque=opaque))
         else:
             return
-        assert machine.violation_count == violations + 1
+        assert machine.shown.violation_count == violations + 1
         assert machine.phase is not Phase.STREAMING
 
     @rule(first=SEQNOS, opaque=st.integers(0, 0x2000))
@@ -276,11 +276,11 @@ class Mirrored(RuleBasedStateMachine):
             ev.StreamAccepted(opaque, FailoverLog()),
             ev.StreamRollback(opaque, 0),
             ev.StreamRefused(opaque, 4),
-            ev.RowsRun(opaque, [row(first, b"a", b"never")], 1),
             ev.NoBoundary(),
             ev.ResyncRefused("never requested"),
         ):
             assert self.rig.feed(event) == []
+        assert self.rig.feed_rows(opaque, [row(first, b"a", b"never")]) == []
         assert self.rig.machine.phase is status
 
     # --- what must hold ---

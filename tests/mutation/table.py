@@ -20,6 +20,7 @@ class Mutation(NamedTuple):
 
 
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
+_HANDSHAKE, _STREAMING = "mirror/ingest/handshake.py", "mirror/ingest/streaming.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET = "mirror/feed/cluster/persistence.py", "mirror/feed/follow/vbucket.py"
 _STORE_SINK = "mirror/feed/follow/store_sink.py"
@@ -110,8 +111,8 @@ MUTATIONS = (
         "tests/serve/test_dcp_cascade.py -k without_contact",
     ),
     Mutation(
-        _MACHINE,
-        "self._features.by_mirror and newest in [entry.vbuuid for entry in self.failover_log[1:]]",
+        _HANDSHAKE,
+        "machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]",
         "False",
         f"{_OF_MACHINE} -k behind",
     ),
@@ -122,7 +123,7 @@ MUTATIONS = (
         "tests/serve/test_dcp_requests.py -k waits_for_it",
     ),
     # --- the tombstones that a follower may lack
-    Mutation(_MACHINE, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
+    Mutation(_STREAMING, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
     Mutation(
         "storage/write/commit.py",
         "return min(state.missing_seqno, vbucket.complete_seqno)",
@@ -161,33 +162,33 @@ MUTATIONS = (
     ),
     # --- the conversation with the source
     Mutation(
-        _MACHINE,
-        "if self._offset.inside_snapshot and seqno >= boundary_seqno:",
-        "if self._offset.inside_snapshot:",
+        _HANDSHAKE,
+        "if machine.offset.inside_snapshot and seqno >= boundary_seqno:",
+        "if machine.offset.inside_snapshot:",
         _OF_MACHINE,
     ),
     Mutation(
-        _MACHINE,
-        "elif seqno == 0 or self._rollback_rounds > ROLLBACK_ROUNDS_MAX or seqno >= self._offset.start_seqno:",
-        "elif seqno == 0:",
+        _HANDSHAKE,
+        "if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:",
+        "if seqno == 0:",
         _OF_MACHINE,
     ),
-    Mutation(_MACHINE, "if self._common_tried:", "if True:", _OF_MACHINE),
-    Mutation(_MACHINE, "if common.seqno < boundary_seqno:", "if False:", _OF_MACHINE),
+    Mutation(_HANDSHAKE, "if machine.handshake.common_tried:", "if True:", _OF_MACHINE),
+    Mutation(_HANDSHAKE, "if common.seqno < boundary_seqno:", "if False:", _OF_MACHINE),
     Mutation(
-        _MACHINE,
-        "due = [opaque for end_seqno, opaque in self._marker_acks if end_seqno <= event.seqno]",
-        "due = [opaque for end_seqno, opaque in self._marker_acks]",
+        _STREAMING,
+        "due = [opaque for end_seqno, opaque in machine.marker_acks if end_seqno <= event.seqno]",
+        "due = [opaque for end_seqno, opaque in machine.marker_acks]",
         _OF_MACHINE,
     ),
-    Mutation(_MACHINE, "if event.end_seqno <= self.durable_seqno:", "if True:", _OF_MACHINE),
+    Mutation(_STREAMING, "if event.end_seqno <= machine.durable_seqno:", "if True:", _OF_MACHINE),
     Mutation(
         _MACHINE,
         "if opaque != self.opaque or self.phase is not Phase.STREAMING or not rows:",
         "if self.phase is not Phase.STREAMING or not rows:",
         _OF_MACHINE,
     ),
-    Mutation(_MACHINE, "if (log and log != self.failover_log) or", "if False or", _OF_MACHINE),
+    Mutation(_HANDSHAKE, "if (log and log != machine.failover_log) or", "if False or", _OF_MACHINE),
     Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from mirror.ingest.machine import Phase
+from mirror.ingest.state import Phase
 from mirror.sandbox.item import Item
 from storage.admin.check import check
 from storage.env.environment import SHARED

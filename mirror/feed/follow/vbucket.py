@@ -18,8 +18,8 @@ from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus
-from mirror.ingest.machine import Phase
 from mirror.ingest.selection import Resolved, StreamFilter
+from mirror.ingest.state import Phase
 from storage.history.extent import History
 from storage.model import Vbid, VbucketState
 from storage.write.writer import GroupWriter, RollbackResult
@@ -208,7 +208,7 @@ class MirroredVbucket(VbucketHost):
         self.documents += len(rows)
         self.bytes += byte_count
         self.progressed()
-        if self.session is not None and self.machine.status is not VbucketStatus.STREAMING:
+        if self.session is not None and self.machine.shown.status is not VbucketStatus.STREAMING:
             self.session.backfill_at = self.last_progress
         if self._held_seqno and int.from_bytes(rows[0][0][4:12]) <= self._held_seqno:
             self.requested_again_bytes += sum(
@@ -333,7 +333,7 @@ class MirroredVbucket(VbucketHost):
         state = self.sink.state()
         high = self.source_high_seqno
         published = int(state.published_seqno)
-        failing = self.machine.failing_text if self.machine is not None else None
+        failing = self.machine.shown.failing_text if self.machine is not None else None
         status = VbucketStatus.WAITING if self.streaming and not self.in_contact else self.status
         return {
             "vbid": self.vbid,

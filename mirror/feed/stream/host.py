@@ -22,7 +22,8 @@ from mirror.ingest import events
 from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, VbucketStatus
-from mirror.ingest.machine import Phase, VbucketMachine
+from mirror.ingest.machine import VbucketMachine
+from mirror.ingest.state import Phase
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus

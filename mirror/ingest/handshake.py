@@ -1,0 +1,277 @@
+"""The handshake: from a stream request to its acceptance, with rollbacks, resyncs and the store's answers between.
+
+A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was requested,
+and so to less than the one before, because what is requested next is at or below it. If not, or if it is to 0, the
+source's failover log is searched for common history, once, and a stream requested there. Only after that a resync
+begins, next to the old copy (docs/protocol.md 2.5).
+
+Each function takes the machine's state and an event, appends instructions, and returns the next phase. Of their order:
+a stream is requested only when the store holds exactly what the request says; the failover log is saved before the
+first row of its stream is staged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mirror.ingest import events as ev
+from mirror.ingest.instructions import (
+    BeginResync,
+    GetFailoverLog,
+    Instruction,
+    RequestStream,
+    RetryReason,
+    RollbackTo,
+    SaveFailoverLog,
+    SaveFilter,
+    VbucketStatus,
+)
+from mirror.ingest.offset import StreamOffset, resume_offset
+from mirror.ingest.reactions import Action, Reaction, on_refusal
+from mirror.ingest.rollback import common_history
+from mirror.ingest.state import HandshakeState, MachineState, Phase
+from mirror.wire.constants import StreamRequestFlag
+from storage.model import SEQNO_MAX, Seqno
+
+STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
+"""Never from a replica: its markers may overlap and mix disk and memory."""
+
+ROLLBACK_ROUNDS_MAX = 64
+"""Rollback answers in one handshake. Servers keep 25 histories, so more rounds than entries is a source gone wrong."""
+
+
+def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
+    """Ask for a stream from where the store stands; whatever cannot be continued is dropped first."""
+    if not machine.connected:
+        return machine.idle(out)
+    continues = _filter_continues(machine)
+    if machine.assembler.holds_part and not (machine.assembler.resumable and continues):
+        return machine.abandon(f"{cause}: staged rows cannot be continued", None, out)
+    if continues:
+        return _request(machine, cause, out)
+    return _resync(machine, "the requested collections are not those of what is held", out)
+
+
+def _filter_continues(machine: MachineState) -> bool:
+    """True if a stream may go on from what is held: what its filter shows was not left out before."""
+    requested, stored = machine.features.filter, machine.stored_filter
+    if not machine.assembler.position_seqno:
+        return True
+    if requested is None:
+        return stored is None
+    if machine.assembler.holds_part:  # perhaps rows of a collection that the manifest does not know yet
+        return requested.text == stored
+    return requested.continues(stored, machine.assembler.manifest.collections)
+
+
+def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
+    assembler = machine.assembler
+    end_seqno = machine.features.end_seqno
+    if assembler.boundary_seqno >= end_seqno:
+        return finish(machine, out)
+    if machine.handshake.next_vbuuid is not None and not assembler.holds_part:
+        offset = StreamOffset.between_snapshots(assembler.boundary_seqno, machine.handshake.next_vbuuid)
+    else:
+        offset = resume_offset(
+            assembler.boundary_seqno, assembler.position_seqno, assembler.open_snapshot, machine.failover_log
+        )
+    purge_seqno = None
+    if offset.inside_snapshot:
+        end_seqno = max(end_seqno, offset.snap_end_seqno)
+        # Between snapshots it would say nothing: anyone who stands at a boundary below the purge lacks deletions.
+        if machine.features.sends_purge_seqno and machine.source_purge_seqno:
+            purge_seqno = machine.source_purge_seqno
+    machine.offset = offset
+    machine.report(VbucketStatus.REQUESTING, f"asking for what follows {offset.start_seqno}", out)
+    out.append(RequestStream(machine.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
+    return Phase.REQUESTING
+
+
+def finish(machine: MachineState, out: list[Instruction]) -> Phase:
+    machine.report(VbucketStatus.FINISHED, f"complete up to {machine.assembler.boundary_seqno}", out)
+    return Phase.FINISHED
+
+
+# --- the source's answers ---
+
+
+def requested(machine: MachineState, event: ev.StreamRequested, _out: list[Instruction]) -> Phase:
+    machine.opaque = event.opaque
+    return Phase.REQUESTING
+
+
+def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruction]) -> Phase:
+    if machine.is_stale(event.opaque):
+        return machine.phase
+    machine.handshake = HandshakeState()
+    log = event.failover_log
+    features = machine.features
+    missing_seqno = machine.missing_seqno
+    if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on, by a source that says its purges
+        earlier = missing_seqno if machine.offset.start_seqno else 0
+        missing_seqno = earlier if features.sends_purge_seqno else SEQNO_MAX
+    if (log and log != machine.failover_log) or missing_seqno != machine.missing_seqno:
+        machine.failover_log = log or machine.failover_log
+        machine.missing_seqno = missing_seqno
+        out.append(SaveFailoverLog(machine.vbid, "stream accepted", machine.failover_log, missing_seqno=missing_seqno))
+    if features.filter is not None and features.filter.text != machine.stored_filter:
+        machine.stored_filter = features.filter.text
+        out.append(SaveFilter(machine.vbid, "stream accepted", features.filter.text))
+    machine.assembler.begin_stream(
+        inside_snapshot=machine.offset.inside_snapshot,
+        collections_granted=features.collections,
+        stream_filter=features.filter,
+        scope_names=features.scope_names,
+    )
+    machine.report_streaming(out)
+    return Phase.STREAMING
+
+
+def refused(machine: MachineState, event: ev.StreamRefused, out: list[Instruction]) -> Phase:
+    if machine.is_stale(event.opaque):
+        return machine.phase
+    machine.opaque = None
+    reaction = on_refusal(event.status)
+    if reaction.action is Action.GO_BACK:
+        return _go_back(machine, 0, reaction.text, out)
+    if reaction.action is Action.REFRESH_MAP and machine.features.by_mirror:
+        held = machine.offset.start_seqno
+        text = f"the source, a mirror, is being filled or has not published {held} yet; asking again"
+        reaction = replace(reaction, text=text)
+    return machine.react(reaction, f"status {event.status:#x}", event.context, out)
+
+
+def rolled_back_by_source(machine: MachineState, event: ev.StreamRollback, out: list[Instruction]) -> Phase:
+    if machine.is_stale(event.opaque):
+        return machine.phase
+    machine.opaque = None
+    return _go_back(machine, event.seqno, f"the source answered ROLLBACK to {event.seqno}", out)
+
+
+def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]) -> Phase:
+    """Decide where to go back to (docs/protocol.md 2.5)."""
+    machine.handshake.rollback_rounds += 1
+    boundary_seqno = machine.assembler.boundary_seqno
+    if machine.offset.inside_snapshot and seqno >= boundary_seqno:
+        text = f"{why}: dropping the open snapshot, back to {boundary_seqno}"
+        machine.report(VbucketStatus.ROLLING_BACK, text, out)
+        return machine.abandon("rollback inside a snapshot", None, out)
+    if boundary_seqno == 0:
+        text = f"{why} although nothing is held here; asking again. If it repeats, look at the source's log"
+        return machine.retry(Reaction(Action.RETRY, text), "rollback from 0", out)
+    too_many = machine.handshake.rollback_rounds > ROLLBACK_ROUNDS_MAX
+    if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:
+        return _before_zero(machine, why, out)
+    machine.handshake.next_vbuuid = None
+    return _roll_back(machine, seqno, why, why, out)
+
+
+def _roll_back(machine: MachineState, seqno: int, why: str, cause: str, out: list[Instruction]) -> Phase:
+    machine.report(VbucketStatus.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
+    out.append(RollbackTo(machine.vbid, cause, Seqno(seqno)))
+    return Phase.ROLLING_BACK
+
+
+def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
+    """Look for common history, once, before everything is fetched again."""
+    machine.handshake.next_vbuuid = None
+    if machine.handshake.common_tried:
+        return _resync(machine, why, out)
+    if not machine.connected:
+        return machine.idle(out)
+    text = f"{why}: looking for common history in the source's failover log"
+    machine.report(VbucketStatus.ROLLING_BACK, text, out)
+    out.append(GetFailoverLog(machine.vbid, why))
+    return Phase.ASKING_LOG
+
+
+def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
+    newest = event.failover_log.newest_vbuuid
+    if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]:
+        # It knows no history that is not known here, so what it lacks is not lost.
+        text = "the source, a mirror, has not heard of the newest failover yet; asking again"
+        return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
+    machine.handshake.common_tried = True
+    boundary_seqno = machine.assembler.boundary_seqno
+    # Without the source's high seqno: one that was polled earlier may be below what we hold, and would take back what
+    # is not lost. Asking again with the common vbuuid has the source say it.
+    common = common_history(machine.failover_log, boundary_seqno, event.failover_log)
+    if common is None:
+        return _resync(machine, "no common history with the source", out)
+    cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
+    machine.handshake.next_vbuuid = common.vbuuid
+    # The log is cut only when nothing newer is held any more. Cut before, a crash in between would leave rows with a
+    # history that they are not of, and the source would take them for its own.
+    if common.seqno < boundary_seqno:
+        return _roll_back(machine, common.seqno, cause, cause, out)
+    if machine.assembler.holds_part:
+        return machine.abandon(cause, None, out)
+    if common.failover_log != machine.failover_log:
+        machine.failover_log = common.failover_log
+        out.append(SaveFailoverLog(machine.vbid, cause, common.failover_log))
+    return _request(machine, cause, out)
+
+
+def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[Instruction]) -> Phase:
+    reaction = on_refusal(event.status)
+    if reaction.action is Action.GO_BACK:  # no answer to this question
+        reaction = Reaction(Action.RETRY, reaction.text)
+    return machine.react(reaction, f"failover log: status {event.status:#x}", b"", out)
+
+
+def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
+    if machine.assembler.boundary_seqno == 0:  # nothing to keep next to it
+        return begin(machine, why, out)
+    text = f"{why}: fetching the vbucket again next to the old copy"
+    machine.report(VbucketStatus.RESYNCING, text, out)
+    out.append(BeginResync(machine.vbid, why))
+    return Phase.OPENING_RESYNC
+
+
+# --- the store's answers ---
+
+
+def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instruction]) -> Phase:
+    machine.load(event.state)
+    log = machine.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
+    if log != machine.failover_log:
+        machine.failover_log = log
+        out.append(SaveFailoverLog(machine.vbid, "rolled back", log))
+    return begin(machine, "rolled back", out)
+
+
+def no_boundary(machine: MachineState, _event: ev.NoBoundary, out: list[Instruction]) -> Phase:
+    return _before_zero(machine, "no boundary is kept that far back", out)
+
+
+def abandoned(machine: MachineState, event: ev.Abandoned, out: list[Instruction]) -> Phase:
+    machine.load(event.state)
+    reason, machine.retry_reason = machine.retry_reason, None
+    if reason is not None and machine.connected:
+        return machine.wait(reason, "abandoned", out)
+    return begin(machine, "abandoned", out)
+
+
+def resync_opened(machine: MachineState, event: ev.ResyncOpened, out: list[Instruction]) -> Phase:
+    machine.load(event.state)
+    return begin(machine, "resync", out)
+
+
+def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Instruction]) -> Phase:
+    """Keep the old copy, and try again from time to time: space may have been made."""
+    if not machine.connected:
+        return machine.idle(out)
+    machine.handshake = HandshakeState()
+    machine.report(VbucketStatus.REFUSED, event.text, out)
+    return machine.wait(RetryReason.REFUSED_FOR_NOW, "resync refused", out)
+
+
+def prepare_missing(machine: MachineState, event: ev.PrepareMissing, out: list[Instruction]) -> Phase:
+    """Fetch everything again: the first half came before anybody here tracked such writes."""
+    machine.load(event.state)
+    text = f"a durable write that is committed at {event.seqno} was prepared before such writes were tracked here"
+    machine.close_stream("prepare missing", out)
+    if machine.assembler.boundary_seqno:
+        return _resync(machine, text, out)
+    machine.report(VbucketStatus.WAITING, text, out)
+    return machine.abandon("prepare missing", RetryReason.VIOLATION, out)

@@ -1,0 +1,252 @@
+"""The state of one vbucket's machine, and the ways in which a turn of its conversation with the source ends.
+
+Knows what the store holds of the vbucket, the stream, and what was said to the source. Decides nothing: `handshake` and
+`streaming` do, and `machine` calls them. A function that ends a turn appends its instructions and returns the next
+phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+from mirror.ingest import events as ev
+from mirror.ingest.assembler import Assembler
+from mirror.ingest.instructions import (
+    AbandonStaged,
+    CloseStream,
+    Instruction,
+    Reconnect,
+    RefreshCollections,
+    RefreshMap,
+    ReportStatus,
+    RetryAfter,
+    RetryReason,
+    VbucketStatus,
+)
+from mirror.ingest.offset import StreamOffset
+from mirror.ingest.reactions import Action, Reaction
+from storage.model import Vbid, VbucketState, Vbuuid
+
+_STREAMING_TEXTS = {
+    VbucketStatus.RESYNCING: "fetching the vbucket again next to the old copy",
+    VbucketStatus.BACKFILLING: "the source reads a snapshot from its disk",
+    VbucketStatus.STREAMING: "following the source",
+}
+
+
+class Phase(StrEnum):
+    """Whose turn it is."""
+
+    IDLE = auto()  # no connection: waiting for Start
+    REQUESTING = auto()  # a stream was requested: waiting for its answer
+    STREAMING = auto()  # the stream is open: waiting for its messages
+    ASKING_LOG = auto()  # rolled back to 0: waiting for the source's failover log, to look for common history first
+    ROLLING_BACK = auto()  # waiting for the store, as in the next two
+    ABANDONING = auto()
+    OPENING_RESYNC = auto()
+    WAITING = auto()  # waiting for RetryDue
+    REFUSED = auto()  # waiting for people: a new Start
+    FINISHED = auto()  # a stream with an end has reached it
+
+
+STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RESYNC))
+"""The store is at work and will answer, whatever happens to the connection."""
+
+
+@dataclass(slots=True)
+class Shown:
+    """What status shows of a vbucket."""
+
+    status: VbucketStatus = VbucketStatus.WAITING
+    text: str = "not started"
+    failing_text: str | None = None
+    """How the source broke the protocol, until something is published again."""
+    violation_count: int = 0
+    ignored_count: int = 0
+
+
+@dataclass(slots=True)
+class HandshakeState:
+    """A chain of stream requests until one is accepted."""
+
+    rollback_rounds: int = 0
+    common_tried: bool = False
+    """The source's failover log was searched for common history, which is done once."""
+    next_vbuuid: Vbuuid | None = None
+    """The common history that was found; the next request names it."""
+
+
+class MachineState:
+    """The state that one vbucket's decisions share."""
+
+    __slots__ = (
+        "assembler",
+        "attempt",
+        "connected",
+        "durable_seqno",
+        "empty_reported",
+        "failover_log",
+        "features",
+        "handshake",
+        "high_seqno",
+        "idle_text",
+        "marker_acks",
+        "marker_purge_seqno",
+        "missing_seqno",
+        "no_node",
+        "offset",
+        "opaque",
+        "phase",
+        "resyncing",
+        "retry_reason",
+        "shown",
+        "source_purge_seqno",
+        "stored_filter",
+        "vbid",
+    )
+
+    def __init__(self, vbid: Vbid, state: VbucketState) -> None:
+        self.vbid = vbid
+        self.phase = Phase.IDLE
+        self.shown = Shown()
+        # The connection, and the conversation over it.
+        self.connected = False
+        self.no_node = False
+        self.idle_text = self.shown.text
+        self.features = ev.Start()
+        self.handshake = HandshakeState()
+        self.offset = StreamOffset.fresh()
+        self.attempt = 0
+        """Tries since the last progress."""
+        self.retry_reason: RetryReason | None = None
+        """Why the next request waits, once the staged rows are abandoned; None: it does not wait."""
+        # The stream.
+        self.opaque: int | None = None
+        self.assembler = Assembler(vbid)
+        self.marker_acks: list[tuple[int, int]] = []
+        """End and opaque of each marker that waits to be answered."""
+        self.marker_purge_seqno = 0
+        """Of the newest marker, until its first item came."""
+        self.high_seqno: int | None = None
+        # What the store holds.
+        self.durable_seqno = state.staging_published_seqno
+        self.load(state)
+
+    def load(self, state: VbucketState) -> None:
+        """Take over what the store holds."""
+        self.assembler.load(state)
+        self.failover_log = state.failover_log
+        self.source_purge_seqno = int(state.source_purge_seqno)
+        self.missing_seqno = state.missing_seqno
+        self.stored_filter = state.stream_filter
+        self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
+        self.empty_reported = bool(state.failover_log) and not self.resyncing  # matters only while nothing is held
+        self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
+
+    def is_stale(self, opaque: int) -> bool:
+        """Return True, and count it, if the opaque is not that of the stream."""
+        if opaque == self.opaque:
+            return False
+        self.shown.ignored_count += 1
+        return True
+
+    def report(self, status: VbucketStatus, text: str, out: list[Instruction]) -> None:
+        if (status, text) != (self.shown.status, self.shown.text):
+            self.shown.status, self.shown.text = status, text
+            out.append(ReportStatus(self.vbid, "state", status, text))
+
+    def report_streaming(self, out: list[Instruction]) -> None:
+        status = VbucketStatus.STREAMING
+        if self.resyncing:
+            status = VbucketStatus.RESYNCING
+        elif self.assembler.from_disk:
+            status = VbucketStatus.BACKFILLING
+        if status is not self.shown.status:
+            self.report(status, _STREAMING_TEXTS[status], out)
+
+    def close_stream(self, cause: str, out: list[Instruction]) -> None:
+        out.append(CloseStream(self.vbid, cause, self.opaque))
+        self.forget_stream()
+
+    def forget_stream(self) -> None:
+        self.opaque = None
+        self.marker_acks.clear()
+        self.marker_purge_seqno = 0
+        self.assembler.end_stream()
+
+    # --- ends of a turn ---
+
+    def idle(self, out: list[Instruction]) -> Phase:
+        status = VbucketStatus.NO_ACTIVE_NODE if self.no_node else VbucketStatus.WAITING
+        self.report(status, self.idle_text, out)
+        return Phase.IDLE
+
+    def wait(self, reason: RetryReason, cause: str, out: list[Instruction]) -> Phase:
+        out.append(RetryAfter(self.vbid, cause, reason, self.attempt))
+        self.attempt += 1
+        return Phase.WAITING
+
+    def retry(self, reaction: Reaction, cause: str, out: list[Instruction]) -> Phase:
+        self.report(VbucketStatus.WAITING, reaction.text, out)
+        return self.wait(reaction.reason, cause, out)
+
+    def abandon(self, cause: str, reason: RetryReason | None, out: list[Instruction]) -> Phase:
+        """Drop the staged rows; then ask again at once, or after the delay for `reason`."""
+        self.retry_reason = reason
+        out.append(AbandonStaged(self.vbid, cause))
+        return Phase.ABANDONING
+
+    def react(self, reaction: Reaction, cause: str, config: bytes, out: list[Instruction]) -> Phase:
+        """React to a refusal or a stream's end. Action.GO_BACK is the handshake's."""
+        action = reaction.action
+        if action in (Action.STOP, Action.REFUSED, Action.WAIT_FOR_COLLECTIONS):
+            self.forget_stream()
+            self.report(VbucketStatus.REFUSED, reaction.text, out)
+            if action is Action.REFUSED:
+                return self.wait(reaction.reason, cause, out)
+            if action is Action.WAIT_FOR_COLLECTIONS:
+                out.append(RefreshCollections(self.vbid, cause))
+            return Phase.REFUSED
+        if action is Action.REFRESH_MAP:
+            out.append(RefreshMap(self.vbid, cause, config))
+        elif action is Action.REFRESH_COLLECTIONS:
+            out.append(RefreshCollections(self.vbid, cause))
+        elif action is Action.REOPEN:
+            self.close_stream(cause, out)
+        elif action is Action.RECONNECT:
+            out.append(Reconnect(self.vbid, reaction.text))
+        return self.retry(reaction, cause, out)
+
+    def validate(self) -> None:
+        """Check what must hold between any two events."""
+        assembler = self.assembler
+        assembler.validate()
+        if self.phase is Phase.STREAMING:
+            assert self.opaque is not None, "a stream without an opaque"
+        elif self.phase is not Phase.REQUESTING:
+            assert self.opaque is None, f"an opaque in phase {self.phase.name}"
+            assert not assembler.open_snapshot or assembler.holds_part, "a marker outlived its stream"
+        if self.phase in (Phase.REQUESTING, Phase.STREAMING, Phase.ASKING_LOG, Phase.WAITING):
+            assert self.connected, f"phase {self.phase.name} without a connection"
+        if self.phase is Phase.REQUESTING:
+            held = self.offset.start_seqno
+            assert held == assembler.position_seqno, f"requested from {held}, holding {assembler.position_seqno}"
+        assert self.retry_reason is None or self.phase is Phase.ABANDONING
+        assert not self.marker_acks or self.phase is Phase.STREAMING
+        assert not (self.resyncing and assembler.boundary_seqno), "a published resync is no longer one"
+        assert self.durable_seqno <= assembler.boundary_seqno
+
+    # --- properties for the feed ---
+
+    @property
+    def caught_up(self) -> bool:
+        """True if everything up to the source's last known high seqno is durable and visible."""
+        return not self.resyncing and self.high_seqno is not None and self.durable_seqno >= self.high_seqno
+
+    @property
+    def waits_for_end(self) -> bool:
+        """True while part of a snapshot from the source's memory is held. Such a snapshot is sent at once, so its end
+        should be near. Without collections perhaps no message carries the end (docs/protocol.md 2.6).
+        """
+        return self.features.collections and self.assembler.holds_part and not self.assembler.from_disk

@@ -1,0 +1,196 @@
+"""An open stream: its messages, the answers to its markers, and its end.
+
+The functions of the table take the machine's state and an event, append instructions, and return the next phase. A
+marker is answered only after its snapshot is durable. A source that breaks the rules loses its open snapshot: nothing
+of it is kept, and the stream is requested again after a delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mirror.ingest import events as ev
+from mirror.ingest.assembler import Assembler, Violation
+from mirror.ingest.handshake import finish
+from mirror.ingest.instructions import (
+    AnswerMarker,
+    Instruction,
+    PublishSnapshot,
+    RetryReason,
+    SaveFailoverLog,
+    VbucketStatus,
+)
+from mirror.ingest.reactions import on_stream_end
+from mirror.ingest.state import MachineState, Phase
+from mirror.wire.constants import SnapshotFlag, StreamEndReason
+from mirror.wire.events import (
+    Abort,
+    Commit,
+    OsoSnapshot,
+    Prepare,
+    SeqnoAdvanced,
+    SnapshotMarker,
+    StreamEnd,
+    StreamEvent,
+    SystemEvent,
+)
+from storage.model import SEQNO_MAX, Seqno
+
+_ACK = int(SnapshotFlag.ACK)
+"""As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
+
+MARKER_ACKS_MAX = 1024
+"""Markers waiting to be answered. One snapshot is open at a time; more than a few is a source gone wrong."""
+
+_ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
+    SeqnoAdvanced: Assembler.seqno_advanced,
+    SystemEvent: Assembler.system_event,
+    OsoSnapshot: Assembler.oso_snapshot,
+    Prepare: Assembler.prepare,
+    Commit: Assembler.commit,
+    Abort: Assembler.abort,
+}
+
+
+def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[Instruction]) -> Phase:
+    """Take a run of rows."""
+    if machine.marker_purge_seqno:
+        _save_purge_seqno(machine, out)
+    try:
+        machine.assembler.rows(rows, byte_count, out)
+    except Violation as violation:
+        return violated(machine, str(violation), out)
+    if type(out[-1]) is PublishSnapshot:
+        _progressed(machine, out)
+    return Phase.STREAMING
+
+
+def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -> Phase:
+    """Take any other message that carries a seqno."""
+    if machine.is_stale(event.opaque):
+        return Phase.STREAMING
+    if machine.marker_purge_seqno:
+        _save_purge_seqno(machine, out)
+    try:
+        _ASSEMBLE[type(event)](machine.assembler, event, out)
+    except Violation as violation:
+        return violated(machine, str(violation), out)
+    if out and type(out[-1]) is PublishSnapshot:
+        _progressed(machine, out)
+    return Phase.STREAMING
+
+
+def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction]) -> Phase:
+    if machine.is_stale(event.opaque):
+        return Phase.STREAMING
+    try:
+        machine.assembler.marker(event, out)
+    except Violation as violation:
+        return violated(machine, str(violation), out)
+    if out and type(out[-1]) is PublishSnapshot:
+        _progressed(machine, out)
+    if event.flags & _ACK:
+        if event.end_seqno <= machine.durable_seqno:
+            out.append(AnswerMarker(machine.vbid, "already published", event.opaque))
+        elif len(machine.marker_acks) < MARKER_ACKS_MAX:
+            machine.marker_acks.append((event.end_seqno, event.opaque))
+        else:
+            return violated(machine, "too many markers that ask for an answer", out)
+    machine.marker_purge_seqno = event.purge_seqno
+    if event.end_seqno == 0:
+        _perhaps_empty(machine, out)
+    machine.report_streaming(out)
+    return Phase.STREAMING
+
+
+def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
+    """Save it before the first item of a snapshot, so that a mid-snapshot request after a restart can say it."""
+    purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
+    missing_seqno = machine.missing_seqno
+    if not machine.assembler.boundary_seqno:
+        missing_seqno = max(missing_seqno, purge_seqno)
+    if (purge_seqno, missing_seqno) != (machine.source_purge_seqno, machine.missing_seqno):
+        machine.source_purge_seqno, machine.missing_seqno = purge_seqno, missing_seqno
+        out.append(SaveFailoverLog(machine.vbid, "first item", machine.failover_log, purge_seqno, missing_seqno))
+
+
+def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
+    if machine.is_stale(event.opaque):
+        return Phase.STREAMING
+    # A stream without end cannot have come to it: then OK says no more than the other codes.
+    regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
+    if regular:
+        machine.assembler.stream_ended_regularly(out)
+        if out:
+            _progressed(machine, out)
+    machine.forget_stream()
+    if regular and not machine.assembler.holds_part:
+        return finish(machine, out)
+    return machine.react(on_stream_end(event.reason), f"stream end {event.reason}", b"", out)
+
+
+def published(machine: MachineState, event: ev.Published, out: list[Instruction]) -> Phase:
+    """Answer the markers whose snapshots are durable now."""
+    if event.seqno > machine.assembler.boundary_seqno:
+        return machine.phase  # was rolled back meanwhile
+    machine.durable_seqno = Seqno(event.seqno)
+    if machine.marker_acks:
+        due = [opaque for end_seqno, opaque in machine.marker_acks if end_seqno <= event.seqno]
+        machine.marker_acks = [waiting for waiting in machine.marker_acks if waiting[0] > event.seqno]
+        out.extend(AnswerMarker(machine.vbid, "published", opaque) for opaque in due)
+    return machine.phase
+
+
+def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction]) -> Phase:
+    machine.high_seqno = event.seqno
+    if machine.phase is Phase.STREAMING:
+        if event.seqno == 0:
+            _perhaps_empty(machine, out)
+        if machine.caught_up:
+            machine.attempt = 0  # an idle stream has no other way to show that it is well
+    return machine.phase
+
+
+def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
+    """Publish nothing, once: the source has nothing, and no snapshot will ever say so."""
+    assembler = machine.assembler
+    if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
+        return
+    machine.empty_reported = True
+    out.append(PublishSnapshot(machine.vbid, "the source is empty", Seqno(0), Seqno(0)))
+    _progressed(machine, out)
+
+
+def _progressed(machine: MachineState, out: list[Instruction]) -> None:
+    """A snapshot was published; on a branch next to the served one that swaps the branch in."""
+    machine.attempt = 0
+    machine.shown.failing_text = None
+    machine.resyncing = False
+    machine.report_streaming(out)
+
+
+def key_refused(machine: MachineState, event: ev.KeyRefused, out: list[Instruction]) -> Phase:
+    return Phase.STREAMING if machine.is_stale(event.opaque) else violated(machine, event.text, out)
+
+
+def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[Instruction]) -> Phase:
+    machine.load(event.state)
+    return violated(machine, event.text, out)
+
+
+def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
+    """Keep nothing of the open snapshot, and request the stream again later."""
+    if out and type(out[-1]) is PublishSnapshot:  # what was complete before the break stays so
+        _progressed(machine, out)
+    shown = machine.shown
+    shown.violation_count += 1
+    shown.failing_text = (
+        f"the source broke the protocol in vb {machine.vbid}: {text}; the open snapshot is dropped and requested "
+        "again. If it repeats, report it with this line"
+    )
+    machine.close_stream("violation", out)
+    machine.report(VbucketStatus.WAITING, shown.failing_text, out)
+    if machine.assembler.holds_part:
+        return machine.abandon("violation", RetryReason.VIOLATION, out)
+    return machine.wait(RetryReason.VIOLATION, "violation", out)
