@@ -1,7 +1,7 @@
 """`config show` and `config explain`: the settings in force, and what each setting means.
 
 Knows how to print them; reading, judging, masking and describing are `mirror.config`'s, and when a change takes effect
-`mirror.supervise.listeners` knows. Invariant: docs/settings.md is what `config explain --markdown` prints.
+`mirror.supervise.listeners.addresses` knows. Invariant: docs/settings.md is what `config explain --markdown` prints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from cli import options, output, render
 from mirror.config_reader import ENV_PREFIX, Description, describe, nearest
 from mirror.errors import ConfigError
-from mirror.supervise.listeners import effect_of
+from mirror.supervise.listeners.addresses import effect_of
 
 HELP = "Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults."
 

@@ -17,7 +17,7 @@ from cli.exits import CommandEnded
 from mirror import client
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.messages import Ping
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
 

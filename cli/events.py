@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from cli import options, output, render
-from mirror.supervise.event_log import read_events
+from mirror.supervise.events.log import read_events
 from storage.env import directory
 
 LOOK_INTERVAL_S = 0.5

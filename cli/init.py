@@ -31,7 +31,7 @@ from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.inspection.doctor import Doctor, StepVerdict
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")

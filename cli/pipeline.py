@@ -224,7 +224,7 @@ def running(name: str, master: str | None, spark: bool, processes: int | None) -
     """Where the tasks of a pipeline run."""
     need("pyarrow", "deltalake")
     from mirror.spark.runner import LocalRunner, SparkRunner
-    from mirror.supervise.child import die_with_parent
+    from mirror.supervise.processes.life import die_with_parent
 
     if master is None and not spark and not under_spark_submit():
         yield LocalRunner(processes, die_with_parent)

@@ -21,7 +21,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.inspection.recording import Recorder
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 
 PLAIN_INTERVAL_S = 5.0
 

@@ -25,7 +25,7 @@ from mirror.errors import ExitCode
 from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger
 from mirror.ownership import refuse_files_of_others
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 from mirror.supervise.replace import set_aside_another_bucket
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor

@@ -22,8 +22,8 @@ from mirror import client
 from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import GetStatus
 from mirror.sandbox import control
-from mirror.supervise.child import die_with_parent
-from mirror.supervise.processes import exit_words
+from mirror.supervise.processes.life import die_with_parent
+from mirror.supervise.processes.table import exit_words
 
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
 START_TIMEOUT_S = 60.0

@@ -26,7 +26,7 @@ from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
 from mirror.messages import Ping
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 from storage.env import directory, map_record
 from storage.format import keys
 from storage.format.digest import Fingerprint

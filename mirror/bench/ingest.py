@@ -28,9 +28,9 @@ from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
 from mirror.sandbox import SandboxCluster, vbucket_of
-from mirror.supervise import logs
-from mirror.supervise.collector import settle_collector
-from mirror.supervise.figures import private_bytes
+from mirror.supervise.processes import logs
+from mirror.supervise.processes.collector import settle_collector
+from mirror.supervise.processes.figures import private_bytes
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import Identity

@@ -33,7 +33,7 @@ from mirror.config_reader import validated
 from mirror.health import FOLLOWING
 from mirror.messages import GetStatus
 from mirror.serve.dcp_server import DcpServer
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 from storage.format import keys, records

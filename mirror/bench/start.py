@@ -23,8 +23,8 @@ from mirror.bench.ingest import SANDBOX_PASSWORD, receive
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.sandbox import SandboxCluster
-from mirror.supervise import logs
-from mirror.supervise.figures import private_bytes
+from mirror.supervise.processes import logs
+from mirror.supervise.processes.figures import private_bytes
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 
@@ -74,7 +74,9 @@ def starts(vbuckets: int, nodes: int, workers: int, again: int, folder: str) -> 
 def _memory(pid: int | None) -> list[int]:
     """Private memory of the service's workers."""
     children = psutil.Process(pid).children()
-    of_workers = [child.pid for child in children if any("mirror.supervise.worker" in word for word in child.cmdline())]
+    of_workers = [
+        child.pid for child in children if any("mirror.supervise.processes.worker" in word for word in child.cmdline())
+    ]
     return sorted(private_bytes(each) or 0 for each in of_workers)
 
 

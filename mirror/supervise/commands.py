@@ -28,11 +28,11 @@ from mirror.messages import (
     StopService,
     control_command,
 )
-from mirror.supervise.children import Child, WorkerRefused
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.leases import LeaseRecord
-from mirror.supervise.processes import Processes
-from mirror.supervise.reports import Reports
+from mirror.supervise.processes.child import Child, WorkerRefused
+from mirror.supervise.processes.table import Processes
+from mirror.supervise.reports.collector import Reports
 
 OWNER_TIMEOUT_S = 25.0
 """For a command to the owner of a vbucket; less than the control socket's own limit."""

@@ -16,7 +16,7 @@ import psutil
 
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import refuse_others
-from mirror.supervise.event_log import EVENTS_FILE
+from mirror.supervise.events.log import EVENTS_FILE
 from storage.env import directory, map_record
 
 LOCK_NAME = "service.lock"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.health import assess_stored
-from mirror.supervise.event_log import newest_events
+from mirror.supervise.events.log import newest_events
 from mirror.supervise.status import Row, bucket_fields, stored_row, totals, unreadable_row
 from storage.env import directory
 from storage.errors import StorageError

@@ -25,22 +25,22 @@ from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Turned, UseKvNodes
-from mirror.supervise.children import Child, ChildExited, ChildMessage, server_command, worker_command
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.control import ControlServer
-from mirror.supervise.event_log import EventLog
-from mirror.supervise.events import LeaseExpired, SettingsRead, SettingsRefused
-from mirror.supervise.hook import Hook, words_of
+from mirror.supervise.events.hook import Hook, words_of
+from mirror.supervise.events.kinds import LeaseExpired, SettingsRead, SettingsRefused
+from mirror.supervise.events.log import EventLog
 from mirror.supervise.leases import LeaseBook
-from mirror.supervise.listeners import FIXED, Listeners, kind_of, outdated_by, process_name
+from mirror.supervise.listeners.addresses import FIXED, Listeners, kind_of, outdated_by, process_name
+from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.lock import ServiceLock
-from mirror.supervise.plan import ProcessPhase
-from mirror.supervise.processes import Processes
-from mirror.supervise.reports import REPORT_TIMEOUT_S, ReportedFailure, Reports
+from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, server_command, worker_command
+from mirror.supervise.processes.plan import ProcessPhase
+from mirror.supervise.processes.table import Processes
+from mirror.supervise.reports.collector import REPORT_TIMEOUT_S, ReportedFailure, Reports
+from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import LookUp, Setup
 from mirror.supervise.sharing import readers_gid
-from mirror.supervise.systemd import Notifier
 
 TICK_S = 0.2
 """How often deadlines and restart pauses are looked at."""

@@ -12,8 +12,8 @@ import pytest
 
 from cli import events as command
 from mirror.clock import SystemClock
-from mirror.supervise.event_log import EVENTS_FILE, EventLog
-from mirror.supervise.events import MapChanged
+from mirror.supervise.events.kinds import MapChanged
+from mirror.supervise.events.log import EVENTS_FILE, EventLog
 from tests.cli.conftest import call
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually

@@ -22,7 +22,7 @@ from mirror.ingest.topology import MalformedClusterMap, parse_cluster_map
 from mirror.serve import http_requests, kv_scan_request
 from mirror.serve.http_problems import Problem
 from mirror.server.errors import Refused
-from mirror.supervise.control import ControlServer
+from mirror.supervise.listeners.control import ControlServer
 from mirror.wire import codec_dcp, codec_kv, frame, stream_filter, system_events, xattr
 from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError

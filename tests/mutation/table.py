@@ -54,7 +54,7 @@ _DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/documents.py", "tests/spark/test_docum
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
-_REPORTS, _OF_CHANNELS = "mirror/supervise/reports.py", "tests/supervise/test_channels.py -k never_reached"
+_REPORTS, _OF_CHANNELS = "mirror/supervise/reports/collector.py", "tests/supervise/test_channels.py -k never_reached"
 _BODIES, _OF_BODIES = "mirror/spark/bodies.py", "tests/spark/test_bodies.py"
 _OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
@@ -428,7 +428,7 @@ MUTATIONS = (
         "tests/feed/test_group_commits.py -k stops_that_group",
     ),
     Mutation(
-        "mirror/supervise/quarantine.py",
+        "mirror/supervise/processes/quarantine.py",
         "if group is None or -status not in SIGNALS or group in self.groups:",
         "if group is None or group in self.groups:",
         "tests/supervise/test_quarantine.py -k say_nothing",

@@ -14,7 +14,7 @@ from mirror.serve import http_status
 from mirror.serve.http_status import StatusReporter, _together, ask_service
 from mirror.serve.http_view import Mirror
 from mirror.serve.objects import dumps
-from mirror.supervise.control import ControlServer
+from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.stored import stored_status
 from storage.errors import NotAMirror
 from tests.manual_clock import ManualClock

@@ -22,7 +22,7 @@ from mirror.spark.columns import CHANGES
 from mirror.spark.fold import fold
 from mirror.spark.offsets import Offset
 from mirror.spark.options import Options, parse
-from mirror.supervise.worker import restore_missing
+from mirror.supervise.processes.worker import restore_missing
 from storage.env import directory
 from storage.format.keys import vbid_of
 from storage.history.purge import Window

@@ -17,11 +17,11 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
-from mirror.supervise import processes
-from mirror.supervise.channel import Channel
-from mirror.supervise.child import ChildProcess, Make, Send
-from mirror.supervise.children import Child
-from mirror.supervise.heartbeat import Heartbeat
+from mirror.supervise.processes import table as processes
+from mirror.supervise.processes.channel import Channel
+from mirror.supervise.processes.child import Child
+from mirror.supervise.processes.heartbeat import Heartbeat
+from mirror.supervise.processes.life import ChildProcess, Make, Send
 from mirror.supervise.supervisor import Supervisor
 from tests.supervise.scripted import look_up, settings_for
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mirror.config import Settings
 from mirror.errors import AuthRejected
 from mirror.messages import HoldPositions, ProcessCommand, ProcessReport, StartMessage, StartWorker, encode
-from mirror.supervise.child import Send, Work, main
+from mirror.supervise.processes.life import Send, Work, main
 from storage.errors import NoSuchBoundary
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
 
 def serve(data: Path) -> int:
     from mirror.clock import SystemClock
-    from mirror.supervise import logs
+    from mirror.supervise.processes import logs
     from mirror.supervise.supervisor import Supervisor
 
     logs.set_up("info")

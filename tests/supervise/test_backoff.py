@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mirror.supervise.backoff import FIRST_MS, LIMIT_MS, PROVEN_MS, failures_after, restart_delay_ms
+from mirror.supervise.processes.backoff import FIRST_MS, LIMIT_MS, PROVEN_MS, failures_after, restart_delay_ms
 
 
 def test_the_first_start_waits_for_nothing() -> None:

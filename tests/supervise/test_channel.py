@@ -9,8 +9,8 @@ import pytest_asyncio
 
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, Beat
-from mirror.supervise import channel
-from mirror.supervise.channel import Channel
+from mirror.supervise.processes import channel
+from mirror.supervise.processes.channel import Channel
 
 
 @pytest_asyncio.fixture

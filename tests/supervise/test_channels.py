@@ -27,9 +27,9 @@ from mirror.config import Settings
 from mirror.errors import ConnectFailed
 from mirror.health import STATES
 from mirror.serve.http_server import HttpServer, Listening
+from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import Source
 from mirror.supervise.stored import stored_status
-from mirror.supervise.systemd import Notifier
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process, scripted

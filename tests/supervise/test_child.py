@@ -26,8 +26,8 @@ from mirror.messages import (
     StartWorker,
     StopWork,
 )
-from mirror.supervise.channel import Channel
-from mirror.supervise.children import worker_command
+from mirror.supervise.processes.channel import Channel
+from mirror.supervise.processes.child import worker_command
 from tests.supervise.scripted import settings_for
 from tests.supervise.scripted import worker_command as scripted_command
 

@@ -13,9 +13,9 @@ import pytest
 from mirror.config import to_wire
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, Ready, Resync, StartWorker, StopWork
-from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
-from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.plan import ProcessPhase
+from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
+from mirror.supervise.processes.heartbeat import Heartbeat
+from mirror.supervise.processes.plan import ProcessPhase
 from tests.supervise.scripted import settings_for, worker_command
 
 M = TypeVar("M", Ready, Answer)

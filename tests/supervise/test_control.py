@@ -11,8 +11,8 @@ import pytest
 
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import ConfigError, SupervisionError
-from mirror.supervise import control
-from mirror.supervise.control import ControlServer
+from mirror.supervise.listeners import control
+from mirror.supervise.listeners.control import ControlServer
 
 
 async def echo(request: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.supervise import event_log, logs
-from mirror.supervise.event_log import EVENTS_FILE, EVENTS_KEPT, EventLog, read_events
-from mirror.supervise.events import MapChanged
+from mirror.supervise.events import log as event_log
+from mirror.supervise.events.kinds import MapChanged
+from mirror.supervise.events.log import EVENTS_FILE, EVENTS_KEPT, EventLog, read_events
+from mirror.supervise.processes import logs
 
 
 def change(rev: int) -> MapChanged:

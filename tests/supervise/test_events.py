@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from mirror.supervise.events import (
+from mirror.supervise.events.kinds import (
     EVENTS,
     DiskFull,
     Event,

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from mirror.supervise.figures import Gauge, private_bytes
+from mirror.supervise.processes.figures import Gauge, private_bytes
 
 
 def test_a_living_process_has_figures() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ConfigError
-from mirror.supervise import hook as module
-from mirror.supervise.hook import RUNNING_MAX, WAITING_MAX, Hook
+from mirror.supervise.events import hook as module
+from mirror.supervise.events.hook import RUNNING_MAX, WAITING_MAX, Hook
 from tests.supervise.conftest import eventually
 
 

@@ -12,7 +12,7 @@ import pytest
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.supervise.listeners import Listeners, effect_of, kind_of, outdated_by
+from mirror.supervise.listeners.addresses import Listeners, effect_of, kind_of, outdated_by
 
 
 def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_an_address_that_cannot_be_had_changes_none(tmp_path: Path) -> None:
 
 def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of this service listen at the port already: that is no other service."""
-    monkeypatch.setattr("mirror.supervise.listeners.server_tls", lambda _settings: None)
-    monkeypatch.setattr("mirror.supervise.listeners.users_of", lambda _settings: None)
+    monkeypatch.setattr("mirror.supervise.listeners.addresses.server_tls", lambda _settings: None)
+    monkeypatch.setattr("mirror.supervise.listeners.addresses.users_of", lambda _settings: None)
     listeners = Listeners(Settings(kv="0"), 1)
     listeners.reserve()
     (held,) = listeners.start_message(1000, {}).listeners

@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from mirror.log import get_logger
-from mirror.supervise import logs
+from mirror.supervise.processes import logs
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.supervise.events import (
+from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
     DiskFull,
@@ -18,7 +18,7 @@ from mirror.supervise.events import (
     SourceUnreachable,
     VbucketsRolledBack,
 )
-from mirror.supervise.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
+from mirror.supervise.reports.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
 from mirror.supervise.status import Row, reported_row
 
 VBUCKETS = 64

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.supervise.pinned import SHOWN_S, PinnedPages
+from mirror.supervise.processes.pinned import SHOWN_S, PinnedPages
 from tests.serve.kv_rig import Store
 from tests.supervise.conftest import eventually_now
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.supervise.plan import (
+from mirror.supervise.processes.plan import (
     Action,
     KillProcess,
     ProcessPhase,

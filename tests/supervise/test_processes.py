@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mirror.supervise.processes import exit_words
+from mirror.supervise.processes.table import exit_words
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for, worker_command
 from tests.supervise.service import (

@@ -14,7 +14,7 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.supervise.quarantine import DEATHS, WINDOW_MS, GroupMark, Quarantine
+from mirror.supervise.processes.quarantine import DEATHS, WINDOW_MS, GroupMark, Quarantine
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor
 from tests.supervise.conftest import eventually
@@ -24,8 +24,8 @@ VBUCKETS = 4
 DIES_IN_GROUP_1 = """
 import os, signal, sys
 from storage.write.owner import GroupOwner
-from mirror.supervise.child import main
-from mirror.supervise.worker import open_stores
+from mirror.supervise.processes.life import main
+from mirror.supervise.processes.worker import open_stores
 write = GroupOwner.write
 def dying(self, work):
     if self.group == 1:

@@ -15,8 +15,8 @@ from mirror.errors import (
     MirrorError,
 )
 from mirror.messages import Turned
-from mirror.supervise import reports
-from mirror.supervise.child import Send
+from mirror.supervise.processes.life import Send
+from mirror.supervise.reports import collector as reports
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process

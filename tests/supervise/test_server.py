@@ -19,7 +19,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings, to_wire
 from mirror.errors import ConfigError
 from mirror.messages import Resync, StartServer
-from mirror.supervise.server import open_server
+from mirror.supervise.processes.server import open_server
 from mirror.supervise.supervisor import Supervisor
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr

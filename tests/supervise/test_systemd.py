@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.supervise.systemd import Notifier
+from mirror.supervise.reports.systemd import Notifier
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mirror.supervise.children import worker_command
-from mirror.supervise.worker import BEHIND_S, News
+from mirror.supervise.processes.child import worker_command
+from mirror.supervise.processes.worker import BEHIND_S, News
 
 
 def loaded_by(module: str) -> set[str]:
@@ -17,7 +17,7 @@ def loaded_by(module: str) -> set[str]:
     return {*done.stdout.split()}
 
 
-@pytest.mark.parametrize("module", ["mirror.supervise.worker", "mirror.supervise.server"])
+@pytest.mark.parametrize("module", ["mirror.supervise.processes.worker", "mirror.supervise.processes.server"])
 def test_it_starts_without_libraries_that_check_settings_or_draw(module: str) -> None:
     """They would double the time that each worker and server takes to start."""
     loaded = loaded_by(module)
@@ -27,8 +27,8 @@ def test_it_starts_without_libraries_that_check_settings_or_draw(module: str) ->
 
 def test_a_server_starts_without_what_workers_mirror_with() -> None:
     """A fourth of the time it takes until the first read is answered."""
-    assert {"mirror.feed.follow.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.worker")
-    assert not loaded_by("mirror.supervise.server") & {"mirror.feed.follow.consumer", "mirror.ingest.machine"}
+    assert {"mirror.feed.follow.consumer", "mirror.ingest.machine"} <= loaded_by("mirror.supervise.processes.worker")
+    assert not loaded_by("mirror.supervise.processes.server") & {"mirror.feed.follow.consumer", "mirror.ingest.machine"}
 
 
 def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() -> None:
@@ -45,4 +45,4 @@ def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() 
 
 
 def test_the_command_line_holds_no_secret() -> None:
-    assert worker_command(5) == [sys.executable, "-P", "-m", "mirror.supervise.worker", "5"]
+    assert worker_command(5) == [sys.executable, "-P", "-m", "mirror.supervise.processes.worker", "5"]

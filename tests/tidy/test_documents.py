@@ -19,7 +19,7 @@ from mirror.errors import ExitCode
 from mirror.serve.http_problems import TITLES
 from mirror.serve.metrics import STATES
 from mirror.supervise import stored, supervisor
-from mirror.supervise.plan import ProcessPhase
+from mirror.supervise.processes.plan import ProcessPhase
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs" / "settings.md"

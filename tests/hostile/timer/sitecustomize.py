@@ -5,6 +5,6 @@ import runpy
 import sys
 from pathlib import Path
 
-if "mirror.supervise.server" in sys.orig_argv and "LONG_STEPS" in os.environ:
+if "mirror.supervise.processes.server" in sys.orig_argv and "LONG_STEPS" in os.environ:
     steps = runpy.run_path(str(Path(__file__).parents[1] / "steps.py"))
     steps["write_long_steps"](Path(os.environ["LONG_STEPS"]) / str(os.getpid()))

@@ -18,15 +18,23 @@ from mirror.config import to_wire
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.messages import ExitReport, NewClusterMap, StartMessage, StartWorker, StopWork
-from mirror.supervise.backoff import failures_after, restart_delay_ms
-from mirror.supervise.children import Child, ChildExited, ChildMessage, spawn
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.event_log import EventLog
-from mirror.supervise.events import MapChanged, WorkerEnded
-from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.listeners import Listeners, kind_of, process_name
-from mirror.supervise.plan import KillProcess, ProcessPhase, StartProcess, StopProcess, WorkerFacts, assign, plan
-from mirror.supervise.quarantine import GroupMark, Quarantine
+from mirror.supervise.events.kinds import MapChanged, WorkerEnded
+from mirror.supervise.events.log import EventLog
+from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
+from mirror.supervise.processes.backoff import failures_after, restart_delay_ms
+from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
+from mirror.supervise.processes.heartbeat import Heartbeat
+from mirror.supervise.processes.plan import (
+    KillProcess,
+    ProcessPhase,
+    StartProcess,
+    StopProcess,
+    WorkerFacts,
+    assign,
+    plan,
+)
+from mirror.supervise.processes.quarantine import GroupMark, Quarantine
 
 log = get_logger("supervisor")
 

@@ -34,9 +34,9 @@ from mirror.messages import (
     StartWorker,
     StopWork,
 )
-from mirror.supervise import logs
-from mirror.supervise.channel import Channel
-from mirror.supervise.heartbeat import INTERVAL_MS
+from mirror.supervise.processes import logs
+from mirror.supervise.processes.channel import Channel
+from mirror.supervise.processes.heartbeat import INTERVAL_MS
 from storage.errors import StorageError
 
 PR_SET_PDEATHSIG = 1

@@ -35,11 +35,11 @@ from mirror.messages import (
     StartWorker,
     Turned,
 )
-from mirror.supervise import logs
-from mirror.supervise.child import Send, Work, main
-from mirror.supervise.collector import settle_collector
-from mirror.supervise.pinned import PinnedPages
-from mirror.supervise.quarantine import GroupMark, quarantined
+from mirror.supervise.processes import logs
+from mirror.supervise.processes.collector import settle_collector
+from mirror.supervise.processes.life import Send, Work, main
+from mirror.supervise.processes.pinned import PinnedPages
+from mirror.supervise.processes.quarantine import GroupMark, quarantined
 from mirror.supervise.sharing import readers_gid
 from storage.env import access, directory
 from storage.env.environment import MAP_SIZE, storage_error

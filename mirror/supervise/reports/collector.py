@@ -16,16 +16,16 @@ from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
 from mirror.messages import GetStatus, NoteContact, ProcessReport
-from mirror.supervise.children import Child
 from mirror.supervise.context import ServiceContext
-from mirror.supervise.event_log import EventLog
-from mirror.supervise.figures import Gauge
-from mirror.supervise.listeners import Listeners, kind_of, process_name
-from mirror.supervise.observer import Observer
-from mirror.supervise.plan import ProcessPhase
-from mirror.supervise.processes import Processes, ProcessSlot
+from mirror.supervise.events.log import EventLog
+from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
+from mirror.supervise.processes.child import Child
+from mirror.supervise.processes.figures import Gauge
+from mirror.supervise.processes.plan import ProcessPhase
+from mirror.supervise.processes.table import Processes, ProcessSlot
+from mirror.supervise.reports.observer import Observer
+from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.status import CatchUp, Row, Trend, bucket_fields, reported_row, totals
-from mirror.supervise.systemd import Notifier
 
 REPORT_INTERVAL_S = 1.0
 """How often workers send a full report, at most."""

@@ -19,11 +19,11 @@ from typing import Any
 
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Request
-from mirror.supervise.channel import Channel
-from mirror.supervise.figures import Gauge
-from mirror.supervise.heartbeat import Heartbeat
-from mirror.supervise.plan import ProcessPhase, WorkerFacts
-from mirror.supervise.quarantine import GroupMark
+from mirror.supervise.processes.channel import Channel
+from mirror.supervise.processes.figures import Gauge
+from mirror.supervise.processes.heartbeat import Heartbeat
+from mirror.supervise.processes.plan import ProcessPhase, WorkerFacts
+from mirror.supervise.processes.quarantine import GroupMark
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 """Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
@@ -52,12 +52,12 @@ class ChildExited:
 
 def worker_command(descriptor: int) -> list[str]:
     """Return the command line of a worker whose end of the pipe is `descriptor`."""
-    return [sys.executable, "-P", "-m", "mirror.supervise.worker", str(descriptor)]
+    return [sys.executable, "-P", "-m", "mirror.supervise.processes.worker", str(descriptor)]
 
 
 def server_command(descriptor: int) -> list[str]:
     """Return the command line of a server whose end of the pipe is `descriptor`."""
-    return [sys.executable, "-P", "-m", "mirror.supervise.server", str(descriptor)]
+    return [sys.executable, "-P", "-m", "mirror.supervise.processes.server", str(descriptor)]
 
 
 class Child:

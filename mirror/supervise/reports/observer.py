@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.supervise.events import (
+from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
     DiskFull,

@@ -26,9 +26,9 @@ from mirror.serve.kv_map import ServedMap, named_nodes, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
 from mirror.serve.tls import server_tls
-from mirror.supervise import logs
-from mirror.supervise.child import Send, Work, main
-from mirror.supervise.listeners import SLOTS_PER_KIND
+from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
+from mirror.supervise.processes import logs
+from mirror.supervise.processes.life import Send, Work, main
 
 log = get_logger("kv")
 
