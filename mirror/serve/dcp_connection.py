@@ -23,7 +23,9 @@ from mirror.serve.dcp_producer import DcpCounters, DcpProducer
 from mirror.serve.dcp_watch import Watch
 from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_connection import Host, KvConnection
+from mirror.serve.kv_large import LargeAnswers
 from mirror.serve.kv_session import KvSession
+from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
 from mirror.server import dcp_requests, dispatch
 from mirror.server.controls import ALL_CONTROLS, ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION, Abilities, Controls
@@ -63,6 +65,7 @@ class DcpHost(Host, Protocol):
     watch: Watch
     dcp_counters: DcpCounters
     contact: SourceContact | None
+    large: LargeAnswers
 
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
         """The session of a client."""
@@ -146,7 +149,7 @@ class DcpConnection(KvConnection):
         """Make this a DCP connection; another one of that name is closed."""
         host = self._dcp_host
         host.named(self, name)
-        self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters)
+        self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters, host.large)
         self.producer.reader = self.session.known_reader
         self.producer.start(self._sending_failed)
         return self.producer
@@ -185,6 +188,12 @@ class DcpConnection(KvConnection):
     async def writable(self) -> None:
         """Return when the client takes what was written."""
         await self._writable.wait()
+
+    async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
+        """Send a message whose value is `pieces`, each when the client takes it and has its turn."""
+        await self._write_in_pieces([head], pieces)
+        if self._goodbye:
+            self.hang_up()
 
     # -- work
 

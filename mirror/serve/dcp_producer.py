@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 from mirror.serve import dcp_filter
 from mirror.serve.auth import Reader
@@ -20,6 +22,8 @@ from mirror.serve.dcp_filter import ServedFilter
 from mirror.serve.dcp_stream import PIECE_BYTES, DcpStream
 from mirror.serve.dcp_watch import News, Watch
 from mirror.serve.kv_bucket import KvBucket
+from mirror.serve.kv_large import LargeAnswers
+from mirror.serve.large import Pieces, drop, held_bytes, let_go
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
@@ -28,12 +32,20 @@ from mirror.wire.events import StreamRequest
 from storage.errors import StorageError
 from storage.model import SEQNO_MAX, FailoverLog
 from storage.read import stream as store
+from storage.read.large import LargeDocument
 from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
 """Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""
 PROCESS_STREAMS_MAX = 32_768
+
+
+class Port(ProducerPort, Protocol):
+    """The connection of a producer of large documents."""
+
+    async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
+        """Send a message whose value is `pieces`: each when the client takes it, and has its turn."""
 
 
 class DcpCounters:
@@ -87,10 +99,19 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
     """The DCP side of one connection, from DCP_OPEN on."""
 
     def __init__(
-        self, port: ProducerPort, name: str, controls: Controls, bucket: KvBucket, watch: Watch, counters: DcpCounters
+        self,
+        port: Port,
+        name: str,
+        controls: Controls,
+        bucket: KvBucket,
+        watch: Watch,
+        counters: DcpCounters,
+        large: LargeAnswers,
     ) -> None:
         """`controls` holds what HELLO and DCP_OPEN negotiated."""
         super().__init__(port, name, controls)
+        self._pieces_port = port
+        self._large = large
         self.reader: Reader | None = None
         """Who the client is."""
         self._bucket = bucket
@@ -235,7 +256,11 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
             self._wake.clear()
             self._send_stream_ends()
             while self._is_ready and self.window.is_open:
-                self._turn(self._next())
+                stream = self._next()
+                if stream.large is None:
+                    self._turn(stream)
+                else:
+                    await self._send_large(stream, stream.large)
                 await self._port.writable()
                 await asyncio.sleep(0)
                 self._send_stream_ends()
@@ -254,10 +279,40 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
             self._send(data, stream.uncounted_bytes - uncounted)
         self._counters.rows += stream.row_count - rows
         self._counters.snapshots += stream.snapshot_count - snapshots
+        self._go_on(stream)
+
+    async def _send_large(self, stream: DcpStream, found: LargeDocument) -> None:
+        """Send the large document that comes next, once there is memory for it."""
         if stream.ended:
+            return
+        budget = self._large.budget
+        pieces: Pieces = []
+        byte_count = held_bytes(found, decompress=True)
+        granted = budget.request(byte_count)
+        try:
+            await asyncio.wait({granted})
+            head, pieces = await stream.encode_large(found, self._large.reads)
+            if stream.ended:
+                return
+            stream.sent_large(found)
+            sent_bytes = len(head) + sum(map(len, pieces))
+            self.window.sent(sent_bytes)
+            self._counters.rows += 1
+            self._counters.sent_bytes += sent_bytes
+            await self._pieces_port.write_in_pieces(head, pieces)
+        except StorageError as error:
+            if end := stream.end_by(error):
+                self._send(end)
+        finally:
+            let_go(self._large.turns, partial(drop, pieces), partial(budget.withdraw, byte_count, granted))
+        self._go_on(stream)
+
+    def _go_on(self, stream: DcpStream) -> None:
+        if not stream.ended:
+            if not stream.waiting:
+                self._queue(stream)
+        elif self.streams.get((stream.vbid, stream.stream_id)) is stream:
             self._forget(stream)
-        elif not stream.waiting:
-            self._queue(stream)
 
     def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
         super()._send(data, uncounted_bytes)

@@ -17,14 +17,16 @@ from collections.abc import Callable, Mapping
 from mirror.log import get_logger
 from mirror.serve.dcp_encoder import MUTATION, PREPARE, RowEncoder
 from mirror.serve.dcp_filter import ServedFilter
+from mirror.serve.large import LARGE_BYTES, LargeReads, Pieces
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from mirror.wire.frame import with_stream_id
-from storage.errors import StorageError
+from storage.errors import StorageError, ViewInvalidated
 from storage.read import stream as store
+from storage.read.large import LargeDocument
 from storage.read.stream import HistoryUnavailable, ServedState
 from storage.read.view import View
 
@@ -94,6 +96,8 @@ class DcpStream:
         """What the mirror serves, as of this turn."""
         self._ends: list[ServedState] = []
         """What it served at the ends of the next snapshots."""
+        self.large: LargeDocument | None = None
+        """A large mutation that comes next: `take` gives nothing before `sent_large`."""
         self._pinned: ServedState | None = None
         """What it served at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
@@ -111,7 +115,7 @@ class DcpStream:
         self.waiting, self._served, self._ends = False, None, []
         pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
         try:
-            while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting):
+            while len(out) < bytes_max and pieces < PIECES_PER_TURN and not (self.ended or self.waiting or self.large):
                 if self._pinned is None:
                     if self.snapshot_count == snapshots_max:
                         break
@@ -122,13 +126,29 @@ class DcpStream:
                     pieces += self.row_count == row_count
                 else:
                     self._finish(out)
-        except HistoryUnavailable as left:
-            log.info("stream-ended", vbid=self.vbid, why=str(left))
-            out += self.end(StreamEndReason.STATE_CHANGED if left.rolled_back else StreamEndReason.SLOW)
-        except (StorageError, ProtocolError, ValueError) as error:
-            log.error("stream-unreadable", vbid=self.vbid, error=str(error))
-            out += self.end(StreamEndReason.BACKFILL_FAIL)
+        except (HistoryUnavailable, StorageError, ProtocolError, ValueError) as error:
+            out += self.end_by(error)
         return bytes(out)
+
+    async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
+        """Read `large`; return its message up to the value, and the value in pieces. Raises StorageError."""
+        head, pieces = await self._encoder.encode_large(found, reads)
+        return b"".join((head[:6], self.vbid.to_bytes(2), head[8:12], self.opaque.to_bytes(4), head[16:])), pieces
+
+    def sent_large(self, found: LargeDocument) -> None:
+        """Go on after `large`."""
+        self.large = None
+        self.row_count += 1
+        self.position_seqno = self._last_sent_seqno = found.document.seqno
+
+    def end_by(self, error: Exception) -> bytes:
+        """End the stream because its rows cannot be read. Returns as `end`."""
+        if isinstance(error, (HistoryUnavailable, ViewInvalidated)):
+            log.info("stream-ended", vbid=self.vbid, why=str(error))
+            rolled_back = isinstance(error, HistoryUnavailable) and error.rolled_back
+            return self.end(StreamEndReason.STATE_CHANGED if rolled_back else StreamEndReason.SLOW)
+        log.error("stream-unreadable", vbid=self.vbid, error=str(error))
+        return self.end(StreamEndReason.BACKFILL_FAIL)
 
     def end(self, reason: StreamEndReason) -> bytes:
         """End the stream, now. Returns the message that says so; empty when it was over already."""
@@ -194,16 +214,20 @@ class DcpStream:
         """Go on with the snapshot by at most so many bytes."""
         assert self._pinned is not None
         minded = self._minds_tombstones and not self._holds_nothing
-        rows, position = store.rows(
+        rows, position, large = store.rows_or_large(
             self._view(),
             self.vbid,
             self._pinned,
             self.position_seqno,
             bytes_max=bytes_max,
+            large_bytes=LARGE_BYTES,
             begins=self._begins,
             tombstones_from=self.position_seqno if minded else None,
             sync_writes=self._sync_writes,
         )
+        if large is not None:
+            self.large = large
+            return
         messages: list[bytes] = []
         add = messages.append
         encode = self._encoder.encode

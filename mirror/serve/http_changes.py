@@ -31,6 +31,8 @@ from mirror.serve.http_documents import collection_id
 from mirror.serve.http_problems import Problem, internal, of_storage
 from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
 from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
+from mirror.serve.large import Pieces as LargePieces
+from mirror.serve.large import merged
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
@@ -189,8 +191,8 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 class EventBatch:
     """Some events of one vbucket, as text. No document is kept."""
 
-    events: list[bytes] = field(default_factory=list)
-    """Empty where the reader does not get the event."""
+    events: list[LargePieces] = field(default_factory=list)
+    """The text of each, empty where the reader does not get the event."""
     size: int = 0
     last: Token | None = None
     before_last: Token | None = None
@@ -200,15 +202,15 @@ class EventBatch:
         """How many events were read."""
         return len(self.events)
 
-    def add(self, event: bytes, change: Change) -> None:
+    def add(self, event: LargePieces, change: Change) -> None:
         """Add the text of an event."""
         self.events.append(event)
-        self.size += len(event)
+        self.size += sum(map(len, event))
         self.before_last, self.last = self.last, change.token
 
     def leave_last(self) -> int:
         """Remove the last event: how large it was."""
-        size = len(self.events.pop())
+        size = sum(map(len, self.events.pop()))
         self.size -= size
         self.last = self.before_last
         return size
@@ -341,12 +343,13 @@ class ChangeStream:
                     held = requested
                     continue
                 finished = not batch.taken
-                text = self._text_of(batch)
+                parts = self._text_of(batch)
                 del batch
-                for at in range(0, len(text), BUDGETED_BYTES):  # each waits until those before are taken
+                for text in merged(parts, BUDGETED_BYTES):  # each waits until those before are taken
                     self._check_rights()
-                    yield text[at : at + BUDGETED_BYTES]
-                del text
+                    if parts:
+                        await self._service.turns.turn()
+                    yield text
                 budget.give_back(held)
                 held = 0
                 if finished:
@@ -379,26 +382,28 @@ class ChangeStream:
         single = len(self._vbids) == 1
         batch = EventBatch()
         for change in islice(changes, BATCH_EVENTS_MAX):
-            event = b""
+            event: LargePieces = []
             if self._keep is None or self._keep(change):
                 name = b"id: " + str(change.token).encode() + b"\n" if single else b""
-                event = name + _event(change.kind, change_json(change))
+                head = name + b"event: " + change.kind.encode() + b"\ndata: "
+                data = change_json(change)
+                is_small = len(data) <= BUDGETED_BYTES
+                event = [head + data + b"\n\n"] if is_small else list(merged([head, data, b"\n\n"], BUDGETED_BYTES))
             batch.add(event, change)
             if batch.size >= bytes_max:
                 break
         return batch
 
-    def _text_of(self, batch: EventBatch) -> bytes:
+    def _text_of(self, batch: EventBatch) -> LargePieces:
         """The text of a batch. The position is that of its last event from now on."""
         if batch.last is None:
-            return b""
+            return []
         self._position[batch.last.vbid] = batch.last
         events = [event for event in batch.events if event]
         self._service.requests.gave(len(events))
         if len(self._vbids) > 1 or not events:
-            events.append(b"id: " + self._text().encode() + b"\n\n")
-        batch.events.clear()
-        return b"".join(events)
+            events.append([b"id: " + self._text().encode() + b"\n\n"])
+        return [piece for event in events for piece in event]
 
     def _text(self) -> str:
         return position_text(self._position) if self._position else ""

@@ -42,7 +42,7 @@ from mirror.serve.http_service import (
     Service,
     refuse_gone,
 )
-from mirror.serve.large import LARGE_BYTES
+from mirror.serve.large import LARGE_BYTES, Pieces, merged
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
 from storage.model import Document, Manifest, Vbid
 from storage.read.large import LargeDocument
@@ -153,7 +153,7 @@ class DocumentRequest(NamedTuple):
                 raw=self.form == "stored",
                 headers=lambda datatype: [*headers_of(document, tag, datatype), (b"content-type", media_type)],
             )
-        return Budgeted(service, document.value, headers_of(document, tag, document.datatype), media_type)
+        return Budgeted(service, [document.value], headers_of(document, tag, document.datatype), media_type)
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
@@ -195,7 +195,7 @@ async def get_documents(request: Request) -> Response:
     keys, vbids = await service.read_in_bulk(parse)
     service.refuse_unavailable(vbids)
 
-    def read() -> tuple[bytes, int]:
+    def read() -> tuple[Pieces, int]:
         refuse_gone(request)
         service.judge(reader, collection, vbids, as_of)
         if not keys and isinstance(collection, str):  # no key asks for it
@@ -203,9 +203,9 @@ async def get_documents(request: Request) -> Response:
         found = view.get_many(keys, collection, as_of=as_of, bytes_max=ANSWER_BYTES_MAX)
         missing = [key for key in keys if key not in found]
         service.refuse_unpublished({view.vbid_of(key) for key in missing})
-        rows = b",".join(document_json(found[key]) for key in keys if key in found)
-        answer = b'{"documents":[' + rows + b'],"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
-        return answer, len(found)
+        rows = [document_json(found[key]) for key in keys if key in found]
+        tail = b'"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
+        return _documents(rows, tail), len(found)
 
     answer, count = await service.after(tokens, timeout_s, read, in_bulk=True)
     service.requests.gave(count)
@@ -300,8 +300,21 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
     )
     at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
     tail = dumps({"next": following.text() if more else None, "at": at})
-    body = b'{"documents":[' + b",".join(rows) + b"]," + tail[1:]
-    return Budgeted(service, body, PRIVATE, JSON)
+    make = partial(_documents, rows, tail[1:])
+    return Budgeted(service, make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(make), PRIVATE, JSON)
+
+
+def _documents(rows: list[bytes], tail: bytes) -> Pieces:
+    """The body of an answer with these documents, which are let go of."""
+    parts: Pieces = [b'{"documents":[']
+    if max(map(len, rows), default=0) <= BUDGETED_BYTES:
+        parts.append(b",".join(rows))
+    else:
+        for at, row in enumerate(rows):
+            parts += (b",", row) if at else (row,)
+    parts += (b"],", tail)
+    rows.clear()
+    return list(merged(parts, BUDGETED_BYTES))
 
 
 def _next_pin(view: View, page: Page, vbid: int) -> Pin:

@@ -128,30 +128,42 @@ class Plain(Response):
 class Budgeted(Plain):
     """An answer whose bytes count until its reader took them."""
 
-    def __init__(self, service: Service, body: bytes, headers: Iterable[Header], media_type: bytes) -> None:
-        """Raises Problem when too much is on its way already."""
-        typed = (b"content-length", b"%d" % len(body)), (b"content-type", media_type)
-        super().__init__(200, (*headers, *typed), body)
+    def __init__(self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes) -> None:
+        """`body` is in pieces (`large.merged`). Raises Problem when too much is on its way already."""
+        size = sum(map(len, body))
+        typed = (b"content-length", b"%d" % size), (b"content-type", media_type)
+        super().__init__(200, (*headers, *typed))
         self._turns = service.turns
         self._budget = service.budget
-        self._taken = len(body) if len(body) > BUDGETED_BYTES else 0
-        take(self._budget, self._taken)
+        self._pieces = body
+        if size <= BUDGETED_BYTES:
+            self.body = b"".join(body)
+            self._pieces = []
+        self._taken = size if self._pieces else 0
+        try:
+            take(self._budget, self._taken)
+        except Problem:
+            let_go(self._turns, partial(drop, body))
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it in pieces, so that a reader who takes nothing is noticed, and give its bytes back."""
         try:
-            if not self._taken or scope["method"] == "HEAD":
+            if not self._pieces or scope["method"] == "HEAD":
                 await super().__call__(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            body = memoryview(self.body)
-            for at in range(0, len(body), BUDGETED_BYTES):
-                piece = bytes(body[at : at + BUDGETED_BYTES])
-                more = at + BUDGETED_BYTES < len(body)
-                await self._turns.turn()
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+            else:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send_pieces(send, self._pieces, self._turns)
         finally:
-            self._budget.give_back(self._taken)
+            let_go(self._turns, partial(drop, self._pieces), partial(self._budget.give_back, self._taken))
+
+
+async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
+    """Send a body, each piece in a turn of its own; they are let go of."""
+    for piece in taken(pieces):
+        await turns.turn()
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class LargeAnswer(Response):
@@ -177,11 +189,7 @@ class LargeAnswer(Response):
                 datatype &= ~DATATYPE_XATTR
             self.raw_headers = [*self._headers_of(datatype), (b"content-length", b"%d" % sum(map(len, pieces)))]
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if scope["method"] != "HEAD":
-                for piece in taken(pieces):
-                    await service.turns.turn()
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send_pieces(send, [] if scope["method"] == "HEAD" else pieces, service.turns)
         finally:
             let_go(service.turns, partial(drop, pieces), partial(service.budget.give_back, self._taken))
 

@@ -29,6 +29,7 @@ from mirror.serve.admission import Slot
 from mirror.serve.auth import RIGHTS_CHANGED, Reader
 from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv_session import KvSession
+from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
 from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
@@ -447,7 +448,8 @@ class KvConnection(asyncio.Protocol):
                 else:
                     reply = found
             if reply.pieces:
-                await self._send(frame, reply, began)
+                assert isinstance(reply.pieces, list)
+                await self._write_in_pieces([self._count(frame, reply, began)], reply.pieces)
             elif not self._ended:
                 self._flush([self._count(frame, reply, began)])
             if not self._ended:
@@ -459,19 +461,17 @@ class KvConnection(asyncio.Protocol):
             self.slot.logging_in = False
             later.done()
 
-    async def _send(self, frame: Frame, reply: Reply, began: float) -> None:
+    async def _write_in_pieces(self, head: list[bytes], pieces: Pieces) -> None:
         """Write an answer in pieces, each when the client takes it; what else is written meanwhile comes behind."""
         async with self._one_sends:
             if not self._ended:
-                self._flush([self._count(frame, reply, began)])
-                await self._send_pieces(reply)
+                self._flush(head)
+                await self._write_pieces(pieces)
 
-    async def _send_pieces(self, reply: Reply) -> None:
-        pieces = reply.pieces
-        assert isinstance(pieces, list), "there are some"
+    async def _write_pieces(self, pieces: Pieces) -> None:
         self._is_sending = True
         self._writable.clear()
-        self._kept_bytes = reply.pieces_bytes
+        self._kept_bytes = sum(map(len, pieces))
         try:
             for at, piece in enumerate(pieces):
                 await self._host.turns.turn()

@@ -68,7 +68,7 @@ class LargeAnswers:
         """Nothing is held."""
         self.budget = Budget(bytes_max)
         self.turns = turns
-        self._reads = LargeReads(turns)
+        self.reads = LargeReads(turns)
 
     def whole(
         self,
@@ -83,7 +83,7 @@ class LargeAnswers:
         """
 
         async def read() -> _Held:
-            pieces, datatype = await self._reads.pieces(found, decompress=decompress)
+            pieces, datatype = await self.reads.pieces(found, decompress=decompress)
             return iter([reply_with(pieces, datatype)]), partial(drop, pieces)
 
         return self._answer(read, held_bytes(found, decompress=decompress), failed)
@@ -98,7 +98,7 @@ class LargeAnswers:
         """The answer that `steps` end with, made of the xattr section and the body."""
 
         async def read() -> _Held:
-            section, body = await self._reads.body(found)
+            section, body = await self.reads.body(found)
             return steps(section, body.data), body.release
 
         return self._answer(read, held_bytes(found, decompress=True), failed)

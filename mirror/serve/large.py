@@ -162,6 +162,26 @@ def taken(pieces: Pieces) -> Iterator[bytes]:
         yield bytes(piece)
 
 
+def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
+    """The bytes of these parts in pieces of at least so many, but for the last, and less than twice as many. The parts
+    are let go of.
+    """
+    found: list[Buffer] = []
+    size = 0
+    parts.reverse()
+    while parts:
+        part = parts.pop()
+        for at in range(0, len(part), bytes_max):
+            found.append(part[at : at + bytes_max])
+            size += len(found[-1])
+            if size >= bytes_max:
+                yield b"".join(found)
+                found.clear()
+                size = 0
+    if found:
+        yield b"".join(found)
+
+
 def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
     """What reading a value takes in memory."""
     if decompress and found.document.datatype & DATATYPE_SNAPPY:

@@ -416,9 +416,9 @@ class Environment:
         self.running.pop()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self, *, buffers: bool = False) -> Iterator[Transaction]:
         """A read transaction as a context; LMDB errors, and those of damaged records, leave it by their names here."""
-        txn = self.begin()
+        txn = self.begin(buffers=buffers)
         try:
             yield Transaction(self, txn)
         except (lmdb.Error, struct.error, IndexError) as error:

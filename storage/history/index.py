@@ -157,7 +157,7 @@ def rows_between(
 def check_end(txn: Transaction, vbid: int, cursor: Any, key: bytes, value: bytes) -> None:
     """Raise CorruptedError if a walk over rows ended at one that a flipped bit put behind the others."""
     check_place(txn, vbid, key, value)
-    if cursor.next() and cursor.key() <= key:
+    if cursor.next() and bytes(cursor.key()) <= key:
         raise not_in_order(txn, vbid)
 
 

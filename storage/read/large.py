@@ -43,6 +43,11 @@ class LargeDocument:
     _head: bytes
     _value_at: int
 
+    @property
+    def head(self) -> bytes:
+        """The message up to the value, as if it had none, and no extended metadata."""
+        return _without_value(self._head, self._value_at)
+
     def pieces(self) -> Iterator[bytes]:
         """The value as it is stored. Raises ViewInvalidated where the purger removed it meanwhile, and CorruptedError
         where the checksum of the row does not match, after the last piece.

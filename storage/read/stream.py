@@ -18,10 +18,11 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys, seal
-from storage.format.records import BRANCH, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
+from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.history import branches, chain, index, prepares
 from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, Vbuuid, purge_seqno_of
 from storage.read import changes, validity
+from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import View
 
@@ -248,20 +249,77 @@ def rows(
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-        for row in found:  # also what is left out
-            reader.verify(*row)
-        found = [(key, stored[seal.FRAME]) for key, stored in found]
-        others: list[Row] = []
-        if sync_writes and reader.environment.has(keys.DB_PREPARE):
-            others, position = _look_at_prepares(txn, vbid, pinned, (after_seqno, position), rows_max, bytes_max)
-            found = [row for row in found if int.from_bytes(row[0][4:]) <= position]
+        return _settled(reader, txn, pinned, after_seqno, found, position, rows_max, bytes_max, begins, sync_writes)
+
+
+def rows_or_large(
+    view: View,
+    vbid: int,
+    pinned: ServedState,
+    after_seqno: int,
+    *,
+    bytes_max: int,
+    large_bytes: int,
+    begins: Mapping[int, int] | None = None,
+    tombstones_from: int | None = None,
+    sync_writes: bool = False,
+) -> tuple[list[Row], int, LargeDocument | None]:
+    """Return what `rows` does; or no rows, and the mutation that comes next if its value, stored or decompressed, has
+    more than `large_bytes`. Such a value is not read.
+    """
+    reader = view.reader(vbid)
+    links = pinned.links
+    with reader.environment.read() as txn:
+        stat = txn.raw.stat(reader.rows)
+        if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
+            _check(reader, txn, pinned, tombstones_from)
+            found, position = _look(reader, txn, links, after_seqno, PIECE_ROWS, bytes_max)
+            return *_settled(
+                reader, txn, pinned, after_seqno, found, position, PIECE_ROWS, bytes_max, begins, sync_writes
+            ), None
+    # Nothing that a later transaction still holds was gone before.
+    found, position, large = _look_at_sizes(reader, links, after_seqno, bytes_max, large_bytes)
+    with reader.environment.read() as txn:
+        _check(reader, txn, pinned, tombstones_from)
+        if large is None:
+            return *_settled(
+                reader, txn, pinned, after_seqno, found, position, PIECE_ROWS, bytes_max, begins, sync_writes
+            ), None
         if begins is None and pinned.manifest.uid:
             begins = begins_of(pinned.manifest)
         if begins is not None:
             found = [row for row in found if _is_selected(row, begins)]
-            others = [row for row in others if _is_selected(row, begins)]
-        kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
-        return (sorted(kept + others) if others else kept), position
+        kept = _newest(reader, txn, links, found, all_there=position == pinned.seqno)
+        return [], position, large if kept else None
+
+
+def _settled(
+    reader: VbucketReader,
+    txn: Transaction,
+    pinned: ServedState,
+    after_seqno: int,
+    found: list[Row],
+    position: int,
+    rows_max: int,
+    bytes_max: int,
+    begins: Mapping[int, int] | None,
+    sync_writes: bool,
+) -> tuple[list[Row], int]:
+    """The selected rows of those that were found, without the superseded ones, and with prepares if requested."""
+    for row in found:  # also what is left out
+        reader.verify(*row)
+    found = [(key, stored[seal.FRAME]) for key, stored in found]
+    others: list[Row] = []
+    if sync_writes and reader.environment.has(keys.DB_PREPARE):
+        others, position = _look_at_prepares(txn, reader.vbid, pinned, (after_seqno, position), rows_max, bytes_max)
+        found = [row for row in found if int.from_bytes(row[0][4:]) <= position]
+    if begins is None and pinned.manifest.uid:
+        begins = begins_of(pinned.manifest)
+    if begins is not None:
+        found = [row for row in found if _is_selected(row, begins)]
+        others = [row for row in others if _is_selected(row, begins)]
+    kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+    return (sorted(kept + others) if others else kept), position
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:
@@ -358,6 +416,46 @@ def _look(
             elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
                 raise index.not_in_order(txn, reader.vbid)
     return found, links[0].cut
+
+
+def _look_at_sizes(
+    reader: VbucketReader, links: chain.Chain, after_seqno: int, bytes_max: int, large_bytes: int
+) -> tuple[list[Row], int, LargeDocument | None]:
+    """The same, without a copy of a large row: it ends the piece before it, or is one by itself, cut behind its key."""
+    found: list[Row] = []
+    left = bytes_max
+    with reader.environment.read(buffers=True) as txn:
+        cursor = txn.raw.cursor(reader.rows)
+        for link in reversed(links):
+            low = max(after_seqno, link.base_seqno)
+            prefix = keys.PREFIX.pack(link.branch)
+            if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
+                continue
+            end = row_key(prefix, link.cut)
+            previous = b""
+            for key_view, stored in cursor.iternext():
+                key = bytes(key_view)
+                if key <= previous:
+                    raise index.not_in_order(txn, reader.vbid)
+                previous = key
+                if key > end:
+                    index.check_end(txn, reader.vbid, cursor, key, stored)
+                    break
+                if len(key) == keys.ROW_KEY_SIZE:
+                    large = large_row(reader, key, stored, large_bytes) if stored[1] == MUTATION else None
+                    if large is not None and found:
+                        return found, seqno_of(key) - 1, None
+                    row = key, bytes(stored if large is None else stored[:HEAD_BYTES_MAX])
+                    if large is not None:
+                        index.check_place(txn, reader.vbid, *row)
+                        return [row], seqno_of(key), large
+                    found.append(row)
+                    left -= len(row[1])
+                    if left <= 0 or len(found) == PIECE_ROWS:
+                        return found, seqno_of(key), None
+                elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
+                    raise index.not_in_order(txn, reader.vbid)
+    return found, links[0].cut, None
 
 
 def _look_at_prepares(

@@ -6,6 +6,7 @@ import base64
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -140,9 +141,9 @@ class Site:
         rows = status["servers"] if status else []
         return {row["kind"]: psutil.Process(row["pid"]) for row in rows}
 
-    def long_steps(self) -> list[str]:
+    def long_steps(self) -> Counter[str]:
         """The long steps of the event loops so far: processor time and name."""
-        return [line for path in sorted(self.steps.iterdir()) for line in path.read_text().splitlines()]
+        return Counter(line for path in self.steps.iterdir() for line in path.read_text().splitlines())
 
     def rss_bytes(self, kind: str) -> int:
         """Memory of the process of a kind."""

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mirror.serve.turns import Turns
+
 STEP_MAX_S = 0.005
 """No step may take longer."""
 
@@ -43,6 +45,8 @@ def name_of(handle: Any) -> str:
             names.append(coroutine.cr_code.co_qualname)
             coroutine = coroutine.cr_await
         return " > ".join(names)
+    if isinstance(owner, Turns):
+        return f"turn: {owner._waiting[0]!r}"
     protocol = getattr(owner, "_protocol", None)
     name = getattr(callback, "__qualname__", None) or repr(callback)
     return f"{name} of {type(protocol).__name__}" if protocol is not None else name

@@ -11,12 +11,13 @@ import base64
 import gc
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cramjam
 import pytest
 
 from mirror.clock import SystemClock
@@ -28,15 +29,15 @@ from mirror.serve.kv_bucket import KvBucket
 from mirror.serve.kv_map import ServedMap, own_node
 from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.wire import codec_dcp, codec_kv
+from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import NO_END_SEQNO, DcpOpenFlag, Opcode
+from mirror.wire.constants import NO_END_SEQNO, Datatype, DcpOpenFlag, Feature, Opcode, StreamRequestFlag
 from mirror.wire.frame import Frame
 from storage.format import records
 from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno, SnapshotRange
-from tests.hostile.site import PASSWORD, USER, Http, Kv
+from tests.hostile.site import LARGE_BYTES, PASSWORD, USER, Http, Kv
 from tests.hostile.steps import STEP_MAX_S, timed
 from tests.oracle import kv_client
 from tests.serve.http_site import service_report
@@ -48,11 +49,15 @@ T = TypeVar("T")
 
 REPETITIONS = 4
 VBUCKETS, COLLECTIONS, USERS, VERSIONS, DOCUMENTS = 1024, 1000, 10_000, 100_000, 2000
+FEATURES = tuple(each for each in ALL_FEATURES if each != 0x0F)
 POLY = "poly"
 """A user with a pattern for each of 50 collections."""
 HOT, FULL_VBID = b"hot", 7
 HOT_VBID = vbid_of(HOT, VBUCKETS)
-ALL_BUT_HOT = "".join(f"&vbid={vbid}" for vbid in range(VBUCKETS) if vbid != HOT_VBID)
+LARGE_VBID, LARGE_COUNT = 9, 3
+LARGE_KEYS = [key for key in (b"l%d" % number for number in range(10_000)) if vbid_of(key, VBUCKETS) == LARGE_VBID][:3]
+"""Documents of 20 MiB: plain, compressed, and with extended attributes."""
+USUAL = "".join(f"&vbid={vbid}" for vbid in range(VBUCKETS) if vbid not in (HOT_VBID, LARGE_VBID))
 BODY = b'{"keys": [%b]}'
 
 
@@ -116,9 +121,9 @@ class Ports:
             self.thread.join(10)
             self._loop.close()
 
-    def kv_client(self, kind: str, user: str = USER) -> Kv:
+    def kv_client(self, kind: str, user: str = USER, features: Iterable[int] = FEATURES) -> Kv:
         client = Kv(self.ports[kind], login=False)
-        client.ask(codec_kv.hello(b"steps", [each for each in ALL_FEATURES if each != 0x0F]))
+        client.ask(codec_kv.hello(b"steps", features))
         assert client.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{PASSWORD}".encode())).status == 0
         assert client.ask(codec_kv.select_bucket(b"orders")).status == 0
         return client
@@ -153,6 +158,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fill(HOT_VBID, [HOT] * 1000, first)
     keys = (b"k%d" % number for number in range(10_000_000))
     fill(FULL_VBID, [next(key for key in keys if vbid_of(key, VBUCKETS) == FULL_VBID) for _ in range(DOCUMENTS)], 2)
+    plain = b'{"a":[%b]}' % b",".join([b'"%b"' % (b"x" * 1000)] * (LARGE_BYTES // 1000))
+    values = (plain, bytes(cramjam.snappy.compress_raw(plain)), xattr.join({b"note": b'{"a": 1}'}, plain))
+    datatypes = (Datatype.JSON, Datatype.JSON | Datatype.SNAPPY, Datatype.JSON | Datatype.XATTR)
+    for seqno, (key, value, datatype) in enumerate(zip(LARGE_KEYS, values, datatypes, strict=True), 2):
+        assert store.put(key, value, seqno, datatype=int(datatype)) == LARGE_VBID
     store.close()
     entry = entry_of(PASSWORD)
     users = {f"user{number:05d}": entry | {"read": ["s00.c0000"]} for number in range(USERS)}
@@ -229,6 +239,25 @@ def dcp_streams(ports: Ports) -> None:
     while answered < VBUCKETS:
         answered += client.receive().opcode == Opcode.DCP_STREAM_REQ
     client.close()
+
+
+def large_dcp_stream(features: Iterable[int], flags: DcpOpenFlag) -> Callable[[Ports], None]:
+    """A stream of large documents to its end."""
+
+    def read(ports: Ports) -> None:
+        client = ports.kv_client("dcp", features=features)
+        assert client.ask(codec_dcp.to_frame(ev.DcpOpen(b"large", int(DcpOpenFlag.PRODUCER | flags)))).status == 0
+        assert client.ask(codec_dcp.to_frame(ev.DcpControl(b"enable_noop", b"true"))).status == 0
+        flag = int(StreamRequestFlag.TO_LATEST)
+        client.send(codec_dcp.to_frame(ev.StreamRequest(LARGE_VBID, flag, 1, NO_END_SEQNO, 77, 1, 1)))
+        counted = dict.fromkeys((Opcode.DCP_MUTATION, Opcode.DCP_STREAM_END), 0)
+        while not counted[Opcode.DCP_STREAM_END]:
+            opcode = Opcode(client.receive().opcode)
+            counted[opcode] = counted.get(opcode, 0) + 1
+        client.close()
+        assert counted[Opcode.DCP_MUTATION] == LARGE_COUNT
+
+    return read
 
 
 def get(path: str, user: str = USER) -> Callable[[Ports], None]:
@@ -369,8 +398,8 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "2,000 parameters": get("/v1/collections/_default/documents?" + "&".join(["prefix=a"] * 2000)),
     "HEAD of changes": head("/v1/changes"),
     "HEAD of changes from now on": head("/v1/changes?since=now"),
-    "changes of all vbuckets": lambda p: changes(p, ALL_BUT_HOT),
-    "changes of a collection": lambda p: changes(p, ALL_BUT_HOT + "&collection=s00.c0000", POLY),
+    "changes of all vbuckets": lambda p: changes(p, USUAL),
+    "changes of a collection": lambda p: changes(p, USUAL + "&collection=s00.c0000", POLY),
     "changes after a position": changes_after,
     "a multi-get of objects": multi_get(b"{}", 349_500),
     "a multi-get of empty strings": multi_get(b'""', 349_500),
@@ -380,6 +409,13 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "a body of chunks of one byte": chunked,
     "HELLO with 32,000 features": features,
     "scans that wait": scans_that_wait,
+    "DCP of large documents": large_dcp_stream(FEATURES, DcpOpenFlag.INCLUDE_XATTRS),
+    "DCP of large documents, plain": large_dcp_stream([Feature.COLLECTIONS, Feature.SELECT_BUCKET], DcpOpenFlag(0)),
+    "DCP of large documents, without values": large_dcp_stream(FEATURES, DcpOpenFlag.NO_VALUE),
+    "changes with large documents": lambda p: changes(p, f"&vbid={LARGE_VBID}"),
+    "a page of large documents": get(f"/v1/collections/_default/documents?limit=1000&vbid={LARGE_VBID}"),
+    "a multi-get of large documents": multi_get(b",".join(b'"%b"' % key for key in LARGE_KEYS[:2]), 1),
+    "a large document": get(f"/v1/collections/_default/documents/{LARGE_KEYS[1].decode()}"),
 }
 
 

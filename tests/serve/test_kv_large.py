@@ -252,13 +252,13 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         assert server._sweeper is not None
         server._sweeper.cancel()
         reads = []
-        pieces = server.large._reads.pieces
+        pieces = server.large.reads.pieces
 
         def counted(found: LargeDocument, *, decompress: bool) -> Awaitable[tuple[Pieces, int]]:
             reads.append(found)
             return pieces(found, decompress=decompress)
 
-        monkeypatch.setattr(server.large._reads, "pieces", counted)
+        monkeypatch.setattr(server.large.reads, "pieces", counted)
         slow = [await slow_reader(endpoint) for _ in range(2)]
         assert server.large.budget.out_bytes == 2 * len(body)
         assert all(connection.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
