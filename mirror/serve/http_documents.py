@@ -41,6 +41,7 @@ from mirror.serve.http_service import (
     Plain,
     Service,
     refuse_gone,
+    take,
 )
 from mirror.serve.large import LARGE_BYTES, Pieces, merged
 from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
@@ -270,38 +271,53 @@ async def _first_page(service: Service, reader: Reader, parameters: Parameters, 
 async def _answer_page(service: Service, request: Request, reader: Reader, page: Page, limit: int) -> Response:
     view = service.view
     rows: list[bytes] = []
-    byte_count = 0
+    byte_count = taken_bytes = 0
     pin, start = page.pin, page.start
     last_vbid = pin.vbid if page.only_vbid else view.vbids[-1]
     unread: Iterable[int] = (pin.vbid,)
     more = True
-    for _ in range(PAGE_STEPS_MAX):
-        service.refuse_unpublished(unread)
-        unread = ()
-        service.judge_pin(reader, page.collection_id, pin, unknown=True)
-        found, start = await service.read_in_bulk(
-            partial(_read_page, request, view, pin, page, start, limit - len(rows))
-        )
-        for row in found:
-            rows.append(row)
-            byte_count += len(row)
-        if not start:
-            if pin.vbid >= last_vbid:
-                more = False
+    try:
+        for _ in range(PAGE_STEPS_MAX):
+            service.refuse_unpublished(unread)
+            unread = ()
+            service.judge_pin(reader, page.collection_id, pin, unknown=True)
+            found, start = await service.read_in_bulk(
+                partial(_read_page, request, view, pin, page, start, limit - len(rows))
+            )
+            rows += found
+            byte_count += sum(map(len, found))
+            if byte_count - taken_bytes > BUDGETED_BYTES:  # it is held while other pages have their turns
+                take(service.budget, byte_count - taken_bytes)
+                taken_bytes = byte_count
+            if not start:
+                if pin.vbid >= last_vbid:
+                    more = False
+                    break
+                unread = (pin.vbid + 1,)
+                service.refuse_unavailable(unread)
+                pin = _next_pin(view, page, pin.vbid + 1)
+            if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
                 break
-            unread = (pin.vbid + 1,)
-            service.refuse_unavailable(unread)
-            pin = _next_pin(view, page, pin.vbid + 1)
-        if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
-            break
-    service.requests.gave(len(rows))
-    following = Page(
-        pin, start, page.collection_id, page.prefix, page.end, page.only_vbid, page.deletions, page.as_of, page.now_ms
-    )
-    at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
-    tail = dumps({"next": following.text() if more else None, "at": at})
-    make = partial(_documents, rows, tail[1:])
-    return Budgeted(service, make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(make), PRIVATE, JSON)
+        following = Page(
+            pin,
+            start,
+            page.collection_id,
+            page.prefix,
+            page.end,
+            page.only_vbid,
+            page.deletions,
+            page.as_of,
+            page.now_ms,
+        )
+        at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
+        tail = dumps({"next": following.text() if more else None, "at": at})
+        make = partial(_documents, rows, tail[1:])
+        service.requests.gave(len(rows))
+        body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(make)
+    except BaseException:
+        service.budget.give_back(taken_bytes)
+        raise
+    return Budgeted(service, body, PRIVATE, JSON, taken_bytes)
 
 
 def _documents(rows: list[bytes], tail: bytes) -> Pieces:

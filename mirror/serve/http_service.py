@@ -128,8 +128,10 @@ class Plain(Response):
 class Budgeted(Plain):
     """An answer whose bytes count until its reader took them."""
 
-    def __init__(self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes) -> None:
-        """`body` is in pieces (`large.merged`). Raises Problem when too much is on its way already."""
+    def __init__(
+        self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes, taken_bytes: int = 0
+    ) -> None:
+        """`body` is in pieces (`large.merged`); `taken_bytes` are counted for it. Raises Problem if too much is out."""
         size = sum(map(len, body))
         typed = (b"content-length", b"%d" % size), (b"content-type", media_type)
         super().__init__(200, (*headers, *typed))
@@ -140,6 +142,7 @@ class Budgeted(Plain):
             self.body = b"".join(body)
             self._pieces = []
         self._taken = size if self._pieces else 0
+        self._budget.give_back(taken_bytes)
         try:
             take(self._budget, self._taken)
         except Problem:

@@ -308,6 +308,30 @@ def test_slow_readers_together_hold_no_more_than_the_budget(site: Site) -> None:
     assert len(site.get(site.document("big")).content) == 16 << 20
 
 
+def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = site.server.service.budget
+    counted = []
+    judge = site.server.service.__class__.judge_pin
+
+    def judged(*given: Any, **more: Any) -> None:
+        counted.append(budget.out_bytes)
+        judge(*given, **more)
+
+    monkeypatch.setattr(site.server.service.__class__, "judge_pin", judged)
+    keys = [site.source.key_of(vbid) for vbid in (0, 1, 2)]
+    for key in keys:
+        site.source.put(key, b'"' + b"x" * 100_000 + b'"')
+    assert len(site.get("/v1/collections/_default/documents").json()["documents"]) == 3
+    eventually_now(lambda: budget.out_bytes == 0)
+    assert [each // 100_000 for each in counted[:4]] == [0, 1, 2, 3]
+    budget._bytes_max = 250_000
+    counted.clear()
+    assert budget.try_take(1)
+    assert site.get("/v1/collections/_default/documents", 503).json()["type"] == "urn:dcp-mirror:too-busy"
+    assert len(counted) == 3
+    assert budget.out_bytes == 1
+
+
 def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
     site.source.put("a", b"1")
     one = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
