@@ -48,7 +48,6 @@ COMMANDS = {
         "doctor": "Examine a source, step by step.",
         "pipeline": "Export, sync and compare tables, here or on Spark.",
         "assets": "Write alert rules and a dashboard.",
-        "bench": "Measure speed against the limits of LMDB.",
         "config": "Show and explain settings.",
     },
 }
@@ -79,7 +78,6 @@ EXAMPLES = {
     "doctor": "dcp-mirror doctor --source couchbases://reader@db1/orders",
     "pipeline": "dcp-mirror pipeline sync --data /var/lib/orders --to /lake/orders --available-now",
     "assets": "dcp-mirror assets --to /tmp/monitoring",
-    "bench": "dcp-mirror bench ingest --documents 100000",
     "config": "dcp-mirror config explain history_s",
 }
 """One example of each command, below its help."""

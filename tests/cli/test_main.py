@@ -17,7 +17,7 @@ from mirror import __version__
 from tests.cli.conftest import call
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["run", "demo", "sandbox", "status", "top", "get", "scan", "changes", "state", "check", "bench", "config"]
+COMMANDS = ["run", "demo", "sandbox", "status", "top", "get", "scan", "changes", "state", "check", "config"]
 
 
 def test_the_version_is_that_of_the_package() -> None:

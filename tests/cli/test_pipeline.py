@@ -15,10 +15,10 @@ from deltalake import DeltaTable
 
 from cli import pipeline
 from cli.pipeline import batch_line, collections_from, layouts_from, reading_from
-from mirror.bench import stores
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.progress import BatchFigures
+from tests.bench import stores
 from tests.cli.conftest import LIMIT_S, background, call, environment
 
 
@@ -189,7 +189,7 @@ def test_without_the_extra_the_remedy_is_said(mirrored: Path, tmp_path: Path) ->
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mirror that takes some time to export."""
     data = tmp_path_factory.mktemp("large") / "data"
-    stores.store_rows(str(data), stores.own_keys(64, 60_000), snapshot_rows=60_000)
+    stores.mirror(str(data), 60_000)
     return data
 
 

@@ -11,10 +11,10 @@ import pytest
 from deltalake import DeltaTable
 
 import cli.pipeline
-from mirror.bench import stores
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import open_view
+from tests.bench import stores
 from tests.cli.conftest import COMMAND, call
 from tests.crash.load import Load
 from tests.crash.service import until
@@ -71,7 +71,7 @@ class Driver:
 
 def test_an_export_by_spark_submit_outlives_an_executor(cluster: Standalone, tmp_path: Path) -> None:
     data, target = tmp_path / "data", tmp_path / "out"
-    stores.store_rows(str(data), stores.own_keys(VBUCKETS, DOCUMENTS), snapshot_rows=DOCUMENTS)
+    stores.mirror(str(data), DOCUMENTS, VBUCKETS)
     submit = [HOME / "bin" / "spark-submit", "--master", cluster.url, cli.pipeline.__file__]
     driver = Driver(tmp_path, *submit, "export", "--data", data, "--to", target, "--format", "delta", "--json")
     until(

@@ -31,8 +31,8 @@ def test_the_drawing_of_the_packages_is_what_the_contracts_say() -> None:
     outer, inner, *_ = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     assert outer == ["cli", "mirror", "storage"]
     text = (ROOT / "docs" / "design.md").read_text()
-    drawing = ["cli", *text.partition("```text\ncli\nbench\n")[2].partition("```")[0].splitlines()]
-    drawing.insert(1, "bench")
+    drawing = ["cli", *text.partition("```text\ncli\nsupervise\n")[2].partition("```")[0].splitlines()]
+    drawing.insert(1, "supervise")
     layers = [sorted(re.findall(r"\w+", layer)) for layer in inner]
     assert [sorted(re.findall(r"\w+", line)) for line in drawing] == [["cli"], *layers, ["storage"]]
     assert [line for line in drawing if "|" in line] == [
@@ -48,7 +48,6 @@ def test_an_import_against_the_contracts_is_noticed(tmp_path: Path) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.touch()
     (tmp_path / "cli" / "render.py").write_text("import rich\n")
-    (tmp_path / "mirror" / "bench" / "limits.py").write_text("import lmdb\n")
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     assert lint_imports(tmp_path).returncode == 0
     (tmp_path / "mirror" / "wire" / "frame.py").write_text("import socket\n")

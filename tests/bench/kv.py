@@ -1,27 +1,22 @@
-"""`bench kv`: the KV endpoint, and peers that are installed, read by one plain client over loopback in one run.
+"""GETs over the KV port from one plain client, next to memcached and Redis if they are installed.
 
-Knows a server process, memcached and Redis as child processes, and a client that sends GETs and waits; what the mirror
-does with them, the endpoint knows. All peers hold the same keys and values of the same size and get the same random
-keys: one request at a time (each one's time is taken), then with many under way on one connection. The client is
-Python, and often the slower half: compare the figures with each other.
+All servers hold the same documents and get the same random keys, one request at a time, then `PIPELINE` under way on
+one connection. The client is Python and often the slower half: compare the servers with each other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-from mirror.bench.ingest import SANDBOX_PASSWORD
 from mirror.clock import SystemClock
 from mirror.serve.auth import SourceUser
 from mirror.serve.kv_bucket import KvBucket
@@ -30,22 +25,11 @@ from mirror.serve.kv_server import KvServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import HEADER
+from tests.bench import stores
+from tests.bench.children import child, until
+from tests.bench.lag import quantile
 
 PIPELINE = 64
-PATIENCE_S = 30.0
-_ANSWER = HEADER.size
-
-
-@dataclass(frozen=True, slots=True)
-class KvFigures:
-    """One server, one round."""
-
-    requests_per_s: float
-    """One at a time."""
-    p50_us: float
-    p99_us: float
-    pipelined_per_s: float
-    """With `PIPELINE` under way."""
 
 
 class Memcached:
@@ -53,35 +37,29 @@ class Memcached:
 
     @staticmethod
     def get(key: bytes, vbid: int = 0) -> bytes:
-        """A request."""
         return HEADER.pack(0x80, Opcode.GET, len(key), 0, 0, vbid, len(key), 0, 0) + key
 
     @staticmethod
     def set(key: bytes, value: bytes) -> bytes:
-        """A request."""
         body = bytes(8) + key + value
         return HEADER.pack(0x80, Opcode.SET, len(key), 8, 0, 0, len(body), 0, 0) + body
 
     @staticmethod
     def answer_size(data: bytearray, pos: int) -> int:
         """Size of the answer at `pos`; 0 while it is not whole."""
-        if len(data) - pos < _ANSWER:
+        if len(data) - pos < HEADER.size:
             return 0
-        size = _ANSWER + int.from_bytes(data[pos + 8 : pos + 12])
+        size = HEADER.size + int.from_bytes(data[pos + 8 : pos + 12])
         return size if len(data) - pos >= size else 0
 
 
 class Redis:
-    """The protocol of Redis, as far as GET and SET go."""
-
     @staticmethod
     def get(key: bytes) -> bytes:
-        """A request."""
         return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key)
 
     @staticmethod
     def set(key: bytes, value: bytes) -> bytes:
-        """A request."""
         return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(key), key, len(value), value)
 
     @staticmethod
@@ -99,30 +77,44 @@ class Redis:
 Protocol = type[Memcached] | type[Redis]
 
 
-def measure(port: int, protocol: Protocol, sample: Sequence[bytes]) -> KvFigures:
-    """Read the keys one at a time, then many at once."""
+def measure(
+    folder: Path, *, documents: int = 100_000, reads: int = 20_000, vbuckets: int = 64, rounds: int = 3
+) -> Iterator[dict[str, float | str]]:
+    path = stores.mirror(str(folder / "mirror"), documents, vbuckets)
+    sample = stores.sample_keys(reads, documents)
+    with ExitStack() as stack:
+        servers: dict[str, tuple[int, Protocol]] = {
+            "mirror": (stack.enter_context(child(serve, path, KvServer)).receive(), Memcached)
+        }
+        for name in ("memcached", "redis-server"):
+            if shutil.which(name):
+                servers[name] = stack.enter_context(_peer(name, documents))
+        for _ in range(rounds):
+            for name, (port, protocol) in servers.items():
+                yield {"server": name, **_measure(port, protocol, sample)}
+
+
+def _measure(port: int, protocol: Protocol, sample: Sequence[bytes]) -> dict[str, float]:
     requests = [protocol.get(key) for key in sample]
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _exchange(line, protocol, requests[:PIPELINE])
-        times = []
-        began = time.perf_counter()
+        times_us = []
         for request in requests:
             start = time.perf_counter()
             _exchange(line, protocol, (request,))
-            times.append(time.perf_counter() - start)
-        serial_s = time.perf_counter() - began
-        began = time.perf_counter()
+            times_us.append((time.perf_counter() - start) * 1e6)
+        start = time.perf_counter()
         for first in range(0, len(requests), PIPELINE):
             _exchange(line, protocol, requests[first : first + PIPELINE])
-        pipelined_s = time.perf_counter() - began
-    times.sort()
-    return KvFigures(
-        len(requests) / serial_s,
-        times[len(times) // 2] * 1e6,
-        times[len(times) * 99 // 100] * 1e6,
-        len(requests) / pipelined_s,
-    )
+        pipelined_s = time.perf_counter() - start
+    times_us.sort()
+    return {
+        "reads_per_s": len(requests) / sum(times_us) * 1e6,
+        "p50_us": quantile(times_us, 0.5),
+        "p99_us": quantile(times_us, 0.99),
+        "pipelined_per_s": len(requests) / pipelined_s,
+    }
 
 
 def _exchange(line: socket.socket, protocol: Protocol, requests: Sequence[bytes]) -> None:
@@ -140,50 +132,31 @@ def _exchange(line: socket.socket, protocol: Protocol, requests: Sequence[bytes]
             left -= 1
 
 
-def _serve(path: str, make: type[KvServer], out: Connection) -> None:
-    """A server process."""
+def serve(pipe: Connection, path: str, make: type[KvServer]) -> None:
+    """Serve the mirror at `path` over KV or DCP in a process of its own; the first message is the port."""
 
-    async def serve() -> None:
+    async def run() -> None:
         bucket = KvBucket(path, SystemClock(), stale_allowed=True)
         held = reserve(Address(), "kv")
-        users = SourceUser("demo", lambda: SANDBOX_PASSWORD)
+        users = SourceUser("demo", lambda: "demo")
         server = make(
             bucket, users, ServedMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
         )  # fmt: skip
         await server.start([(held.address, listening_socket(held.address))])
-        out.send(held.address.port)
-        await asyncio.Event().wait()
+        pipe.send(held.address.port)
+        loop = asyncio.get_running_loop()
+        closed = asyncio.Event()
+        loop.add_reader(pipe.fileno(), closed.set)
+        await closed.wait()
 
-    asyncio.run(serve())
-
-
-@contextmanager
-def mirror_server(path: str, make: type[KvServer] = KvServer) -> Iterator[int]:
-    """The endpoint over the mirror at `path`, KV or DCP, in a process of its own; its port."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(path, make, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(PATIENCE_S):
-            raise RuntimeError("the server process did not start")
-        yield ours.recv()
-    except EOFError:
-        raise RuntimeError("the server process ended before it listened") from None
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
+    asyncio.run(run())
 
 
 @contextmanager
-def peer_server(name: str, documents: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[int, Protocol]]:
-    """memcached or redis-server with these documents; its port and protocol."""
+def _peer(name: str, documents: int) -> Iterator[tuple[int, Protocol]]:
+    """Start memcached or redis-server with these documents; its port and protocol."""
     protocol: Protocol = Redis if name == "redis-server" else Memcached
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-bench-") as folder:
         arguments = {
             "memcached": ["-l", "127.0.0.1", "-p", str(port), "-U", "0", "-m", "4096", "-u", "nobody"],
@@ -191,8 +164,8 @@ def peer_server(name: str, documents: Sequence[tuple[bytes, bytes]]) -> Iterator
         }[name]
         process = subprocess.Popen([name, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            _wait_for(port, name, process)
-            requests = [protocol.set(key, value) for key, value in documents]
+            until(lambda: process.poll() is not None or answers(port, b""))
+            requests = [protocol.set(key, value) for key, value in stores.documents(range(documents))]
             with socket.create_connection(("127.0.0.1", port)) as line:
                 for first in range(0, len(requests), PIPELINE):
                     _exchange(line, protocol, requests[first : first + PIPELINE])
@@ -202,16 +175,14 @@ def peer_server(name: str, documents: Sequence[tuple[bytes, bytes]]) -> Iterator
             process.wait()
 
 
-def _wait_for(port: int, name: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        time.sleep(0.02)
-    raise RuntimeError(f"{name} did not start")
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
-def peers() -> list[str]:
-    """The peers that are installed."""
-    return [name for name in ("memcached", "redis-server") if shutil.which(name)]
+def answers(port: int, request: bytes) -> bool:
+    """True if the port listens and, unless the request is empty, answers it with success."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as line:
+        line.sendall(request)
+        return not request or line.recv(HEADER.size)[6:8] == b"\0\0"
+    return False

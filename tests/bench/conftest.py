@@ -1,5 +1,0 @@
-"""A server to measure."""
-
-from tests.serve.conftest import site, source
-
-__all__ = ["site", "source"]
