@@ -23,6 +23,8 @@ from storage.format import keys, records
 from storage.model import BranchReason, FailoverLog, Identity
 
 FORMAT = 2
+FORMATS_READ = (2,)
+"""Formats that are opened, oldest first. One that was released stays: tests open a recorded directory of each."""
 FILE = "mirror.json"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
 META_BYTES = 8192
@@ -140,9 +142,9 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
         environment.close()
 
 
-def identity_bytes(identity: Identity, group: int) -> bytes:
+def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
     """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
-    return bytes(msgpack.packb([FORMAT, group, *_fields(identity).values()]))
+    return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
 
 
 def _fields(identity: Identity) -> dict[str, object]:
@@ -157,10 +159,10 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 def check_identity(stored: bytes | None, identity: Identity, group: int, path: str) -> None:
     """Raise unless `stored` (from `meta`) is the identity that `mirror.json` describes."""
-    if stored == identity_bytes(identity, group):
+    if any(stored == identity_bytes(identity, group, known) for known in FORMATS_READ):
         return
     found = _stored_description(stored, path)
-    if found["format"] != FORMAT:
+    if found["format"] not in FORMATS_READ:
         raise _other_format(found["format"], path)
     raise WrongBucket(
         f"holds group {msgpack.unpackb(stored)[1]} of bucket {found['bucket_name']!r} ({found['bucket_uuid']}), "
@@ -171,9 +173,9 @@ def check_identity(stored: bytes | None, identity: Identity, group: int, path: s
 
 
 def _other_format(stored_format: object, path: str) -> FormatTooNew:
-    older = isinstance(stored_format, int) and stored_format < FORMAT
+    older = isinstance(stored_format, int) and stored_format < FORMATS_READ[0]
     return FormatTooNew(
-        f"format {stored_format}; this program knows format {FORMAT}",
+        f"format {stored_format}; this program knows format {', '.join(map(str, FORMATS_READ))}",
         path=path,
         hint="move the directory away and run again: the mirror is filled from the source"
         if older
@@ -202,7 +204,7 @@ def load(path: str) -> Identity:
         raise CorruptedError(f"cannot be read: {error}", path=file_path, hint=DAMAGED_HINT) from error
     if not isinstance(data, dict) or not isinstance(data.get("format"), int):
         raise CorruptedError("holds no mirror description", path=file_path, hint=DAMAGED_HINT)
-    if data["format"] != FORMAT:
+    if data["format"] not in FORMATS_READ:
         raise _other_format(data["format"], file_path)
     try:
         required = [field.name for field in fields(Identity) if field.name not in ("held", "selection")]
