@@ -1,25 +1,7 @@
-"""What can go wrong in the store, and what the operator can do about it.
+"""Errors of the store. Each says what failed, where (`path`, `vbid`) and what to do (`hint`).
 
-    StorageError
-    |-- CorruptedError   the bytes on disk contradict FORMAT.md (exit code 3)
-    |-- WrongBucket      the data belongs to another bucket (exit code 3)
-    |-- FormatTooNew     written by another version of the format (exit code 3)
-    |-- NotAMirror       the path holds no mirror (exit code 2)
-    |-- Locked           another process owns the group or the directory
-    |-- ReadOnly         the directory or its lock file cannot be written
-    |-- DeviceFailed     the device gave an input/output error
-    |-- Full             no space left on the device, or a file size limit
-    |-- SeqnoOrder       rows were offered out of order (the source broke its rules)
-    |-- UnknownCollection, NoSuchBoundary   what a reader requested is not there
-    |-- AnswerTooLarge   a reader requested more bytes at once than its own limit
-    |-- WriteLost        a write that a reader waits for was rolled back
-    |-- NotPublished     a write that a reader waits for is not here yet
-    |-- ViewInvalidated  a rollback or the purger passed a reader's position
-    |-- Unavailable      the vbucket is resynced, and readers are to wait until it is whole again
-    `-- Closed           used after close, or in a forked child
-
-Every error says what (`message`), where (`path` and `vbid` where they apply) and how to fix it (`hint`). Exit codes
-are those of the command line; `retryable` is true when the same call may succeed later without anybody acting.
+`mirror/__init__.py` lists those that a reader can meet. Exit codes are those of the command line; `retryable` is true
+if the same call may succeed later without anybody acting.
 """
 
 from __future__ import annotations
@@ -32,7 +14,6 @@ class StorageError(Exception):
     retryable = False
 
     def __init__(self, message: str, *, path: str | None = None, vbid: int | None = None, hint: str = "") -> None:
-        """`message` names the thing; `hint` is one sentence for the operator."""
         self.message = message
         self.path = path
         self.vbid = vbid
@@ -40,15 +21,9 @@ class StorageError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        """One line: where, what, and the remedy."""
-        where = "".join(
-            part
-            for part in (
-                f"{self.path}: " if self.path else "",
-                f"vbucket {self.vbid}: " if self.vbid is not None else "",
-            )
-        )
-        return f"{where}{self.message}" + (f" ({self.hint})" if self.hint else "")
+        path = f"{self.path}: " if self.path else ""
+        vbid = f"vbucket {self.vbid}: " if self.vbid is not None else ""
+        return f"{path}{vbid}{self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 class CorruptedError(StorageError):
@@ -64,7 +39,7 @@ class WrongBucket(StorageError):
 
 
 class FormatTooNew(StorageError):
-    """The directory was written by a format this program does not know."""
+    """The directory was written in a format that this program does not know."""
 
     exit_code = 3
 
@@ -76,7 +51,7 @@ class NotAMirror(StorageError):
 
 
 class Locked(StorageError):
-    """Another process holds the lock."""
+    """Another process owns the group or the directory."""
 
     retryable = True
 
@@ -88,7 +63,7 @@ class ReadOnly(StorageError):
 
 
 class DeviceFailed(StorageError):
-    """An input/output error: what was written since the last sync may never reach the disk."""
+    """An input/output error: rows written since the last sync may never reach the disk."""
 
     retryable = True
 
@@ -100,11 +75,11 @@ class Full(StorageError):
 
 
 class SeqnoOrder(StorageError):
-    """Rows do not rise in seqno, or lie below what is already staged."""
+    """Rows do not rise in seqno, or lie below the staged ones: the source broke its rules."""
 
 
 class NotHeld(StorageError):
-    """The vbucket is one that this mirror does not hold: another one of the bucket's mirrors does."""
+    """Another one of the bucket's mirrors holds the vbucket."""
 
 
 class UnknownCollection(StorageError):
@@ -122,7 +97,7 @@ class AnswerTooLarge(StorageError):
 
 
 class WriteLost(StorageError):
-    """The write that a reader waits for was undone by a failover of the source: it will never come."""
+    """A failover of the source undid the write that a reader waits for: it will never come."""
 
 
 class NotPublished(StorageError):
@@ -135,6 +110,8 @@ class ViewInvalidated(StorageError):
     """A rollback or the purger passed the reader's position: start again from a fresh view."""
 
     retryable = True
+    rolled_back = False
+    """Another history is served now; else something that the read needs is no longer kept."""
 
 
 class Unavailable(StorageError):

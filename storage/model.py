@@ -137,6 +137,13 @@ class Manifest:
         default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
+    def names(self) -> dict[int, str]:
+        """Return `scope.collection` by collection id."""
+        return {
+            each.collection_id: f"{self.scopes.get(each.scope_id, '?')}.{each.name}"
+            for each in self.collections.values()
+        }
+
     def has(self, collection_id: int, seqno: int) -> bool:
         """False for a row of a collection that was dropped, or flushed after the row."""
         collection = self.collections.get(collection_id)

@@ -27,7 +27,7 @@ from mirror.wire.frame import with_stream_id
 from storage.errors import StorageError, ViewInvalidated
 from storage.read import stream as store
 from storage.read.large import LargeDocument
-from storage.read.stream import HistoryUnavailable, ServedState
+from storage.read.stream import ServedState
 from storage.read.view import View
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
@@ -126,7 +126,7 @@ class DcpStream:
                     pieces += self.row_count == row_count
                 else:
                     self._finish(out)
-        except (HistoryUnavailable, StorageError, ProtocolError, ValueError) as error:
+        except (StorageError, ProtocolError, ValueError) as error:
             out += self.end_by(error)
         return bytes(out)
 
@@ -143,10 +143,9 @@ class DcpStream:
 
     def end_by(self, error: Exception) -> bytes:
         """End the stream because its rows cannot be read. Returns as `end`."""
-        if isinstance(error, (HistoryUnavailable, ViewInvalidated)):
-            log.info("stream-ended", vbid=self.vbid, why=str(error))
-            rolled_back = isinstance(error, HistoryUnavailable) and error.rolled_back
-            return self.end(StreamEndReason.STATE_CHANGED if rolled_back else StreamEndReason.SLOW)
+        if isinstance(error, ViewInvalidated):
+            log.info("stream-ended", vbid=self.vbid, why=error.message)
+            return self.end(StreamEndReason.STATE_CHANGED if error.rolled_back else StreamEndReason.SLOW)
         log.error("stream-unreadable", vbid=self.vbid, error=str(error))
         return self.end(StreamEndReason.BACKFILL_FAIL)
 
@@ -182,7 +181,7 @@ class DcpStream:
     def _open(self, out: bytearray, now: ServedState) -> None:
         position = self.position_seqno
         begins = self.filter.begins(now.manifest)
-        end_seqno = now.seqno
+        end_seqno = int(now.seqno)
         if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
             end_seqno = store.last_document_seqno(
                 self._view(), self.vbid, now, position, begins, sync_writes=self._sync_writes

@@ -36,7 +36,7 @@ from mirror.serve.large import merged
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.model import Vbid
-from storage.read.view import Change, Pieces, ServedPosition, Token
+from storage.read.view import Change, Pieces, Served, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
@@ -150,7 +150,7 @@ async def _wait_gone(receive: Receive) -> None:
         pass
 
 
-def _token(vbid: int, published: ServedPosition) -> Token:
+def _token(vbid: int, published: Served) -> Token:
     return Token(Vbid(vbid), published.branch, published.seqno, published.history_id)
 
 
@@ -229,7 +229,7 @@ class ChangeStream:
         self._vbids = vbids
         self._position = dict(position)
         self._keep = keep
-        self._seen: dict[int, ServedPosition] = {}
+        self._seen: dict[int, Served] = {}
 
     async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
         """Generate the text of the stream."""

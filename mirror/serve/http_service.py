@@ -40,7 +40,7 @@ from mirror.serve.turns import Turns
 from storage.errors import StorageError
 from storage.format.records import DATATYPE_XATTR
 from storage.read.large import LargeDocument
-from storage.read.view import AsOf, Pin, ServedPosition, View
+from storage.read.view import AsOf, Pin, Served, View
 from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
@@ -100,7 +100,7 @@ class PublishWatch:
         moved.set()
 
     async def _look(self) -> None:
-        before: list[ServedPosition] | None = None
+        before: list[Served] | None = None
         while True:
             with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
                 now = self._mirror.view.published()

@@ -212,13 +212,13 @@ class StatusReporter:
         for row in report["vbuckets"]:
             vbid = row["vbid"]
             try:
-                past = self._mirror.view.past(vbid)
+                past = self._mirror.view.history(vbid)
                 found = self._mirror.view.rollbacks(vbid) if row["rollback_count"] else []
             except StorageError:
                 continue
-            if past.floor is not None:
-                floors[vbid] = past.floor.seqno
-                reaches_back_ms.append(past.floor.time_ms)
+            if past.floor_ms is not None:
+                floors[vbid] = past.floor_seqno
+                reaches_back_ms.append(past.floor_ms)
             resyncs += [{"vbid": vbid, "time_ms": moment} for moment in past.resyncs_ms]
             resync_count += past.resync_count
             rollbacks += [

@@ -23,10 +23,10 @@ from mirror.wire.constants import Status
 from storage.env import directory
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Document, Manifest, VbucketState
-from storage.read import stream
+from storage.read import scan, states, stream
 from storage.read.large import LargeDocument
 from storage.read.stream import ServedState
-from storage.read.view import Pin, ServedPosition, View, open_view
+from storage.read.view import Pin, Served, View, open_view
 
 MANIFEST_FRESH_S = 0.5
 """For so long the newest manifest is believed. To look through 1,024 vbuckets for it takes 0.8 ms; once after a change
@@ -158,8 +158,15 @@ class KvBucket:
         Refused.
         """
         try:
-            return self.view.scan_page_or_large(
-                pin, collection_id, start=start, end=end, limit=items_max, bytes_max=bytes_max, large_bytes=LARGE_BYTES
+            return scan.page_or_large(
+                self.view.reader(pin.vbid),
+                pin,
+                collection_id,
+                start=start,
+                end=end,
+                limit=items_max,
+                bytes_max=bytes_max,
+                large_bytes=LARGE_BYTES,
             )
         except ViewInvalidated as error:
             raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
@@ -171,7 +178,7 @@ class KvBucket:
         Raises Refused.
         """
         try:
-            return self.view.count_keys(pin, collection_id, start=start, keys_max=keys_max)
+            return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
         except ViewInvalidated as error:
             raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
         except StorageError as error:
@@ -204,7 +211,7 @@ class KvBucket:
         None where the vbucket does not have the collection.
         """
         try:
-            return self.view.newest_of(pin, collection_id, below=below)
+            return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
         except ViewInvalidated as error:
             raise Refused(Status.ETMPFAIL, str(error)) from error
         except UnknownCollection:
@@ -214,7 +221,7 @@ class KvBucket:
 
     # -- vbuckets
 
-    def published(self) -> list[tuple[int, ServedPosition]]:
+    def published(self) -> list[tuple[int, Served]]:
         """What each vbucket serves, read once per group. Raises Refused."""
         try:
             return list(zip(self.view.vbids, self.view.published(), strict=True))

@@ -29,7 +29,7 @@ from mirror.spark.rows import change_row, control_row
 from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
 from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
-from storage.read import positions
+from storage.read import states
 from storage.read.view import Token, View
 
 ORIGIN = "path"
@@ -105,7 +105,7 @@ class LocalChanges:
         """All that is published now. Raises Unavailable for a vbucket that is being resynced."""
         found = {}
         for vbid in self._vbids:
-            published = positions.published(self._view, vbid, None).boundary
+            published = states.published_since(self._view.reader(vbid), None)[0]
             if published is not None:
                 found[vbid] = at_of(published)
         return Offset(ORIGIN, self.bucket_uuid, found, selection=self._options.selection)
@@ -142,22 +142,21 @@ class LocalChanges:
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
         """What there is to go on with, and whether it is everything, again."""
         try:
-            seen = positions.published(self._view, vbid, token(self._view, vbid, at))
+            published, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, at))
         except Unavailable:
             return None, False  # wait: the position is looked at again when it is there
-        published = seen.boundary
         if (
             published is not None
             and self._target is not None
             and published.seqno > (limit := self._target.get(vbid, 0))
         ):
-            published = positions.newest(self._view, vbid, limit) if limit else None
+            published = states.newest(self._view.reader(vbid), limit) if limit else None
             if published is None and limit:  # the end that was planned is not kept any more: the next one is as good
-                published = positions.following(self._view, vbid, limit)
+                published = states.following(self._view.reader(vbid), limit)
         if published is None or (vbid in self._known and place(at) == place(at_of(published))):
             return None, False
         ahead = at.branch == published.branch and at.seqno > published.seqno and at.vbuuid == published.vbuuid
-        if ahead and at.history_id in self._view.history_ids(vbid, at.branch):
+        if ahead and at.history_id in states.history_ids(self._view.reader(vbid), at.branch):
             return None, False  # wait: after a power cut the mirror fetches its last commits again
         lost = self._lost(vbid, at, published)
         if lost:
@@ -167,11 +166,13 @@ class LocalChanges:
         elif place(at) == place(at_of(published)):
             return None, False
         else:
-            base_seqno = min(at.seqno, seen.common_seqno or 0)
+            base_seqno = min(at.seqno, common or 0)
         weight = 0.0
         if limited:
-            weight = max(1 / self._options.max_rows, seen.mean_row_bytes / self._options.max_bytes)
-            weight *= min(1.0, seen.row_count / max(1, published.seqno - base_seqno))
+            history = self._view.history(vbid)
+            row_bytes = history.row_bytes / max(1, history.versions)
+            weight = max(1 / self._options.max_rows, row_bytes / self._options.max_bytes)
+            weight *= min(1.0, history.versions / max(1, published.seqno - base_seqno))
         return Lag(base_seqno, at_of(published), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
 
     def _lost(self, vbid: int, at: At, published: Boundary) -> str:
@@ -181,7 +182,7 @@ class LocalChanges:
         try:
             self._view.check_way(token(self._view, vbid, at), token(self._view, vbid, at_of(published)))
             if vbid not in self._known:
-                there = positions.boundaries_between(self._view, vbid, at.branch, at.seqno - 1, at.seqno)
+                there = states.boundaries_between(self._view.reader(vbid), at.branch, at.seqno - 1, at.seqno)
                 if there and there[0].vbuuid != at.vbuuid:
                     return f"the checkpoint's position {at.branch}:{at.seqno} is of another history of the source"
         except ViewInvalidated as error:
@@ -189,11 +190,11 @@ class LocalChanges:
         return ""
 
     def _newest(self, vbid: int, seqno: int) -> At | None:
-        found = positions.newest(self._view, vbid, seqno)
+        found = states.newest(self._view.reader(vbid), seqno)
         return at_of(found) if found is not None else None
 
     def _following(self, vbid: int, seqno: int) -> At | None:
-        found = positions.following(self._view, vbid, seqno)
+        found = states.following(self._view.reader(vbid), seqno)
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
@@ -270,11 +271,11 @@ def token(view: View, vbid: int, at: At) -> Token:
     beyond it.
     """
     given = Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno), at.history_id)
-    if at.history_id not in view.history_ids(vbid, at.branch):
+    if at.history_id not in states.history_ids(view.reader(vbid), at.branch):
         return given
     known = view.token(vbid, at.branch, at.seqno)
     if known != given:
-        there = positions.following(view, vbid, at.seqno - 1)
+        there = states.following(view.reader(vbid), at.seqno - 1)
         if there is not None and (there.branch, there.vbuuid) == (at.branch, at.vbuuid):
             return known
     return given
@@ -297,10 +298,10 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
         since = token(view, vbid, way.start)
     until_token = token(view, vbid, end)
     base_seqno = view.check_way(since, until_token)
-    boundaries = positions.boundaries_between(view, vbid, end.branch, base_seqno, end.seqno)
+    boundaries = states.boundaries_between(view.reader(vbid), end.branch, base_seqno, end.seqno)
     ahead = iter(boundaries)
     until = next(ahead, None)
-    names = names_of(positions.manifest_at(view, vbid, end.branch, base_seqno))
+    names = states.manifest_at(view.reader(vbid), end.branch, base_seqno).names()
     names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
@@ -310,12 +311,12 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             assert change.rollback is not None
             at = (change.rollback.to_branch, change.rollback.to_seqno)
             vbuuids = (way.start.vbuuid, change.rollback.to_vbuuid)
-            names_lost = names_of(positions.manifest_at(view, vbid, way.start.branch, way.start.seqno))
+            names_lost = states.manifest_at(view.reader(vbid), way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
             if retracted and document.collection_id not in names_lost:  # it came and went in the history that is void
                 where = int(document.branch), int(document.seqno)
-                names_lost |= names_of(positions.manifest_at(view, vbid, *where))
+                names_lost |= states.manifest_at(view.reader(vbid), *where).names()
             name = _name(names_lost if retracted else names, document.collection_id)
             here = (at[0], 0) if retracted else at
             yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], here)
@@ -326,29 +327,21 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
                 # Not what the event before it left: one that the reader has already is not given again.
-                before = positions.manifest_at(view, vbid, end.branch, document.seqno - 1)
-                after = positions.manifest_at(view, vbid, *here)
+                before = states.manifest_at(view.reader(vbid), end.branch, document.seqno - 1)
+                after = states.manifest_at(view.reader(vbid), *here)
                 for kind, name in gone_collections(before, after):
                     yield control_row(kind, vbid, name, *here, vbuuid, ends)
-                names = names_of(after)
+                names = after.names()
             else:
                 if document.collection_id not in names:
-                    names = names_of(positions.manifest_at(view, vbid, *here))
+                    names = states.manifest_at(view.reader(vbid), *here).names()
                 name = _name(names, document.collection_id)
                 yield change_row(document, name, change.kind, vbuuid, ends, here)
 
 
-def names_of(manifest: Manifest) -> dict[int, str]:
-    """`scope.collection` by id."""
-    return {
-        each.collection_id: f"{manifest.scopes.get(each.scope_id, '?')}.{each.name}"
-        for each in manifest.collections.values()
-    }
-
-
 def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, str]]:
     """What a system event took away: kind and name."""
-    names = names_of(before)
+    names = before.names()
     for collection_id, entry in before.collections.items():
         now = after.collections.get(collection_id)
         if now is None:

@@ -1,6 +1,7 @@
-"""Positions and moments that a reader names: `Token`, `Pin` and `Time`, and how they are written as text.
+"""Positions, moments and collections as a reader names them: `Token`, `Pin`, `Time`, `CollectionName`.
 
-Knows values only: no LMDB, no clock. Invariant: `parse` accepts exactly what `str` writes.
+Knows values only: no LMDB, no clock. Invariants: `Token.parse` accepts exactly what `str` writes; a collection without
+a scope is one of `_default`, and no name is `_default._default`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.errors import UnknownCollection
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno, Vbid
 
 TOKEN_LENGTH_MAX = 80
 """Characters of a token: 5 digits, 10, 20 and 16, including leading zeros."""
+
+CollectionName = str | int
+"""`scope.collection`, `collection` of the scope `_default`, or a collection id."""
+
+
+def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str) -> int:
+    """Return the id of a collection; an id is returned as it is. Raises UnknownCollection, which names `path`."""
+    if name is None:
+        return DEFAULT_COLLECTION
+    if isinstance(name, int):
+        return name
+    scope, _, collection = name.rpartition(".")
+    names = manifest.names()
+    for collection_id, known in names.items():
+        if known == f"{scope or '_default'}.{collection}":
+            return collection_id
+    hint = f"known here: {', '.join(sorted(names.values())[:20]) or 'none'}"
+    raise UnknownCollection(f"no collection {name!r}", path=path, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +41,7 @@ class Time:
     ms: int
 
     def __str__(self) -> str:
-        """In ISO 8601, or as the number if no date is so far away."""
+        """Return the ISO 8601 text, or the number if no date is so far away."""
         try:
             return datetime.fromtimestamp(self.ms / 1000, UTC).isoformat(timespec="milliseconds")
         except (OverflowError, ValueError):
@@ -35,40 +55,34 @@ AsOf = int | Time | None
 class Token:
     """A position in the changes of a vbucket: everything up to `seqno` on `branch` was seen.
 
-    `str(token)` is its text, for a file or a URL, and `Token.parse` the inverse.
+    `str(token)` is its text for a file or a URL; `Token.parse` reads it.
     """
 
     vbid: Vbid
     branch: Branch
     seqno: Seqno
     history_id: int
-    """64 random bits: the other numbers can occur twice where a group is filled again after its folder was set aside,
-    where a power cut undoes a commit, and where another mirror is made at the same path. `View.token` fills it in.
+    """64 random bits. The other numbers can occur twice: after a group was set aside and filled again, after a power
+    cut that undid a commit, and in another mirror made at the same path. `View.token` fills it in.
     """
 
     def __str__(self) -> str:
-        """`vbid:branch:seqno:history`, the last in hexadecimal."""
+        """Return `vbid:branch:seqno:history`, the last in hexadecimal."""
         return f"{self.vbid}:{self.branch}:{self.seqno}:{self.history_id:016x}"
 
     @staticmethod
     def parse(text: str) -> Token:
-        """The inverse of str(); ValueError says what is wrong."""
+        """Parse the text of a token. Raises ValueError."""
         *parts, history = text.split(":") if len(text) <= TOKEN_LENGTH_MAX else ("",)
         if len(parts) == 2 and all(part.isascii() and part.isdigit() for part in (*parts, history)):
-            raise ValueError(
-                f"{text!r} is a token of an earlier version, which does not say of which history it is; begin again "
-                "without it"
-            )
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts) or not _is_hex16(history):
+            raise ValueError(f"{text!r} is a token of an earlier version: it has no history id (begin without a token)")
+        is_history = len(history) == 16 and set(history) <= set("0123456789abcdef")
+        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts) or not is_history:
             raise ValueError(f"{text[:TOKEN_LENGTH_MAX]!r} is not a token; expected vbid:branch:seqno:history")
         vbid, branch, seqno = map(int, parts)
         if vbid > 0xFFFF or branch >= 2**32 or seqno > SEQNO_MAX:
             raise ValueError(f"{text!r} is not a token; a number is too large")
         return Token(Vbid(vbid), Branch(branch), Seqno(seqno), int(history, 16))
-
-
-def _is_hex16(text: str) -> bool:
-    return len(text) == 16 and set(text) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +93,9 @@ class Pin:
     branch: Branch
     seqno: Seqno
     history_id: int
-    """As in a `Token`."""
     now_ms: int
     """The moment that decides expiry, milliseconds since 1970."""
 
     def __str__(self) -> str:
-        """As a `Token`."""
+        """Return the text of its `Token`."""
         return str(Token(self.vbid, self.branch, self.seqno, self.history_id))

@@ -1,8 +1,7 @@
-"""What a vbucket's history takes: how far back it reaches, and how much space it needs, without walking it.
+"""The extent of a vbucket's history: how far back it reaches, and the space it takes.
 
-Knows counters that LMDB keeps anyway and one boundary row; walks nothing, so a status of a thousand vbuckets costs a
-few milliseconds. Invariant: what would need a walk to know is not guessed: `boundaries` is None while staged rows wait
-for their key rows.
+Reads LMDB's counters, small records and one boundary row, no documents: a status of a thousand vbuckets costs a few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ class History(NamedTuple):
     floor_ms: int | None
     """When the floor's boundary was published; None: nothing was."""
     boundaries: int | None
-    """Kept boundaries, those of branches that a rollback left included; and each drop or creation of a collection."""
+    """Kept boundaries, those of branches that a rollback left included; and each drop or creation of a collection. None
+    while staged rows wait for their key rows: only a walk would tell.
+    """
     versions: int
     """Versions of documents that are stored, tombstones included: less the live documents, it is what history takes."""
     row_bytes: int
@@ -30,36 +31,43 @@ class History(NamedTuple):
     key_bytes: int
     """Pages of the key tree."""
     purged_seqno: Seqno
-    """Up to here the purger has looked."""
+    """The purger has looked at rows up to here."""
     local_purge_seqno: Seqno
-    """The newest tombstone that it took."""
+    """The newest tombstone that the purger took."""
     resync_count: int
-    """How often a copy that was read again from 0 has replaced an older one."""
-    last_resync_ms: int | None
-    """When readers first saw the last such copy that history still knows of."""
+    """How many copies that were read again from 0 have replaced an older one."""
+    resyncs_ms: tuple[int, ...]
+    """When readers first saw such a copy, milliseconds since 1970, oldest first: the one that is served, and those
+    whose old copies are still there.
+    """
+
+    @property
+    def last_resync_ms(self) -> int | None:
+        return max(self.resyncs_ms, default=None)
 
 
 def of(txn: Transaction, vbid: int) -> History:
-    """The history of a vbucket as of the transaction."""
-    branch, published, floor, *_ = txn.pub(vbid)
-    links = chain.load(txn, vbid, branch, published)
-    boundary = chain.newest_boundary(txn, Vbid(vbid), links, floor) if floor else None
-    loaded = branches.load(txn, Vbid(vbid))
+    """Return the history of a vbucket as of the transaction."""
+    pub, state = txn.pub(vbid), txn.state_row(vbid)
+    boundary = None
+    if pub.floor_seqno:
+        boundary = chain.newest_boundary(txn, Vbid(vbid), chain.load(txn, vbid, pub.branch, pub.seqno), pub.floor_seqno)
     rows, references = (txn.stat(tree(vbid)) for tree in (keys.rows_db, keys.keys_db))
-    all_indexed = loaded.indexed_seqno == loaded.state.staged_seqno
-    purged_seqno, local_purge_seqno, *_ = branches.purge_row(txn, vbid)
+    purge = branches.purge_row(txn, vbid)
     resyncs_ms, resync_count = branches.resyncs(txn, vbid)
     return History(
-        floor_seqno=Seqno(floor),
+        floor_seqno=Seqno(pub.floor_seqno),
         floor_ms=boundary.time_ms if boundary is not None else None,
-        boundaries=max(0, rows["entries"] - references["entries"]) if all_indexed else None,
+        boundaries=(
+            max(0, rows["entries"] - references["entries"]) if state.indexed_seqno == state.staged_seqno else None
+        ),
         versions=references["entries"],
         row_bytes=_bytes_of(rows),
         key_bytes=_bytes_of(references),
-        purged_seqno=Seqno(purged_seqno),
-        local_purge_seqno=Seqno(local_purge_seqno),
+        purged_seqno=Seqno(purge.purged_seqno),
+        local_purge_seqno=Seqno(purge.local_purge_seqno),
         resync_count=resync_count,
-        last_resync_ms=max(resyncs_ms, default=None),
+        resyncs_ms=resyncs_ms,
     )
 
 

@@ -24,7 +24,6 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, seal
-from storage.format.collection_names import names_of
 from storage.format.records import BRANCH, KIND, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT
 from storage.format.tokens import Pin
 from storage.history.index import check_place, not_in_order
@@ -323,4 +322,4 @@ def collection_names(view: View, pin: Pin) -> dict[int, str]:
     """`scope.collection` of each collection that `pin` sees, by id."""
     reader = view.reader(pin.vbid)
     with reader.environment.read() as txn:
-        return names_of(reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key))
+        return reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key).names()

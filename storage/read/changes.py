@@ -17,7 +17,7 @@ from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import chain, index
-from storage.model import SEQNO_MAX, Branch, Document, Seqno, Vbid, Vbuuid
+from storage.model import Branch, Document, Seqno, Vbid, Vbuuid
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -222,10 +222,8 @@ def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[C
         yield change()
 
 
-def rows(
-    reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None, to_seqno: int = SEQNO_MAX
-) -> Iterator[Document]:
-    """Generate every row of a range, rising in seqno, up to `to_seqno`. Raises ViewInvalidated."""
+def rows(reader: VbucketReader, way: Range, raw: bool, pieces: Pieces | None = None) -> Iterator[Document]:
+    """Yield every row of a range, rising in seqno. Raises ViewInvalidated."""
     served, _, after_seqno, purged_before = way
     pieces = pieces or Pieces(scan.CHUNK_BYTES)
 
@@ -234,7 +232,7 @@ def rows(
         return records.decode_row(reader.vbid, branch, stored, raw, True, seal.SIZE)
 
     for link in reversed(served.links):
-        position, last = max(after_seqno, link.base_seqno), min(to_seqno, link.cut)
+        position, last = max(after_seqno, link.base_seqno), link.cut
         branch, prefix = Branch(link.branch), keys.PREFIX.pack(link.branch)
         while position < last:
             with reader.environment.read() as txn:

@@ -1,8 +1,7 @@
-"""Reading documents by key: one, many, or one by the key that stands on the wire.
+"""Documents by key: one, many, or one by the key that stands on the wire.
 
-Knows the key tree and the row tree of a vbucket through its reader. The common case (newest version, default
-collection, served branch) is written out where it is needed. Invariants: an answer is read in one LMDB transaction;
-what is remembered of a vbucket is used in a transaction of the same commit only.
+Knows the key tree and the row tree of a vbucket through its reader. Invariants: an answer is read in one LMDB
+transaction; what is remembered of a vbucket is used in a transaction of the same commit only.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.errors import AnswerTooLarge
 from storage.format import keys, records, seal
-from storage.format.collection_names import CollectionName, collection_id_of
 from storage.format.records import KIND, MUTATION, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
-from storage.format.tokens import AsOf
+from storage.format.tokens import AsOf, CollectionName, collection_id_of
 from storage.history import chain
 from storage.model import Branch, Document, Manifest
 from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX, LargeDocument, large_row
-from storage.read.vbucket_reader import KINDS, VbucketReader, Visible, end_of_references
+from storage.read.vbucket_reader import VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
 decode_row = records.decode_row
@@ -37,7 +35,7 @@ SEAL_BYTES = seal.SIZE
 
 
 class Found(NamedTuple):
-    """The result of a lookup by wire key: a document, or why there is none."""
+    """The result of a lookup by wire key."""
 
     document: Document | None
     collection_exists: bool
@@ -47,11 +45,11 @@ class Found(NamedTuple):
     """True while the vbucket is being resynced next to what is served."""
     manifest: Manifest
     large: LargeDocument | None = None
-    """In place of `document`, where that is too large to be read in one step."""
+    """In place of a `document` that is too large to be read in one step."""
 
 
 class _Options(NamedTuple):
-    """What `get` was called with, besides the key."""
+    """The arguments of `get`, besides the key."""
 
     collection: CollectionName | None
     as_of: AsOf
@@ -61,24 +59,21 @@ class _Options(NamedTuple):
 
 
 class ReadRun:
-    """Point reads, one after the other, in one transaction of each environment: it begins with the first read there,
-    and all end with the run. Nothing is read in another way meanwhile that a later read must not be older than.
+    """Point reads, one after the other, in one transaction of each environment, from the first read there to the end of
+    the run. Nothing may be read in another way meanwhile that a later read of the run must not be older than.
     """
 
     __slots__ = ("_begun", "_views")
 
     def __init__(self) -> None:
-        """Nothing is read yet."""
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}
         """Transactions that return views of the map: rows do not change, so these may see a later commit."""
 
     def __enter__(self) -> ReadRun:
-        """Return the run itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the transactions."""
         while self._begun:
             environment, begun = self._begun.popitem()
             environment.end(begun[0])
@@ -87,7 +82,7 @@ class ReadRun:
             environment.end(views)
 
     def begun(self, reader: VbucketReader) -> tuple[Any, Visible]:
-        """The transaction (an lmdb.Transaction) to read a vbucket in, and what is visible in it."""
+        """Return the lmdb.Transaction to read a vbucket in, and what is visible in it."""
         known = self._begun.get(reader.environment)
         if known is None:
             txn = reader.environment.begin()
@@ -96,8 +91,9 @@ class ReadRun:
         return known[0], visible if visible[0] == known[1] else reader.look(known[0])
 
     def row(self, reader: VbucketReader, wire_key: bytes, bytes_max: int) -> bytes | None:
-        """The row of a document as it is stored, its checksum compared; `wire_key` begins with a collection id of one
-        byte. None: there is more to say than this row, or it has more than `bytes_max`. Expiry is the caller's.
+        """Return the row of a document as it is stored, its checksum compared; `wire_key` begins with a collection id
+        of one byte. None: use `View.find`, since an answer needs more than this row or it has more than `bytes_max`.
+        Expiry is not looked at.
         """
         try:
             txn, (_, branch, above, up_to, _, flags, manifest) = self.begun(reader)
@@ -132,15 +128,43 @@ class ReadRun:
         return stored
 
 
+_OTHER = b""
+"""Returned by `_plain_row`: the newest version is not the visible one."""
+
+
+def _plain_row(
+    reader: VbucketReader, txn: Any, cursor: Any, wire_key: bytes, above: bytes, up_to: bytes
+) -> bytes | None:
+    """Return the row of a key whose newest version is visible, its checksum compared; None if it has no document, and
+    `_OTHER` if its newest version is not visible.
+    """
+    if not cursor.set_key(wire_key):
+        reader.check_absent(txn, cursor, wire_key)
+        return None
+    cursor.last_dup()  # as in `VbucketReader.newest`
+    dup = cursor.value()
+    if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
+        raise reader.mismatch(wire_key)
+    if not above < dup <= up_to:
+        return _OTHER
+    if dup[KIND] != MUTATION:
+        reader.check_kind(wire_key, dup)
+        return None
+    row_key = dup[ROW_KEY]
+    stored: bytes = txn.get(row_key, b"", reader.rows)
+    if reader.verify_reads and crc32c(stored) != RESIDUE:
+        raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+    if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
+        raise reader.mismatch(wire_key)
+    return stored
+
+
 class PointReads:
     """The part of a `View` that reads documents by their keys."""
 
     def __init__(self, groups: Groups) -> None:
-        """Use `open_view`."""
         self.groups = groups
-        """For the modules of this package that read through a view."""
         self.reader = groups.reader
-        """The same, for one vbucket."""
         self._readers = groups.readers
         self._path = groups.path
         self._group_count = groups.count
@@ -185,28 +209,12 @@ class PointReads:
                 commit, branch, above, up_to, _, _, _ = reader.visible
                 if commit != txn.id():
                     _, branch, above, up_to, _, _, _ = reader.look(txn)
-                if above:  # from here on as in `ReadRun.row`
-                    wire_key = b"\0" + key
-                    cursor = txn.cursor(reader.keys)
-                    if not cursor.set_key(wire_key):
-                        reader.check_absent(txn, cursor, wire_key)
+                if above:
+                    stored = _plain_row(reader, txn, txn.cursor(reader.keys), b"\0" + key, above, up_to)
+                    if stored is None:
                         return None
-                    cursor.last_dup()
-                    dup = cursor.value()
-                    if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
-                        raise reader.mismatch(wire_key)
-                    if above < dup <= up_to:
-                        if dup[KIND] != MUTATION:
-                            if dup[KIND] not in KINDS:
-                                raise reader.mismatch(wire_key)
-                            return None
-                        row_key = dup[ROW_KEY]
-                        stored = txn.get(row_key, b"", reader.rows)
-                        if reader.verify_reads and crc32c(stored) != RESIDUE:
-                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                    if stored:
                         document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
-                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
-                            raise reader.mismatch(wire_key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             return None
                         return document
@@ -254,29 +262,13 @@ class PointReads:
                         txn, visible = run.begun(reader)
                         known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
                     _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
-                    row_key = None
-                    if is_plain and above:  # from here on as in `ReadRun.row`
-                        wire_key = b"\0" + key
-                        if not cursor.set_key(wire_key):
-                            reader.check_absent(txn, cursor, wire_key)
+                    stored: bytes | None = _OTHER
+                    if is_plain and above:
+                        stored = _plain_row(reader, txn, cursor, b"\0" + key, above, up_to)
+                        if stored is None:
                             continue
-                        cursor.last_dup()
-                        dup = cursor.value()
-                        if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
-                            raise reader.mismatch(wire_key)
-                        if above < dup <= up_to:
-                            if dup[KIND] != MUTATION:
-                                if dup[KIND] not in KINDS:
-                                    raise reader.mismatch(wire_key)
-                                continue
-                            row_key = dup[ROW_KEY]
-                    if row_key is not None:
-                        stored = txn.get(row_key, b"", reader.rows)
-                        if reader.verify_reads and crc32c(stored) != RESIDUE:
-                            raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
+                    if stored:
                         document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
-                        if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
-                            raise reader.mismatch(wire_key)
                         if document.expiry and document.expiry <= (time.time() if now is None else now):
                             continue
                     else:
@@ -295,7 +287,6 @@ class PointReads:
         return found
 
     def _get(self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options) -> Document | None:
-        """A document in the general case."""
         found = self._reference(reader, txn, key, options)
         if found is None:
             return None
@@ -305,7 +296,7 @@ class PointReads:
     def _reference(
         self, reader: VbucketReader, txn: Transaction, key: bytes, options: _Options
     ) -> tuple[bytes, bytes, float] | None:
-        """The key of a document as it stands on the wire, its reference, and the time that decides on its expiry."""
+        """Return the wire key of a document, its reference, and the time that decides on its expiry."""
         links: chain.Chain | None = None
         now = options.now
         if options.as_of is None:
@@ -337,9 +328,7 @@ class PointReads:
         raw: bool = False,
         bytes_max: int,
     ) -> Document | LargeDocument | None:
-        """Return what `get` returns; a document whose value has more than `bytes_max`, stored or decompressed, as one
-        that is read in pieces.
-        """
+        """As `get`, but a document whose value has more than `bytes_max`, stored or decompressed, is read in pieces."""
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
         txn = reader.begin_read()
@@ -351,22 +340,18 @@ class PointReads:
             reader.environment.end(txn)
         if found is None:
             return None
-        either = document_or_large(reader, found[0], found[1], bytes_max, raw)
-        if either is None:
+        document = document_or_large(reader, found[0], found[1], bytes_max, raw)
+        if document is None:  # it was purged meanwhile: there is a newer version
             return self.get(key, collection, as_of=as_of, raw=raw)
-        document = either[0] or either[1].document
-        if document.expiry and document.expiry <= found[2]:
-            return None
-        return either[0] or either[1]
+        expiry = (document.document if isinstance(document, LargeDocument) else document).expiry
+        return None if expiry and expiry <= found[2] else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
-        """Return whether `get` would return a document."""
+        """Return True if `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:
-        """Return collection id and key, as they stand on the wire, of the document that changed at a seqno of what is
-        served. The value is not read.
-        """
+        """Return the wire key of the document that changed at a seqno of the served history. The value is not read."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             links = reader.readable(txn).links
@@ -385,15 +370,16 @@ class PointReads:
     def find(
         self, wire_key: bytes, *, deletions: bool = False, now: float | None = None, large_bytes: int | None = None
     ) -> Found:
-        """One document (raw) by collection id and key as they stand on the wire, and what else an answer to it needs,
-        all read in one transaction. `deletions`: a tombstone counts as a document. `large_bytes`: a value of more,
-        stored or decompressed, is not read.
+        """Return one document (raw) by its wire key, and what else an answer needs, all read in one transaction. With
+        `deletions` a tombstone counts as a document. A value of more than `large_bytes`, stored or decompressed, is not
+        read.
         """
         collection_id, key = wire_key[0], wire_key[1:]
         if collection_id >= 0x80:
             collection_id, key = keys.split_key(wire_key)
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
-        document = large = unread = None
+        document: Document | LargeDocument | None = None
+        unread = None
         txn = Transaction(reader.environment, reader.begin_read())
         try:
             _, branch, _, _, seqno, flags, manifest = reader.served_in(txn.raw)
@@ -411,24 +397,24 @@ class PointReads:
         finally:
             reader.environment.end(txn.raw)
         if unread is not None and large_bytes is not None:
-            found = document_or_large(reader, wire_key, unread, large_bytes, True)
-            if found is None:
+            document = document_or_large(reader, wire_key, unread, large_bytes, True)
+            if document is None:
                 return self.find(wire_key, deletions=deletions, now=now)
-            document, large = found
-        described = document if large is None else large.document
+        large = document if isinstance(document, LargeDocument) else None
+        small = document if isinstance(document, Document) else None
+        described = small if large is None else large.document
         if described is not None and described.expiry and not described.deleted:
             now = time.time() if now is None else now
             if described.expiry <= now:
-                document = large = None
-        return Found(document, collection is not None, seqno, stale, manifest, large)
+                small = large = None
+        return Found(small, collection is not None, seqno, stale, manifest, large)
 
 
 def document_or_large(
     reader: VbucketReader, wire_key: bytes, reference: bytes, large_bytes: int, raw: bool
-) -> tuple[Document, None] | tuple[None, LargeDocument] | None:
-    """The document of the row that a reference of a key names. One of more than `large_bytes` is not read. None where
-    the row was purged. Rows do not change: this is in a transaction of its own, which returns views, while others copy
-    a row to say how long it is.
+) -> Document | LargeDocument | None:
+    """Return the document of the row that a reference names; one of more than `large_bytes` is not read. None if the
+    row was purged. Rows do not change, so this has a transaction of its own, which copies a row only if it is read.
     """
     row_key = reference[ROW_KEY]
     txn = reader.environment.begin(buffers=True)
@@ -446,17 +432,14 @@ def document_or_large(
         raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
     reader.check_row(stored, wire_key, reference)
     if large is not None:
-        return None, large
-    branch = Branch(records.branch_of(reference))
-    return records.decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES), None
+        return large
+    return records.decode_row(reader.vbid, Branch(records.branch_of(reference)), stored, raw, False, SEAL_BYTES)
 
 
 def _newest(
     reader: VbucketReader, txn: Transaction, wire_key: bytes, branch: int, seqno: int, links: chain.Chain | None = None
 ) -> bytes | None:
-    """The reference to the newest version of a key that is visible at (branch, seqno). `links`: its chain there, where
-    the caller has it.
-    """
+    """Return the reference to the newest version of a key that is visible at (branch, seqno); `links` is that chain."""
     cursor = txn.raw.cursor(reader.keys)
     if not cursor.set_key(wire_key):
         reader.check_absent(txn.raw, cursor, wire_key)

@@ -1,8 +1,7 @@
 """Scans in the order of keys: chunks of documents of one vbucket, each chunk read in one transaction.
 
 Knows the key tree and what a reader sees. Invariants: a scan keeps the boundary that it began with, and holds no
-transaction between chunks, so it neither blocks the purger nor makes the file grow; it raises ViewInvalidated when a
-rollback or the purger has passed its boundary.
+transaction between chunks; it raises ViewInvalidated once a rollback or the purger has passed its boundary.
 """
 
 from __future__ import annotations
@@ -14,25 +13,22 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import ViewInvalidated
 from storage.format import keys
-from storage.format.collection_names import CollectionName, collection_id_of
 from storage.format.records import MUTATION
-from storage.format.tokens import AsOf, Pin
-from storage.model import SEQNO_MAX, Branch, Document, Manifest, Seqno
+from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
+from storage.model import SEQNO_MAX, Document, Manifest
 from storage.read import validity
-from storage.read.groups import Groups
 from storage.read.large import LargeDocument
 from storage.read.point_reads import document_or_large
 from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
 """Rows that a scan reads in one transaction."""
-
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Row bytes that a scan holds at once; one document may be larger, so at least one is always read."""
+"""Row bytes that a scan holds at once; a single document may be larger."""
 
 
 class KeySelection(NamedTuple):
-    """Which documents of a vbucket a caller wants. `start` <= key < `end`, and each key begins with `prefix`."""
+    """Documents of a vbucket: `start` <= key < `end`, and each key begins with `prefix`."""
 
     prefix: bytes = b""
     start: bytes = b""
@@ -42,7 +38,7 @@ class KeySelection(NamedTuple):
     raw: bool = False
 
     def within(self, manifest: Manifest, collection_id: int) -> WireRange:
-        """The part of one collection of a manifest."""
+        """Return the part that lies in one collection of a manifest."""
         collection = keys.encode_collection_id(collection_id)
         return WireRange(
             collection + max(self.prefix, self.start),
@@ -69,7 +65,7 @@ def documents(
     now: float | None,
     path: str,
 ) -> Iterator[Document]:
-    """Generate the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
+    """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
     with reader.environment.read() as txn:
         served, boundary = reader.as_of(txn, as_of)
         manifest = reader.manifest(txn, served.manifest_key)
@@ -88,35 +84,18 @@ def documents(
                     yield document
 
 
-def pin(reader: VbucketReader, as_of: AsOf, now: float | None) -> Pin:
-    """What a vbucket serves now, or as of a boundary, for `page`. Raises NoSuchBoundary."""
-    with reader.environment.read() as txn:
-        served, boundary = reader.as_of(txn, as_of)
-    if boundary is not None and now is None:
-        now_ms = boundary.time_ms
-    else:
-        now_ms = int((time.time() if now is None else now) * 1000)
-    history_id = served.links[0].history_id(served.seqno)
-    return Pin(reader.vbid, Branch(served.branch), Seqno(served.seqno), history_id, now_ms)
-
-
 def page(
-    groups: Groups,
+    reader: VbucketReader,
     at: Pin,
     collection: CollectionName | None,
     selection: KeySelection,
     limit: int,
     bytes_max: int | None,
+    path: str,
 ) -> tuple[list[Document], bytes]:
-    """At most `limit` documents as `at` sees them, and the key to go on from (empty: the end).
-
-    Raises ViewInvalidated.
-    """
-    reader = groups.reader(at.vbid)
-    with reader.environment.read() as txn:
-        served = validity.served_at(reader, txn, at, survives_rollback=False)
-        manifest = reader.manifest(txn, served.manifest_key)
-    collection_id = collection_id_of(manifest, collection, groups.path)
+    """Return a page of documents and the key to go on from (`View.scan_page`)."""
+    served, manifest = _pinned(reader, at)
+    collection_id = collection_id_of(manifest, collection, path)
     if collection_id not in manifest.collections:
         return [], b""
     found, following = chunk(
@@ -132,38 +111,39 @@ def page(
     return found, following[len(keys.encode_collection_id(collection_id)) :]
 
 
-def count_keys(groups: Groups, at: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
-    """How many of some keys have a document, and the key to go on from (`View.count_keys`)."""
-    reader = groups.reader(at.vbid)
+def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
+    """Return how many of the next `keys_max` keys have a document as `at` sees them, expired ones included, and the key
+    to go on from (empty: the end). Raises ViewInvalidated.
+    """
+    served, manifest = _pinned(reader, at)
+    if collection_id not in manifest.collections:
+        return 0, b""
+    wire_range = KeySelection(start=start).within(manifest, collection_id)
     with reader.environment.read() as txn:
-        served = validity.served_at(reader, txn, at, survives_rollback=False)
-        manifest = reader.manifest(txn, served.manifest_key)
-        if collection_id not in manifest.collections:
-            return 0, b""
-        wire_range = KeySelection(start=start).within(manifest, collection_id)
         found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
     return len(found), following[len(keys.encode_collection_id(collection_id)) :]
 
 
 def page_or_large(
-    groups: Groups,
+    reader: VbucketReader,
     at: Pin,
     collection_id: int,
-    selection: KeySelection,
+    *,
+    start: bytes,
+    end: bytes | None,
     limit: int,
     bytes_max: int | None,
     large_bytes: int,
 ) -> tuple[list[Document], LargeDocument | None, bytes]:
-    """As `page`, as they are stored: the documents before one of more than `large_bytes`, or such a one by itself,
-    unread; and the key to go on from.
+    """Return a page of documents as they are stored: those before a value of more than `large_bytes`, stored or
+    decompressed; or such a document by itself, unread. Then the key to go on from (empty: the end).
+
+    Raises ViewInvalidated.
     """
-    reader = groups.reader(at.vbid)
-    with reader.environment.read() as txn:
-        served = validity.served_at(reader, txn, at, survives_rollback=False)
-        manifest = reader.manifest(txn, served.manifest_key)
+    served, manifest = _pinned(reader, at)
     if collection_id not in manifest.collections:
         return [], None, b""
-    wire_range = selection.within(manifest, collection_id)
+    wire_range = KeySelection(start=start, end=end).within(manifest, collection_id)
     with reader.environment.read() as txn:
         newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
@@ -174,19 +154,23 @@ def page_or_large(
         row = document_or_large(reader, wire_key, reference, large_bytes, True)
         if row is None:
             raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
-        document, large = row
-        described = document if large is None else large.document
-        assert described is not None, "it is one or the other"
-        if described.expiry and described.expiry * 1000 <= at.now_ms:
+        document = row.document if isinstance(row, LargeDocument) else row
+        if document.expiry and document.expiry * 1000 <= at.now_ms:
             continue
-        byte_count += len(described.value)
-        if found and (large is not None or byte_count > bytes_max):
+        byte_count += len(document.value)
+        if found and (row is not document or byte_count > bytes_max):
             return found, None, wire_key[skip:]
-        if large is not None:
+        if isinstance(row, LargeDocument):
             behind = newest[number + 1][0] if number + 1 < len(newest) else following
-            return [], large, behind[skip:]
-        found.append(described)
+            return [], row, behind[skip:]
+        found.append(document)
     return found, None, following[skip:]
+
+
+def _pinned(reader: VbucketReader, at: Pin) -> tuple[Served, Manifest]:
+    with reader.environment.read() as txn:
+        served = validity.served_at(reader, txn, at, survives_rollback=False)
+        return served, reader.manifest(txn, served.manifest_key)
 
 
 def chunk(
@@ -199,7 +183,7 @@ def chunk(
     rows_max: int | None = None,
     bytes_max: int | None = None,
 ) -> tuple[list[Document], bytes]:
-    """The next documents of a range, and the wire key to go on from (empty: the end). Raises ViewInvalidated."""
+    """Return the next documents of a range and the wire key to go on from (empty: the end). Raises ViewInvalidated."""
     rows_max = CHUNK_ROWS if rows_max is None else rows_max
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     with reader.environment.read() as txn:
@@ -218,7 +202,7 @@ def chunk(
 def references(
     reader: VbucketReader, txn: Transaction, served: Served, wire_range: WireRange, *, deletions: bool, rows_max: int
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """The newest visible version of each of the next `rows_max` keys, and the key to go on from. Raises
+    """Return the newest visible version of each of the next `rows_max` keys, and the key to go on from. Raises
     ViewInvalidated.
     """
     validity.check(reader, txn, served)
@@ -258,7 +242,6 @@ def references(
 
 
 def count(reader: VbucketReader) -> int:
-    """Documents of a vbucket, counted by a walk over its keys; expired ones count."""
     with reader.environment.read() as txn:
         served = reader.served(txn)
         manifest = reader.manifest(txn, served.manifest_key)

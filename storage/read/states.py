@@ -1,63 +1,34 @@
-"""Where a vbucket stands: its published position, floor, boundaries, resyncs, and its stored state.
+"""Positions of vbuckets: what is published, kept boundaries, resyncs, the stored state, newest seqnos of collections.
 
-Knows the small records and boundary rows; walks no documents. Invariant: each answer is read in one transaction.
+Knows the small records and boundary rows; reads documents only to find the newest of a collection, a bounded number at
+a call. Invariants: each answer is read in one transaction; a Boundary that is returned is kept, and lies on the served
+chain or on the one that was asked for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import takewhile
 
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, UnknownCollection
+from storage.errors import CorruptedError, UnknownCollection, ViewInvalidated
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
-from storage.history import branches, chain
-from storage.model import Boundary, Branch, Manifest, Seqno, VbucketState
+from storage.history import chain
+from storage.model import Boundary, Manifest
 from storage.read import validity
 from storage.read.groups import Groups
-from storage.read.highs import newest_of_collection
-from storage.read.vbucket_reader import VbucketReader
+from storage.read.vbucket_reader import Served, VbucketReader
+
+KnownPositions = dict[int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, Served]]]]
+"""By group: the commit that was read, and by vbucket the rows of `pub` and `purge` and what they mean."""
+
+KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
+"""By group: by vbucket the position of its manifest's row, and the uid in it."""
 
 
-class ServedPosition(NamedTuple):
-    """What one vbucket serves now."""
-
-    branch: Branch
-    seqno: Seqno
-    floor_seqno: Seqno
-    stale: bool
-    history_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """How far back a vbucket can be read, and how often it was resynced."""
-
-    floor: Boundary | None
-    """The oldest kept boundary; None: nothing was published yet."""
-    resyncs_ms: tuple[int, ...]
-    """When readers first saw a resynced copy, milliseconds since 1970, oldest first: the one that is served, and those
-    whose old copies are not gone yet.
-    """
-    resync_count: int
-    """All of them."""
-
-
-def state(reader: VbucketReader) -> VbucketState:
-    """The stored state of a vbucket."""
-    with reader.environment.read() as txn:
-        reader.manifest(txn, reader.served(txn).manifest_key)  # so that it is remembered
-        return branches.load(txn, reader.vbid, reader.remembered_manifests(txn)).state
-
-
-KnownPositions = dict[int, tuple[Environment, int, dict[bytes, tuple[bytes, bytes | None, ServedPosition]]]]
-"""By group: the commit that was read, and by vbucket the rows of `pub` and `purge` and the position that they mean."""
-
-
-def published(groups: Groups, known: KnownPositions) -> list[ServedPosition]:
-    """What every vbucket of the mirror serves now, in rising vbid. `known` of an earlier call makes it cheap: only what
+def published(groups: Groups, known: KnownPositions) -> list[Served]:
+    """Return what every vbucket of the mirror serves, in rising vbid. With the `known` of an earlier call only what
     changed since is read.
     """
     found = {}
@@ -67,13 +38,13 @@ def published(groups: Groups, known: KnownPositions) -> list[ServedPosition]:
             kept, commit, before = known.get(first, (None, -1, {}))
             positions = before
             if kept is not environment or commit != txn.raw.id():
-                positions = {}  # not the same one: other threads may be reading it
+                positions = {}  # a new one: other threads may be reading the old one
                 purges = environment.db(keys.DB_PURGE)
                 for key, data in txn.cursor(keys.DB_PUB).iternext():
                     purge = txn.raw.get(key, None, purges)
                     seen = before.get(key) if kept is environment else None
                     if seen is None or seen[0] != data or seen[1] != purge:
-                        seen = data, purge, _position(groups, txn, key, data)
+                        seen = data, purge, groups.reader(int.from_bytes(key)).served(txn)
                     positions[key] = seen
                 known[first] = environment, txn.raw.id(), positions
         for key, (_, _, position) in positions.items():
@@ -81,20 +52,9 @@ def published(groups: Groups, known: KnownPositions) -> list[ServedPosition]:
     return [found[vbid] for vbid in groups.vbids]
 
 
-def _position(groups: Groups, txn: Transaction, key: bytes, data: bytes) -> ServedPosition:
-    vbid = int.from_bytes(key)
-    pub = txn.pub_of(vbid, data)
-    history_id = groups.reader(vbid).whole_chain(txn, pub.branch)[0].history_id(pub.seqno)
-    return ServedPosition(Branch(pub.branch), Seqno(pub.seqno), Seqno(pub.floor_seqno), pub.is_stale, history_id)
-
-
-KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
-"""By group: by vbucket, where in the file the row of its manifest lies, and the uid in it."""
-
-
 def manifest_uids(groups: Groups, known: KnownUids) -> dict[int, int]:
-    """The uid of the manifest that each vbucket serves. `known` of an earlier call makes it cheap: the row of a
-    manifest is read only where it is another one now, and decoded as far as its uid.
+    """Return the uid of the manifest of each vbucket. With the `known` of an earlier call only the manifests that
+    changed since are read, as far as their uid.
     """
     found = {}
     for first in groups.vbids[: groups.count]:  # one of each group
@@ -122,18 +82,10 @@ def _manifest_uid(txn: Transaction, vbid_key: bytes, at: bytes) -> int:
         raise CorruptedError(error.message, path=txn.path, vbid=vbid, hint=error.hint) from error
 
 
-def token(reader: VbucketReader, branch: int | None = None, seqno: int | None = None) -> Token:
-    """The position (branch, seqno) as a token; without them, what is published now."""
-    with reader.environment.read() as txn:
-        if branch is None or seqno is None:
-            served = reader.readable(txn)
-            branch, seqno = served.branch, served.seqno
-        history_id = reader.whole_chain(txn, branch)[0].history_id(seqno)
-    return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
-
-
 def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
-    """The histories that positions on a branch are of, oldest first; empty for a branch that is not there."""
+    """Return the histories that positions on a branch are of, oldest first; empty for an unknown branch. There are
+    several if a power cut may have undone positions that readers had.
+    """
     with reader.environment.read() as txn:
         try:
             whole = reader.whole_chain(txn, branch)
@@ -142,34 +94,95 @@ def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
     return tuple(history_id for history_id, _ in whole[0].history_ids)
 
 
+# -- boundaries -------------------------------------------------------------------------------------------------------
+
+
+def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
+    """Return the newest kept boundary not above a seqno."""
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
+        found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
+        return found if found is not None and found.seqno >= served.floor_seqno else None
+
+
+def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:
+    """Return the oldest kept boundary above a seqno."""
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
+        after = max(after_seqno, served.floor_seqno - 1)
+        return next(chain.boundaries_after(txn, reader.vbid, served.links, after), None)
+
+
+def boundaries_between(reader: VbucketReader, branch: int, after_seqno: int, seqno: int) -> list[Boundary]:
+    """Return the kept boundaries on the way to (branch, seqno), above a seqno, rising."""
+    with reader.environment.read() as txn:
+        falling = chain.boundaries(txn, reader.vbid, reader.chain_at(txn, branch, seqno))
+        return list(takewhile(lambda boundary: boundary.seqno > after_seqno, falling))[::-1]
+
+
+def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundary | None, int | None]:
+    """Return the newest boundary (None: nothing was published yet), and the seqno up to which a position (None: the
+    beginning) and what is served have one history: less than its own after a rollback, None after a resync.
+    """
+    with reader.environment.read() as txn:
+        served = reader.readable(txn)
+        common: int | None = 0
+        if since is not None and since.seqno:
+            try:
+                links = reader.chain_of_position(txn, since.branch, since.seqno, since.history_id)
+                common = chain.common_seqno(served.links, links)
+            except ViewInvalidated:
+                common = None
+        return chain.newest_boundary(txn, reader.vbid, served.links, served.seqno), common
+
+
+# -- collections ------------------------------------------------------------------------------------------------------
+
+
+def manifest_at(reader: VbucketReader, branch: int, seqno: int) -> Manifest:
+    """Return the collections as of a position; of one below what was purged, those that rows down there can be of."""
+    with reader.environment.read() as txn:
+        served = reader.served(txn)
+        if chain.sees(served.links, branch, seqno):
+            seqno = max(seqno, reader.purge_row(txn).local_purge_seqno)
+            branch = served.branch
+        return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
+
+
 def newest_of(
-    reader: VbucketReader, pin: Pin, collection_id: int, below: int | None, rows_max: int
-) -> tuple[Seqno, int]:
-    """Seqno of the newest event of a collection as `pin` sees it, and where to go on (`View.newest_of`)."""
+    reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 2_000
+) -> tuple[int, int]:
+    """Return the seqno of the newest document event of a collection as `pin` sees it, or else the collection's begin;
+    and `below` for the call that goes on with looking (0: it was found). One call looks at `rows_max` rows.
+
+    Raises ViewInvalidated, UnknownCollection.
+    """
     with reader.environment.read() as txn:
         served = validity.served_at(reader, txn, pin, survives_rollback=False)
         collection = reader.manifest(txn, served.manifest_key).collections.get(collection_id)
         if collection is None:
             raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
         below = pin.seqno if below is None else below
-        found, following = newest_of_collection(
-            txn, pin.vbid, served.links, collection_id, below, collection.begin_seqno, rows_max
-        )
-    return Seqno(found or collection.begin_seqno), following
-
-
-def past(reader: VbucketReader) -> Past:
-    """How far back a vbucket can be read, and when it was resynced."""
-    with reader.environment.read() as txn:
-        served = reader.served(txn)
-        floor = chain.newest_boundary(txn, reader.vbid, served.links, served.floor_seqno)
-        resyncs_ms, resync_count = branches.resyncs(txn, reader.vbid)
-    return Past(floor, resyncs_ms, resync_count)
-
-
-def boundaries(reader: VbucketReader) -> list[Boundary]:
-    """The kept boundaries of the served history, newest first."""
-    with reader.environment.read() as txn:
-        served = reader.served(txn)
-        found = chain.boundaries(txn, reader.vbid, served.links)
-        return [boundary for boundary in found if boundary.seqno >= served.floor_seqno]
+        collection_prefix = keys.encode_collection_id(collection_id)
+        cursor = txn.raw.cursor(reader.rows)
+        for link in served.links:
+            prefix, top = keys.PREFIX.pack(link.branch), min(link.cut, below)
+            bottom = max(link.base_seqno, collection.begin_seqno)
+            if top <= bottom:
+                continue
+            beyond = cursor.set_range(records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
+            more = cursor.prev() if beyond else cursor.last()
+            while more:
+                key = cursor.key()
+                seqno = records.seqno_of(key)
+                if not key.startswith(prefix) or seqno <= bottom:
+                    break
+                if len(key) == keys.ROW_KEY_SIZE:
+                    if not rows_max:
+                        return collection.begin_seqno, seqno
+                    rows_max -= 1
+                    frame = cursor.value()
+                    if not records.is_system_event(frame) and records.key_of(frame).startswith(collection_prefix):
+                        return seqno, 0
+                more = cursor.prev()
+    return collection.begin_seqno, 0

@@ -4,7 +4,7 @@ boundary that was served.
 Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `served_state`,
 and each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up
 to a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
-a piece costs what it looks at, and looks at no more than the limit given; `HistoryUnavailable` says that the rest of a
+a piece costs what it looks at, and looks at no more than the limit given; ViewInvalidated says that the rest of a
 range is gone, before a single row of it was given that contradicts the others.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
@@ -13,17 +13,17 @@ Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, ViewInvalidated
+from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.history import branches, chain, index, prepares
-from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Vbid, Vbuuid, purge_seqno_of
+from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbid, Vbuuid, purge_seqno_of
 from storage.read import changes, validity
 from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
-from storage.read.vbucket_reader import VbucketReader
+from storage.read.vbucket_reader import Served, VbucketReader
 from storage.read.view import View
 
 PIECE_ROWS = 2_000
@@ -37,24 +37,10 @@ Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
 
 
-class HistoryUnavailable(Exception):
-    """A range cannot be read to its end: history went another way, or is gone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedState(Served):
+    """What one vbucket serves, and what a follower must know of it."""
 
-    def __init__(self, message: str, *, rolled_back: bool) -> None:
-        """`rolled_back`: another history is served now; else the floor has passed the range's end."""
-        super().__init__(message)
-        self.rolled_back = rolled_back
-
-
-class ServedState(NamedTuple):
-    """What one vbucket serves, of one moment."""
-
-    branch: int
-    seqno: int
-    """Published: a boundary, or 0."""
-    links: chain.Chain
-    """Its chain, newest first, cut there."""
-    floor_seqno: int
     failover_log: FailoverLog
     purge_seqno: int
     """A follower that holds less than this may hold documents whose deletion it will never be sent."""
@@ -63,7 +49,7 @@ class ServedState(NamedTuple):
     """False while nothing complete is served, or it is resynced."""
 
     def has(self, branch: int, seqno: int) -> bool:
-        """Whether a position is on the served history."""
+        """Return True if a position is on the served history."""
         return chain.sees(self.links, branch, seqno)
 
 
@@ -75,22 +61,19 @@ def served_state(view: View, vbid: int) -> ServedState:
 
 
 def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
-    pub = txn.pub(reader.vbid)
-    links = reader.chain_at(txn, pub.branch, pub.seqno)
-    manifest = reader.manifest(txn, pub.manifest_key)
-    state = txn.state_row(reader.vbid)
-    local_purge_seqno = branches.purge_row(txn, reader.vbid).local_purge_seqno
+    served, state = reader.served(txn), txn.state_row(reader.vbid)
+    local_purge_seqno = reader.purge_row(txn).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
-    whole = state.staging_branch == pub.branch and bool(log) and (pub.seqno > 0 or is_empty)
     return ServedState(
-        pub.branch,
-        pub.seqno,
-        links,
-        pub.floor_seqno,
-        log,
-        purge_seqno_of(local_purge_seqno, state.missing_seqno, pub.floor_seqno),
-        manifest,
-        whole,
+        branch=served.branch,
+        seqno=served.seqno,
+        manifest_key=served.manifest_key,
+        links=served.links,
+        floor_seqno=served.floor_seqno,
+        failover_log=log,
+        purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.floor_seqno),
+        manifest=reader.manifest(txn, served.manifest_key),
+        whole=state.staging_branch == served.branch and bool(log) and (served.seqno > 0 or is_empty),
     )
 
 
@@ -124,7 +107,8 @@ def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int
     if seqno == now.seqno:
         return now
     links = chain.recut(now.links, seqno)
-    return now._replace(seqno=seqno, links=links, manifest=reader.manifest_on(txn, links))
+    key = branches.manifest_key_on(txn, reader.vbid, links)
+    return replace(now, seqno=Seqno(seqno), links=links, manifest_key=key, manifest=reader.manifest(txn, key))
 
 
 def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno: int) -> int:
@@ -243,7 +227,7 @@ def rows(
     `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
     With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
-    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises HistoryUnavailable.
+    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises ViewInvalidated.
     """
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
@@ -339,7 +323,7 @@ def last_document_seqno(
     """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
     `sync_writes`: as in `rows`.
 
-    Walks backwards, a transaction for each piece of the way. Raises HistoryUnavailable.
+    Walks backwards, a transaction for each piece of the way. Raises ViewInvalidated.
     """
     reader = view.reader(vbid)
     if sync_writes and reader.environment.has(keys.DB_PREPARE):
@@ -358,7 +342,7 @@ def last_document_seqno(
 
 
 def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises HistoryUnavailable."""
+    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises ViewInvalidated."""
     last, at = after_seqno, after_seqno
     while at < pinned.seqno:
         with reader.environment.read() as txn:
@@ -369,20 +353,10 @@ def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, 
 
 
 def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombstones_from: int | None) -> None:
-    """Raise Left unless all that `pinned` sees is still served and kept."""
-    branch, seqno, floor, *_ = txn.pub(reader.vbid)
-    try:
-        validity.check_unmoved(reader, txn, pinned.links)
-    except ViewInvalidated as error:
-        raise HistoryUnavailable(error.message, rolled_back=False) from error
-    if branch != pinned.branch or seqno < pinned.seqno:
-        links = reader.chain_at(txn, branch, seqno)
-        if not chain.sees(links, pinned.branch, pinned.seqno):
-            raise HistoryUnavailable(f"a rollback or resync passed seqno {pinned.seqno}", rolled_back=True)
-    if floor > pinned.seqno:
-        raise HistoryUnavailable(f"history before seqno {floor} is gone", rolled_back=False)
-    if tombstones_from is not None and tombstones_from < branches.purge_row(txn, reader.vbid).local_purge_seqno:
-        raise HistoryUnavailable(f"tombstones above seqno {tombstones_from} are gone", rolled_back=False)
+    """Raise ViewInvalidated unless all that `pinned` sees is still served and kept."""
+    validity.check(reader, txn, pinned)
+    if tombstones_from is not None:
+        validity.check_tombstones(reader, txn, pinned, tombstones_from)
 
 
 def _look(

@@ -1,13 +1,13 @@
-"""One vbucket as a reader of a mirror sees it: its trees, what it serves, its chains and manifests, and its rows.
+"""One vbucket as a reader sees it: its trees, what it serves, its chains and manifests, and its rows.
 
 Knows one vbucket's trees in one environment; never keys of other vbuckets or where the environment came from. Each
-method works in a transaction that the caller has opened. Invariant: what is remembered between transactions (chains,
-manifests) is used only while the vbucket's chain id is the one that it was read with.
+method works in a transaction that the caller has opened. Invariant: chains and manifests that are remembered between
+transactions are used only while the vbucket has the chain id that they were read with.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lmdb
@@ -21,43 +21,51 @@ from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
 from storage.history import branches, chain
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Vbid
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, Vbid
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
-"""Of rows that have a reference. No two of them that differ in one bit mean different things to a reader."""
+"""Kinds of rows that have a reference. No two that differ in one bit mean different things to a reader."""
 CHAINS_MAX = 8
-"""Chains of a vbucket that are remembered: the one that is served, and those of a few positions."""
+"""Chains of a vbucket that are remembered: the served one, and those of a few positions."""
 MANIFESTS_MAX = 2
 """Manifests of a vbucket that are remembered; each holds every collection."""
 
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
-"""What a vbucket serves in one commit of its environment, as point reads need it: the commit's number, served branch,
-`above` and `up_to` of the default collection, published seqno, flags of `pub`, manifest. A reference to a row of the
-default collection on the served branch that is visible sorts above `above`, and not above `up_to`; `above` is empty
-where that collection is not simply there to be read: it was dropped, or readers wait for a resync.
+"""What a vbucket serves in one commit of its environment, as point reads need it: number of the commit, served branch,
+`above` and `up_to` of the default collection, published seqno, flags of `pub`, manifest. A reference to a visible row
+of the default collection on the served branch sorts above `above`, and not above `up_to`. `above` is empty if the
+collection cannot simply be read: it was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
+_BEGINNING = Seqno(0)
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
 
 
 def end_of_references(branch: int, seqno: int) -> bytes:
-    """What sorts behind each reference to a row of a branch at or below a seqno, and before those above it."""
+    """Return what sorts behind each reference to a row of a branch at or below a seqno, and before those above it."""
     return keys.DUP.pack(branch, seqno, 0xFF)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one vbucket serves, now or as of a boundary. `links` is its chain, newest first."""
+    """What one vbucket serves, now or as of a boundary."""
 
-    branch: int
-    seqno: int
-    floor_seqno: int
+    branch: Branch
+    seqno: Seqno
+    """Published: a boundary, or 0."""
     manifest_key: tuple[int, int]
-    stale: bool
     links: chain.Chain
+    """The chain, newest link first, cut at `seqno`."""
+    floor_seqno: Seqno = _BEGINNING
+    stale: bool = False
     unavailable: bool = False
     survives_rollback: bool = False
-    """Valid while all of it is kept, also when a rollback or resync has left its chain."""
+    """Valid while all of it is kept, even if a rollback or resync has left its chain."""
+
+    @property
+    def history_id(self) -> int:
+        """The history that the position is of; `Token` explains it."""
+        return self.links[0].history_id(self.seqno)
 
 
 class _Memory:
@@ -76,6 +84,7 @@ class VbucketReader:
 
     __slots__ = (
         "_memory",
+        "_purge",
         "begin",
         "environment",
         "keys",
@@ -90,7 +99,6 @@ class VbucketReader:
     )
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
-        """`stale_reads`, `verify_reads`: as for `open_view`."""
         self.environment = environment
         self.vbid = Vbid(vbid)
         self.stale_reads = stale_reads
@@ -103,11 +111,12 @@ class VbucketReader:
         """LMDB's own begin, without `Environment.begin` around it: for point reads."""
         self.running: list[None] = environment.running
         self._memory: _Memory | None = None
+        self._purge = (-1, branches.PurgeRow())
         self.visible = _UNKNOWN
-        """Of the commit that was looked at last. In a transaction of the same commit it is true; `look` replaces it."""
+        """Of the commit that was looked at last: valid in a transaction of that commit. `look` replaces it."""
 
     def begin_read(self) -> Any:
-        """An lmdb.Transaction to read in, begun at the least cost; the caller ends it by `Environment.end`."""
+        """Begin an lmdb.Transaction at the least cost; the caller ends it by `Environment.end`."""
         running = self.running
         running.append(None)
         try:
@@ -119,12 +128,11 @@ class VbucketReader:
         return self.environment.begin()
 
     def served_in(self, txn: Any) -> Visible:
-        """What a transaction (an lmdb.Transaction) sees. `PointReads.get` has this written out."""
+        """Return what an lmdb.Transaction sees. `PointReads.get` has this written out."""
         visible = self.visible
         return visible if visible[0] == txn.id() else self.look(txn)
 
     def look(self, txn: Any) -> Visible:
-        """The same, read."""
         branch, seqno, _, m_branch, m_seqno, flags = keys.PUB.unpack(txn.get(self.vbid_key, b"", self.pub))
         manifest = _INITIAL
         if m_branch:
@@ -137,24 +145,27 @@ class VbucketReader:
         self.visible = visible = (txn.id(), branch, above, up_to, seqno, flags, manifest)
         return visible
 
+    def purge_row(self, txn: Transaction) -> branches.PurgeRow:
+        """Return the row of `purge`; it is read once for each commit."""
+        commit, row = self._purge
+        if commit != (seen := txn.raw.id()):
+            row = branches.purge_row(txn, self.vbid)
+            self._purge = seen, row
+        return row
+
     # -- chains and manifests -------------------------------------------------------------------------------------
 
-    def _remembered(self, txn: Transaction) -> _Memory:
-        """What is remembered and is true in this transaction."""
-        chain_id = branches.purge_row(txn, self.vbid).chain_id
+    def remembered(self, txn: Transaction) -> _Memory:
+        """Return what is remembered and valid in this transaction."""
+        chain_id = self.purge_row(txn).chain_id
         memory = self._memory
         if memory is None or memory.chain_id != chain_id:
             memory = self._memory = _Memory(chain_id)
         return memory
 
-    def forget(self) -> None:
-        """Forget what is remembered."""
-        self._memory = None
-        self.visible = _UNKNOWN
-
     def whole_chain(self, txn: Transaction, branch: int) -> chain.Chain:
-        """The chain of a branch, not cut at its tip. It changes with the chain id alone, so it is read once."""
-        chains = self._remembered(txn).chains
+        """Return the chain of a branch, not cut at its tip. Only a new chain id changes it, so it is read once."""
+        chains = self.remembered(txn).chains
         links = chains.get(branch)
         if links is None:
             if len(chains) >= CHAINS_MAX:
@@ -163,30 +174,27 @@ class VbucketReader:
         return links
 
     def chain_at(self, txn: Transaction, branch: int, seqno: int) -> chain.Chain:
-        """The chain of a branch, cut at a seqno."""
+        """Return the chain of a branch, cut at a seqno."""
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
-        """The chain up to a position that a caller was given. Raises ViewInvalidated where the position is not of a
-        history that this mirror has.
+        """Return the chain up to a position that a caller was given. Raises ViewInvalidated if this mirror does not
+        have the position's history.
         """
+        hint = "start the read again"
         try:
             whole = self.whole_chain(txn, branch)
         except CorruptedError as error:
-            raise ViewInvalidated(
-                f"this mirror knows no branch {branch} (any more)", vbid=self.vbid, hint="start the read again"
-            ) from error
+            message = f"this mirror knows no branch {branch} (any more)"
+            raise ViewInvalidated(message, vbid=self.vbid, hint=hint) from error
         if whole[0].history_id(seqno) != history_id:
-            raise ViewInvalidated(
-                f"the position {branch}:{seqno} is of a history that this mirror does not have (any more)",
-                vbid=self.vbid,
-                hint="start the read again",
-            )
+            message = f"the position {branch}:{seqno} is of a history that this mirror does not have (any more)"
+            raise ViewInvalidated(message, vbid=self.vbid, hint=hint)
         return chain.recut(whole, seqno)
 
     def manifest(self, txn: Transaction, key: tuple[int, int]) -> Manifest:
-        """The manifest of a row of `manifest`."""
-        manifests = self._remembered(txn).manifests
+        """Return the manifest of a row of `manifest`."""
+        manifests = self.remembered(txn).manifests
         manifest = manifests.get(key)
         if manifest is None:
             manifest = branches.read_manifest(txn, self.vbid, key, manifests)[0]
@@ -196,24 +204,25 @@ class VbucketReader:
         return manifest
 
     def manifest_on(self, txn: Transaction, links: chain.Chain) -> Manifest:
-        """The newest manifest that a chain sees."""
+        """Return the newest manifest that a chain sees."""
         return self.manifest(txn, branches.manifest_key_on(txn, self.vbid, links))
-
-    def remembered_manifests(self, txn: Transaction) -> dict[tuple[int, int], Manifest]:
-        """The manifests that need not be read again."""
-        return self._remembered(txn).manifests
 
     # -- what is served -------------------------------------------------------------------------------------------
 
     def served(self, txn: Transaction) -> Served:
-        """What is served now."""
         pub = txn.pub(self.vbid)
-        links = self.chain_at(txn, pub.branch, pub.seqno)
-        unavailable = pub.is_unavailable and not self.stale_reads
-        return Served(pub.branch, pub.seqno, pub.floor_seqno, pub.manifest_key, pub.is_stale, links, unavailable)
+        return Served(
+            branch=Branch(pub.branch),
+            seqno=Seqno(pub.seqno),
+            manifest_key=pub.manifest_key,
+            links=self.chain_at(txn, pub.branch, pub.seqno),
+            floor_seqno=Seqno(pub.floor_seqno),
+            stale=pub.is_stale,
+            unavailable=pub.is_unavailable and not self.stale_reads,
+        )
 
     def readable(self, txn: Transaction) -> Served:
-        """What is served now. Raises Unavailable where readers must wait for a resync."""
+        """Return what is served. Raises Unavailable if readers must wait for a resync."""
         served = self.served(txn)
         if served.unavailable:
             raise Unavailable(
@@ -224,16 +233,16 @@ class VbucketReader:
         return served
 
     def as_of(self, txn: Transaction, as_of: AsOf) -> tuple[Served, Boundary | None]:
-        """What is served as of a seqno or a time: the newest kept boundary not after it."""
+        """Return what is served as of a seqno or a time: the newest kept boundary not after it. Raises NoSuchBoundary,
+        Unavailable.
+        """
         served = self.readable(txn)
         if as_of is None or (isinstance(as_of, Time) and not served.seqno):  # nothing was ever published
             return served, None
-        boundary = None
         if isinstance(as_of, Time):
-            for candidate in chain.boundaries(txn, self.vbid, served.links):
-                if candidate.time_ms <= as_of.ms:
-                    boundary = candidate
-                    break
+            ms = as_of.ms
+            candidates = chain.boundaries(txn, self.vbid, served.links)
+            boundary = next((each for each in candidates if each.time_ms <= ms), None)
         else:
             boundary = chain.newest_boundary(txn, self.vbid, served.links, as_of)
         if boundary is None or boundary.seqno < served.floor_seqno:
@@ -244,14 +253,14 @@ class VbucketReader:
             )
         links = chain.recut(served.links, boundary.seqno)
         manifest_key = branches.manifest_key_on(txn, self.vbid, links)
-        return Served(served.branch, boundary.seqno, served.floor_seqno, manifest_key, served.stale, links), boundary
+        return replace(served, seqno=boundary.seqno, links=links, manifest_key=manifest_key), boundary
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def document(
         self, txn: Transaction, wire_key: bytes, reference: bytes, raw: bool, lenient: bool = False
     ) -> Document:
-        """The document of the row that a reference of a key names. Raises CorruptedError."""
+        """Return the document of the row that a reference of a key names. Raises CorruptedError."""
         row_key = reference[ROW_KEY]
         stored = txn.raw.get(row_key, b"", self.rows)
         if self.verify_reads and crc32c(stored) != RESIDUE:
@@ -268,15 +277,14 @@ class VbucketReader:
             raise seal.damaged(stored, row_key, self.vbid, self.environment.path)
 
     def check_row(self, stored: bytes, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless a row is of the key and seqno that a reference to it says."""
-        if stored[24:32] != reference[SEQNO]:  # also where there is none
+        """Raise CorruptedError unless a row has the key and seqno of a reference to it."""
+        if stored[24:32] != reference[SEQNO]:  # also if there is no row
             raise self.mismatch(wire_key)
         start = 24 + stored[4]
         if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:
             raise self.mismatch(wire_key)
 
     def mismatch(self, wire_key: bytes) -> CorruptedError:
-        """The error of a key whose references are not what was stored."""
         return CorruptedError(
             f"the references of key {wire_key[1:250]!r} are damaged",
             path=self.environment.path,
@@ -285,7 +293,7 @@ class VbucketReader:
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:
-        """The last reference of a key that has several, where the cursor is. Raises CorruptedError unless it is above
+        """Return the last reference of the cursor's key, which has several. Raises CorruptedError unless it is above
         the one before it.
         """
         cursor.last_dup()
@@ -296,13 +304,12 @@ class VbucketReader:
         return reference
 
     def check_kind(self, wire_key: bytes, reference: bytes) -> None:
-        """Raise CorruptedError unless a reference is of a known kind."""
         if reference[KIND] not in KINDS:
             raise self.mismatch(wire_key)
 
     def newest_visible(self, txn: Any, cursor: Any, wire_key: bytes, newest: bytes, links: chain.Chain) -> bytes | None:
-        """The newest reference of a key that a chain sees, where that is not its `newest` one. Raises CorruptedError
-        if one that is passed over names no row of the key.
+        """Return the newest reference of a key that a chain sees, if that is not its `newest` one. Raises
+        CorruptedError if one that is passed over names no row of the key.
         """
         self.check_named(txn, wire_key, newest)
         found = chain.newest_version(cursor, wire_key, links)
@@ -315,8 +322,8 @@ class VbucketReader:
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
-        """Raise CorruptedError unless the keys before and behind one that is not there are in order, and are those of
-        their rows: a key that a flipped bit made another one is next to where it was.
+        """Raise CorruptedError unless the keys before and behind an absent one are in order, and are those of their
+        rows: a key that a flipped bit changed stands next to its old place.
         """
         if there := cursor.set_range(wire_key):
             behind, reference = cursor.item()
@@ -330,7 +337,7 @@ class VbucketReader:
                 raise self.mismatch(wire_key)
 
     def damaged(self, error: Exception) -> StorageError:
-        """What a struct.error, IndexError or lmdb.Error says about this vbucket."""
+        """Return the error to raise for a struct.error, IndexError or lmdb.Error."""
         if isinstance(error, lmdb.Error):
             return storage_error(error, self.environment.path)
         return CorruptedError(f"a record is damaged: {error}", path=self.environment.path, vbid=self.vbid)

@@ -11,6 +11,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
+from tests.storage.model import events
 
 VBUCKETS = 1
 
@@ -28,7 +29,7 @@ def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
 
 def versions(mirror: Mirror) -> list[int]:
     with open_view(mirror.path) as view:
-        return [document.seqno for document in view.scan_seqno(0) if document.key == b"hot"]
+        return [document.seqno for document in events(view) if document.key == b"hot"]
 
 
 @pytest.mark.parametrize("requested", [True, False])

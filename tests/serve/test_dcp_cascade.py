@@ -154,7 +154,7 @@ async def test_a_failover_with_loss_cascades_exactly(cluster: SandboxCluster, tm
             for vbid in range(0, VBUCKETS, 2):
                 assert len(a.rollbacks(vbid)) == 4
                 assert len(b.rollbacks(vbid)) >= 4
-                assert not b.past(vbid).resyncs_ms, "no rollback cost more than an undo"
+                assert not b.history(vbid).resyncs_ms, "no rollback cost more than an undo"
         assert endpoint.server.status()["dcp_rollbacks"] >= 16
 
 
@@ -471,7 +471,7 @@ async def test_a_chain_of_three_follows_failovers_and_links_that_come_and_go(
             for each in mirrors:
                 with open_view(each.path) as view:
                     assert sum(len(view.rollbacks(vbid)) for vbid in range(VBUCKETS)) >= 6 * VBUCKETS // 2
-                    assert not any(view.past(vbid).resyncs_ms for vbid in range(VBUCKETS))
+                    assert not any(view.history(vbid).resyncs_ms for vbid in range(VBUCKETS))
         finally:
             for each in reversed(mirrors):
                 await each.stop()

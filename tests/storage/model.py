@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from storage.format import keys, records
-from storage.model import FailoverLog, Identity, Seqno, SnapshotRange, Vbid
+from storage.model import Document, FailoverLog, Identity, Seqno, SnapshotRange, Vbid
+from storage.read.view import View
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
 
@@ -39,6 +41,13 @@ def span(start_seqno: int, end_seqno: int) -> SnapshotRange:
 def log(vbuuid: int = 77) -> FailoverLog:
     """A failover log of one entry."""
     return FailoverLog.of([(vbuuid, 0)])
+
+
+def events(view: View, vbid: int = 0, *, raw: bool = False) -> Iterator[Document]:
+    """Every published event, in the order of seqnos."""
+    for change in view.changes(vbid, raw=raw):
+        assert change.document is not None
+        yield change.document
 
 
 @dataclass

@@ -13,8 +13,9 @@ from storage.errors import Closed, Unavailable, ViewInvalidated
 from storage.format import keys
 from storage.format.records import decode_row
 from storage.model import Branch, Document
-from storage.read import bulk
+from storage.read import bulk, scan
 from storage.read.view import Pieces, Pin, Token, View
+from tests.storage.model import events
 
 Contents = dict[bytes, tuple[int, bytes]]
 """The documents of a vbucket: key with its collection id -> seqno and value as it is stored."""
@@ -119,8 +120,15 @@ def in_pages_or_large(get_view: Callable[[], View], pin: Pin) -> Read:
     for collection_id in list(get_view().manifest_of(pin).collections):
         start, more = b"", True
         while more:
-            page, large, start = get_view().scan_page_or_large(
-                pin, collection_id, start=start, end=None, limit=2, bytes_max=BYTES_MAX, large_bytes=LARGE_BYTES
+            page, large, start = scan.page_or_large(
+                get_view().reader(pin.vbid),
+                pin,
+                collection_id,
+                start=start,
+                end=None,
+                limit=2,
+                bytes_max=BYTES_MAX,
+                large_bytes=LARGE_BYTES,
             )
             found |= {wire_key(document): (document.seqno, document.value) for document in page}
             more = bool(start)
@@ -148,7 +156,7 @@ def in_bulk(view: View, pin: Pin, rng: Random) -> Read:
 
 def in_order_of_seqnos(view: View, pin: Pin) -> Read:
     found: Contents = {}
-    for document in view.scan_seqno(pin.vbid, raw=True):
+    for document in events(view, pin.vbid, raw=True):
         apply(found, document.kind.name.lower(), document)
         yield
     return found

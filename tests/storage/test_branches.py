@@ -13,6 +13,7 @@ from storage.env import directory
 from storage.errors import ViewInvalidated
 from storage.history import branches
 from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
+from storage.read import states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row
@@ -233,7 +234,7 @@ def test_restarts_without_number_keep_a_branch_small(path: str, monkeypatch: pyt
         fill(path, range(2 * start + 3, 2 * start + 3))  # nothing is published between two starts: one more id, not two
         fill(path, range(2 * start + 3, 2 * start + 3))
     with open_view(path) as view:
-        assert len(view.history_ids(0, 1)) == branches.HISTORY_IDS_MAX
+        assert len(states.history_ids(view.reader(0), 1)) == branches.HISTORY_IDS_MAX
         newest = view.token(0)
     assert refused(path, newest) == [False]
 

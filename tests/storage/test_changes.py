@@ -15,7 +15,7 @@ from storage.model import Branch, Seqno, Vbid
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, Token, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import log
+from tests.storage.model import events, log
 from tests.storage.one_vbucket import A, B, C, D, commit, put
 from tests.storage.test_purge import purge
 from tests.storage.test_writer import publish
@@ -118,7 +118,7 @@ def test_a_reader_from_the_beginning_misses_no_tombstone_that_was_gone_before(wr
     purge(writer, Window(boundaries=1))
     assert view.state(0).local_purge_seqno == 5
     assert [change.token.seqno for change in view.changes(0, pieces=Pieces(1))] == [1, 2, 6]
-    assert [each.seqno for each in view.scan_seqno(0)] == [1, 2, 6]
+    assert [each.seqno for each in events(view)] == [1, 2, 6]
 
 
 def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone_between_them_had_gone(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage.errors import UnknownCollection
-from storage.format.collection_names import collection_id_of, names_of
+from storage.format.tokens import collection_id_of
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 from tests.storage.one_vbucket import DEFAULT, SCOPES
 
@@ -34,4 +34,4 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
 
 
 def test_a_collection_is_called_by_its_scope_and_name() -> None:
-    assert names_of(MANIFEST) == {0: "_default._default", 9: "shop.orders", 10: "_default.orders"}
+    assert MANIFEST.names() == {0: "_default._default", 9: "shop.orders", 10: "_default.orders"}

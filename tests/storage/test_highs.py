@@ -10,6 +10,7 @@ import pytest
 from storage.env import directory
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.model import Collection, Seqno
+from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
@@ -39,10 +40,10 @@ def view(tmp_path: Path, writer: GroupWriter) -> Iterator[View]:
 def newest(view: View, collection_id: int, rows_max: int = 2) -> tuple[int, int]:
     """The seqno, and in how many steps it was found."""
     pin = view.pin(0)
-    found, below = view.newest_of(pin, collection_id, rows_max=rows_max)
+    found, below = states.newest_of(view.reader(0), pin, collection_id, rows_max=rows_max)
     steps = 1
     while below:
-        found, below = view.newest_of(pin, collection_id, below=below, rows_max=rows_max)
+        found, below = states.newest_of(view.reader(0), pin, collection_id, below=below, rows_max=rows_max)
         steps += 1
     return int(found), steps
 
@@ -71,7 +72,7 @@ def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWr
     pin = view.pin(0)
     writer.rollback(0, 2)
     with pytest.raises(ViewInvalidated):
-        view.newest_of(pin, 300)
+        states.newest_of(view.reader(0), pin, 300)
     assert newest(view, 300) == (2, 1)
     put(writer, C, 4)
     commit(writer, 4)
@@ -81,4 +82,4 @@ def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWr
 
 def test_no_such_collection(view: View) -> None:
     with pytest.raises(UnknownCollection):
-        view.newest_of(view.pin(0), 9)
+        states.newest_of(view.reader(0), view.pin(0), 9)

@@ -50,7 +50,7 @@ def test_the_map_grows_and_the_batch_is_replayed(path: str) -> None:
         publish(writer, 0, [(key, b"x" * 1000, first + n) for n in range(200)])
     assert writer.figures()["map_bytes"] > 1 << 20
     with open_view(path) as view:
-        assert len(list(view.scan_seqno(0))) == 1600
+        assert len(list(view.changes(0))) == 1600
     writer.close()
     assert check(path).problems == []
 

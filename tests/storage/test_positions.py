@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from storage.history.purge import Window
 from storage.model import Branch, Collection, Seqno
-from storage.read import positions
+from storage.read import states
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
@@ -28,16 +28,16 @@ def ends(view: View) -> list[int]:
     """Every boundary, one after the other."""
     found: list[int] = []
     position = 0
-    while (boundary := positions.following(view, 0, position)) is not None:
+    while (boundary := states.following(view.reader(0), position)) is not None:
         position = boundary.seqno
         found.append(position)
     return found
 
 
 def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
-    assert positions.published(view, 0, None).boundary is None
-    assert positions.following(view, 0, 0) is None
-    assert positions.newest(view, 0, 99) is None
+    assert states.published_since(view.reader(0), None) == (None, 0)
+    assert states.following(view.reader(0), 0) is None
+    assert states.newest(view.reader(0), 99) is None
 
 
 def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
@@ -45,31 +45,29 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
 ) -> None:
     fill(writer, 1, 3, 250, 1, 2)
     assert ends(view) == [3, 253, 254, 256] == [each.seqno for each in reversed(view.boundaries(0))]
-    assert positions.newest(view, 0, 255).seqno == 254  # type: ignore[union-attr]
-    assert positions.newest(view, 0, 252).seqno == 3  # type: ignore[union-attr]
+    assert states.newest(view.reader(0), 255).seqno == 254  # type: ignore[union-attr]
+    assert states.newest(view.reader(0), 252).seqno == 3  # type: ignore[union-attr]
     writer.rollback(0, 254)
     fill(writer, 255, 120, 2)
     assert ends(view) == [3, 253, 254, 374, 376]
-    assert [each.seqno for each in positions.boundaries_between(view, 0, 1, 3, 256)] == [253, 254, 256]
-    assert [each.seqno for each in positions.boundaries_between(view, 0, 2, 253, 376)] == [254, 374, 376]
+    assert [each.seqno for each in states.boundaries_between(view.reader(0), 1, 3, 256)] == [253, 254, 256]
+    assert [each.seqno for each in states.boundaries_between(view.reader(0), 2, 253, 376)] == [254, 374, 376]
     writer.background.purger.window = Window(boundaries=2)
     while (vbid := writer.background.purger.plan(clock.now)) is not None:
         writer.background.purge(vbid, clock.now)
     assert ends(view) == [374, 376]
-    assert positions.newest(view, 0, 373) is None
+    assert states.newest(view.reader(0), 373) is None
 
 
 def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWriter, view: View) -> None:
     fill(writer, 1, 3, 4)
-    published = positions.published(view, 0, view.token(0, 1, 3))
-    assert published.boundary is not None
-    assert (published.boundary.branch, published.boundary.seqno, published.common_seqno) == (1, 7, 3)
-    assert published.row_count >= 7
-    assert published.mean_row_bytes > 30
+    boundary, common_seqno = states.published_since(view.reader(0), view.token(0, 1, 3))
+    assert boundary is not None
+    assert (boundary.branch, boundary.seqno, common_seqno) == (1, 7, 3)
     writer.rollback(0, 3)
     known = [view.token(0, *at) for at in ((1, 3), (1, 7), (2, 3))]
     strange = [replace(known[0], history_id=5), replace(known[0], branch=Branch(9))]
-    assert [positions.published(view, 0, at).common_seqno for at in (None, *known, *strange)] == [
+    assert [states.published_since(view.reader(0), at)[1] for at in (None, *known, *strange)] == [
         0,
         3,
         3,
@@ -84,5 +82,5 @@ def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) 
     put(writer, A, 1)
     system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"})
     commit(writer, 2)
-    assert sorted(positions.manifest_at(view, 0, 1, 1).collections) == [0]
-    assert sorted(positions.manifest_at(view, 0, 1, 2).collections) == [0, 8]
+    assert sorted(states.manifest_at(view.reader(0), 1, 1).collections) == [0]
+    assert sorted(states.manifest_at(view.reader(0), 1, 2).collections) == [0, 8]

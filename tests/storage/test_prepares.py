@@ -23,7 +23,7 @@ from storage.history.purge import Window
 from storage.model import Collection, Kind, Manifest, Seqno, Vbid
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, row, span
+from tests.storage.model import events, keys_of, log, row, span
 from tests.storage.test_writer import KEYS, VBIDS, Store, crash, open_writer, system_event_frame
 
 pytestmark = pytest.mark.usefixtures("small_limits")
@@ -200,7 +200,7 @@ def test_a_prepare_is_seen_by_nobody_and_its_commit_by_all(path: str, writer: Gr
     boundary(writer, 1)
     with open_view(path) as view:
         assert view.get(KEY) is None
-        assert list(view.scan_seqno(0)) == []
+        assert list(events(view)) == []
         assert writer.commit_prepare(0, 4, WIRE_KEY, span(2, 4))
         boundary(writer, 4)
         document = view.get(KEY)
@@ -217,7 +217,7 @@ def test_a_committed_deletion_is_a_tombstone(path: str, writer: GroupWriter) -> 
     boundary(writer, 2)
     with open_view(path) as view:
         assert view.get(KEY) is None
-        (tombstone,) = view.scan_seqno(0)
+        (tombstone,) = events(view)
     assert (tombstone.kind, tombstone.seqno) == (Kind.DELETION, 2)
 
 

@@ -20,7 +20,7 @@ from storage.model import Branch, Collection, Seqno, Vbid
 from storage.read import stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, row, span
+from tests.storage.model import events, keys_of, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
@@ -40,7 +40,7 @@ def purge(writer: GroupWriter, window: Window) -> int:
 
 
 def seqnos(view: View) -> list[int]:
-    return [int(document.seqno) for document in view.scan_seqno(0)]
+    return [int(document.seqno) for document in events(view)]
 
 
 def test_the_window_by_time_keeps_what_was_current_at_its_beginning(

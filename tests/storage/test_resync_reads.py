@@ -53,7 +53,6 @@ READS: dict[str, Callable[[View], Any]] = {
     "get_many": lambda view: view.get_many([KEY, OTHER]),
     "scan": lambda view: list(view.scan(0)),
     "scan as of": lambda view: list(view.scan(0, as_of=3)),
-    "scan_seqno": lambda view: list(view.scan_seqno(0)),
     "changes": lambda view: list(view.changes(0)),
 }
 

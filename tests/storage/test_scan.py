@@ -10,11 +10,12 @@ import pytest
 from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
 from storage.history.purge import Window
 from storage.model import Branch, Collection, Seqno, Vbid
+from storage.read import scan, states
 from storage.read.scan import CHUNK_BYTES
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of
+from tests.storage.model import events, keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_purge import purge
 from tests.storage.test_writer import Clock, publish
@@ -32,7 +33,6 @@ def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) 
     assert list(view.scan(limit=0)) == []
     assert [d.key for d in view.scan(0, start=names[1], end=names[3])] == names[1:3]
     assert [d.key for d in view.scan(0, prefix=names[2].decode())] == [k for k in names if k.startswith(names[2])]
-    assert [d.seqno for d in view.scan_seqno(0, after_seqno=1, to_seqno=3)] == [2, 3]
     with pytest.raises(StorageError, match="no vbucket 9; this bucket has 4"):
         list(view.scan(9))
     assert view.vbid_of(A) == 0
@@ -113,11 +113,11 @@ def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
     purge(writer, Window(time_ms=0))
     reads: list[Callable[[], Any]] = [
         lambda: view.scan_page(pin, 8, start=start),
-        lambda: view.scan_page_or_large(
-            pin, 8, start=start, end=None, limit=9, bytes_max=None, large_bytes=CHUNK_BYTES
+        lambda: scan.page_or_large(
+            view.reader(0), pin, 8, start=start, end=None, limit=9, bytes_max=None, large_bytes=CHUNK_BYTES
         ),
         lambda: view.manifest_of(pin),
-        lambda: view.newest_of(pin, 8),
+        lambda: states.newest_of(view.reader(0), pin, 8),
     ]
     for read in reads:
         with pytest.raises(ViewInvalidated):
@@ -132,7 +132,7 @@ def test_large_documents_make_small_pages(writer: GroupWriter, view: View) -> No
     assert [document.key for document in page] == sorted([A, B, C])[:1]
     assert start == sorted([A, B, C])[1]
     assert [document.key for document in view.scan(0)] == sorted([A, B, C])
-    assert [document.key for document in view.scan_seqno(0)] == [A, B, C]
+    assert [document.key for document in events(view)] == [A, B, C]
     with pytest.raises(AnswerTooLarge, match="ask for fewer"):
         view.get_many([A, B, C], bytes_max=CHUNK_BYTES)
     assert len(view.get_many([A, B], bytes_max=2 * CHUNK_BYTES)) == 2
@@ -151,10 +151,10 @@ def test_keys_are_counted_at_a_pin_without_reading_documents(
     put(writer, D, 303)
     commit(writer, 303)
     monkeypatch.setattr(VbucketReader, "document", None)
-    assert view.count_keys(pin, 0, start=b"", keys_max=4) == (3, b"")
+    assert scan.count_keys(view.reader(0), pin, 0, start=b"", keys_max=4) == (3, b"")
     third = sorted([A, B, C, D])[2]
-    before, start = view.count_keys(pin, 0, start=b"", keys_max=2)
+    before, start = scan.count_keys(view.reader(0), pin, 0, start=b"", keys_max=2)
     assert start == third
-    assert before + view.count_keys(pin, 0, start=third, keys_max=2)[0] == 3
-    assert view.count_keys(pin, 9, start=b"", keys_max=10) == (0, b"")
-    assert view.count_keys(view.pin(0), 0, start=b"", keys_max=4) == (4, b"")
+    assert before + scan.count_keys(view.reader(0), pin, 0, start=third, keys_max=2)[0] == 3
+    assert scan.count_keys(view.reader(0), pin, 9, start=b"", keys_max=10) == (0, b"")
+    assert scan.count_keys(view.reader(0), view.pin(0), 0, start=b"", keys_max=4) == (4, b"")

@@ -15,14 +15,14 @@ def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View
 
 
 def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
-    assert view.past(0).floor is None
+    assert view.history(0).floor_ms is None
     clock.now = 5_000
     put(writer, A, 1)
     commit(writer, 1)
     first = view.published()
     assert [each.seqno for each in first] == [1, 0, 0, 0]
-    past = view.past(0)
-    assert (past.floor, past.resyncs_ms) == (view.boundaries(0)[-1], ())
+    past = view.history(0)
+    assert (past.floor_seqno, past.floor_ms, past.resyncs_ms) == (1, view.boundaries(0)[-1].time_ms, ())
     writer.begin_resync(0)
     writer.commit()
     assert [each.stale for each in view.published()] == [True, False, False, False]
@@ -31,8 +31,8 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     commit(writer, 7)
     assert view.published()[0].seqno == 7
     assert view.published()[0].branch > first[0].branch
-    assert len(view.past(0).resyncs_ms) == 1
-    assert view.past(0).resyncs_ms[0] >= 6_000
+    assert len(view.history(0).resyncs_ms) == 1
+    assert view.history(0).resyncs_ms[0] >= 6_000
 
 
 def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, writer: GroupWriter, view: View) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from storage.errors import StorageError
+from storage.errors import StorageError, ViewInvalidated
 from storage.history import branches
 from storage.history.branches import PurgeRow
 from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Collection, FailoverLog, Seqno
 from storage.read import stream
-from storage.read.stream import Commits, HistoryUnavailable
+from storage.read.stream import Commits
 from storage.read.view import View, open_view
 from tests.serve.kv_rig import DEFAULT, Store
 
@@ -101,7 +102,7 @@ def test_the_last_document_of_a_collection_is_found_backwards(
     assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0, 9: 0}) == 7
     assert stream.last_document_seqno(view, 0, pinned, 1, {0: 0}) == 1
     store.writer.rollback(0, 4)
-    with pytest.raises(HistoryUnavailable):
+    with pytest.raises(ViewInvalidated):
         stream.last_document_seqno(view, 0, pinned, 0, {0: 0})
     assert stream.last_document_seqno(view, 0, stream.served_state(view, 0), 0, {0: 0}) == 1
 
@@ -112,7 +113,7 @@ def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: S
     high = stream.served_state(view, 0)
     store.writer.rollback(0, 2)
     low = stream.served_state(view, 0)
-    with pytest.raises(HistoryUnavailable) as caught:
+    with pytest.raises(ViewInvalidated) as caught:
         stream.rows(view, 0, high, 0, bytes_max=1 << 20)
     assert caught.value.rolled_back
     assert low.has(high.branch, 2)
@@ -133,7 +134,7 @@ def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> N
     after = stream.served_state(view, 0)
     assert after.whole
     assert not after.has(before.branch, 0)
-    with pytest.raises(HistoryUnavailable):
+    with pytest.raises(ViewInvalidated):
         stream.rows(view, 0, before, 0, bytes_max=1 << 20)
 
 
@@ -196,7 +197,7 @@ def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
     monkeypatch.setattr("storage.history.branches.purge_row", lambda *_: PurgeRow(2, 2))
     pinned = stream.served_state(view, 0)
     assert pinned.purge_seqno == 2
-    with pytest.raises(HistoryUnavailable) as caught:
+    with pytest.raises(ViewInvalidated) as caught:
         stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=1)
     assert not caught.value.rolled_back
     stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=2)
@@ -245,7 +246,7 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
         store.put(b"k%d" % seqno, b"v", seqno)
     pinned = stream.served_state(view, 0)
     assert [stream.shared_seqno(view, 0, pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
-    raised = pinned._replace(floor_seqno=4)
+    raised = replace(pinned, floor_seqno=Seqno(4))
     assert stream.shared_seqno(view, 0, raised, 7, 3) == 0, "what is not kept is no boundary any more"
 
 

@@ -36,5 +36,5 @@ def test_a_token_is_its_three_numbers_and_its_history() -> None:
 
 
 def test_a_token_of_an_earlier_version_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match=r"of an earlier version.*begin again"):
+    with pytest.raises(ValueError, match=r"of an earlier version.*begin without a token"):
         Token.parse("7:2:55")

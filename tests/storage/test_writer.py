@@ -32,10 +32,10 @@ from storage.format.records import decode_row
 from storage.history.branches import all_branches, purge_row
 from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
-from storage.read import bulk
+from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import IDENTITY, ModelVbucket, keys_of, log, row, span
+from tests.storage.model import IDENTITY, ModelVbucket, events, keys_of, log, row, span
 from tests.storage.open_readers import OpenReader, Position, begin
 
 pytestmark = pytest.mark.usefixtures("small_limits")
@@ -277,7 +277,7 @@ class Store(RuleBasedStateMachine):
             for each in VBIDS:
                 is_held = any(token.vbid == each for token in self.held)
                 assert is_held or len(self.model[each].boundaries) <= keep
-                seen = [(d.seqno, d.key) for d in self.view.scan_seqno(each)]
+                seen = [(d.seqno, d.key) for d in events(self.view, each)]
                 assert seen == [event[:2] for event in self.model[each].kept_events()]
 
     dead_for_ms = 40
@@ -364,7 +364,7 @@ class Store(RuleBasedStateMachine):
 
     def has_id(self, token: Token) -> bool:
         """False once owners changed so often that the id of its history is not kept any more."""
-        history_ids = self.view.history_ids(token.vbid, token.branch)
+        history_ids = states.history_ids(self.view.reader(token.vbid), token.branch)
         return not history_ids or token.history_id in history_ids
 
     @invariant()
@@ -383,7 +383,7 @@ class Store(RuleBasedStateMachine):
                 assert (document and (document.seqno, document.value)) == live.get(key)
             many = self.view.get_many(KEYS[vbid])
             assert {key: (d.seqno, d.value) for key, d in many.items()} == live
-            seen = {(d.seqno, d.key) for d in self.view.scan_seqno(vbid)}
+            seen = {(d.seqno, d.key) for d in events(self.view, vbid)}
             assert seen <= {e[:2] for e in model.events}
             assert seen >= {e[:2] for e in model.kept_events()}
             with_deletions = {d.key: d.seqno for d in self.view.scan(vbid, deletions=True)}

@@ -273,7 +273,7 @@ def all_agree(chain: Chain, expected: dict[int, int], first_ends: dict[int, int]
             logs = {view.state(vbid).failover_log for view in views}
             assert len(logs) == 1, f"vb {vbid}"
             for view, name in zip(views, LINKS, strict=True):
-                assert view.past(vbid).resync_count == 0, f"vb {vbid} of the {name} was read from 0 again"
+                assert view.history(vbid).resync_count == 0, f"vb {vbid} of the {name} was read from 0 again"
                 back = view.rollbacks(vbid)
                 assert back, f"vb {vbid} of the {name} lost something"
                 assert all(each.to_seqno >= first_ends[vbid] for each in back), f"vb {vbid} of the {name}"
