@@ -1,6 +1,6 @@
 """`user`: who may read over the network: a file of names, SCRAM verifiers and collections.
 
-Knows the file's place and the keyboard; what stands in it, `mirror.serve.auth` knows. Invariants: a password is typed
+Knows the file's place and the keyboard; `mirror.serve.access.auth` knows its contents. Invariants: a password is typed
 (twice) or comes as one line on stdin, never on the command line, and is not kept; the file is readable by its owner
 alone and changes as a whole or not at all; running services take the change by themselves.
 """
@@ -19,7 +19,7 @@ import typer
 from cli import options, output
 from cli.exits import Absent
 from mirror.errors import ConfigError
-from mirror.serve.auth import EVERYTHING, entry_of, new_salt_key, parse_users, read_users
+from mirror.serve.access.auth import EVERYTHING, entry_of, new_salt_key, parse_users, read_users
 
 app = typer.Typer(
     name="user",

@@ -17,10 +17,10 @@ from urllib.parse import quote_from_bytes
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.serve.admission import Acceptor, Admission
-from mirror.serve.http_documents import JSON, entity_tag, headers_of
-from mirror.serve.http_protocol import BoundedProtocol, Gate, protocol_config
-from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.access.admission import Acceptor, Admission
+from mirror.serve.http.documents import JSON, entity_tag, headers_of
+from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
+from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, Limits, listening_socket, reserve
 from storage.model import Branch, Document, Seqno, Vbid
 from tests.bench import stores

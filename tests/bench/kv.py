@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mirror.clock import SystemClock
-from mirror.serve.auth import SourceUser
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ServedMap, own_node
-from mirror.serve.kv_server import KvServer
+from mirror.serve.access.auth import SourceUser
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.wire.constants import Opcode
 from mirror.wire.frame import HEADER

@@ -23,7 +23,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.health import FOLLOWING
 from mirror.messages import GetStatus
-from mirror.serve.dcp_server import DcpServer
+from mirror.serve.dcp.server import DcpServer
 from mirror.supervise.processes import logs
 from mirror.supervise.source import look_up_with
 from mirror.supervise.supervisor import Supervisor

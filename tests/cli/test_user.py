@@ -6,7 +6,7 @@ import json
 import stat
 from pathlib import Path
 
-from mirror.serve.auth import FileUsers, Reader
+from mirror.serve.access.auth import FileUsers, Reader
 from tests.cli.conftest import Result, call
 
 

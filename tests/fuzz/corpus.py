@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mirror.serve.http_requests import Page, position_text, to_base64url
+from mirror.serve.http.requests import Page, position_text, to_base64url
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire.frame import encode, request

@@ -19,8 +19,9 @@ from mirror.document.jsonpath import PathError, parse_path
 from mirror.errors import MirrorError
 from mirror.feed.connection.connection_string import parse as parse_connection_string
 from mirror.ingest.topology import MalformedClusterMap, parse_cluster_map
-from mirror.serve import http_requests, kv_scan_request
-from mirror.serve.http_problems import Problem
+from mirror.serve.http import requests as http_requests
+from mirror.serve.http.problems import Problem
+from mirror.serve.kv import scan_request as kv_scan_request
 from mirror.server.errors import Refused
 from mirror.supervise.listeners.control import ControlServer
 from mirror.wire import codec_dcp, codec_kv, frame, stream_filter, system_events, xattr

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from mirror.serve.auth import entry_of, new_salt_key
+from mirror.serve.access.auth import entry_of, new_salt_key
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer

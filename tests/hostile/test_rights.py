@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from mirror.serve.http_requests import from_base64url, to_base64url
+from mirror.serve.http.requests import from_base64url, to_base64url
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

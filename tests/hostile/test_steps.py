@@ -22,12 +22,12 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
-from mirror.serve.auth import FileUsers, entry_of, new_salt_key
-from mirror.serve.dcp_server import DcpServer
-from mirror.serve.http_server import HttpServer, Listening
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ServedMap, own_node
-from mirror.serve.kv_server import KvServer
+from mirror.serve.access.auth import FileUsers, entry_of, new_salt_key
+from mirror.serve.dcp.server import DcpServer
+from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev

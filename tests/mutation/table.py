@@ -66,20 +66,20 @@ _DELTA, _OF_DELTA = "mirror/spark/delta.py", "tests/spark/test_delta.py"
 MUTATIONS = (
     # --- the steps of a listener's event loop
     Mutation(
-        "mirror/serve/http_protocol.py",
+        "mirror/serve/http/protocol.py",
         "self._gate.turns.call(self._go_on)",
         "self.loop.call_soon(self._go_on)",
         "tests/serve/test_http_protocol.py -k ahead_of_their_answers",
     ),
-    Mutation("mirror/serve/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
+    Mutation("mirror/serve/access/admission.py", "if _is_gone(connected):", "if False:", _OF_ADMISSION),
     Mutation(
-        "mirror/serve/admission.py",
+        "mirror/serve/access/admission.py",
         "self._waiting[peer] = queue",
         "self._waiting = {peer: queue} | self._waiting",
         _OF_ADMISSION,
     ),
     Mutation(
-        "mirror/serve/kv_scans.py",
+        "mirror/serve/kv/scans.py",
         "scan.position, self._byte_count = following, byte_count",
         "scan.position = following",
         "tests/serve/test_kv_scans.py",
@@ -117,7 +117,7 @@ MUTATIONS = (
         f"{_OF_MACHINE} -k behind",
     ),
     Mutation(
-        "mirror/serve/dcp_producer.py",
+        "mirror/serve/dcp/producer.py",
         "if history.high_seqno < held_seqno <= end_seqno:",
         "if False:",
         "tests/serve/test_dcp_requests.py -k waits_for_it",
@@ -479,19 +479,19 @@ MUTATIONS = (
     ),
     # --- what other clients wait for
     Mutation(
-        "mirror/serve/dcp_producer.py",
+        "mirror/serve/dcp/producer.py",
         "max(self._bucket.manifest(), own, key=lambda each: each.uid)",
         "self._bucket.manifest()",
         "tests/server/test_conformance.py -k FILTER_EMPTY",
     ),
     Mutation(
-        "mirror/serve/tls.py",
+        "mirror/serve/access/tls.py",
         "connection.session_reused and stamp[-1] != self._first_authorities",
         "False",
         "tests/serve/test_tls.py -k session",
     ),
     Mutation(
-        "mirror/serve/kv_connection.py",
+        "mirror/serve/kv/connection.py",
         "self._host.turns.call(self._next_turn)",
         "self._loop.call_soon(self._next_turn)",
         "tests/serve/test_kv_connection.py -k one_works",
@@ -500,22 +500,22 @@ MUTATIONS = (
         "mirror/document/walk.py", "self._left -= TOKEN_COST_BYTES", "pass", "tests/document/test_walk.py -k bracket"
     ),
     Mutation(
-        "mirror/serve/dcp_producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
+        "mirror/serve/dcp/producer.py", "self._counters.open_streams >= PROCESS_STREAMS_MAX", "False", _OF_STREAMS
     ),
-    Mutation("mirror/serve/http_protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
+    Mutation("mirror/serve/http/protocol.py", "self._framing_bytes += len(data)", "pass", _OF_FRAMING),
     Mutation(
-        "mirror/serve/http_protocol.py",
+        "mirror/serve/http/protocol.py",
         "answer_now, self._answer_now = self._answer_now, None",
         "answer_now = self._answer_now",
         "tests/serve/test_http_protocol.py -k came_together",
     ),
     Mutation(
-        "mirror/serve/http_documents.py",
+        "mirror/serve/http/documents.py",
         "return None if isinstance(found, LargeDocument) else parsed.answer(service, found)",
         "return parsed.answer(service, found)",
         "tests/serve/test_http_protocol.py -k in_pieces",
     ),
-    Mutation("mirror/serve/http_protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
+    Mutation("mirror/serve/http/protocol.py", "if left_s > 0:", "if False:", _OF_IDLE),
     Mutation(
         "storage/read/point_reads.py",
         "if not above < dup <= up_to or",
@@ -540,13 +540,13 @@ MUTATIONS = (
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
     Mutation(
-        "mirror/serve/kv_connection.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"
+        "mirror/serve/kv/connection.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"
     ),
     Mutation(
-        "mirror/serve/kv_connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE
+        "mirror/serve/kv/connection.py", "self._deferred.append(data)", "self.transport.write(data)", _OF_KV_LARGE
     ),
     Mutation("mirror/document/judge.py", "if len(inside) >= DEPTH_MAX:", "if False:", "tests/document/test_judge.py"),
-    Mutation("mirror/serve/kv_large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
+    Mutation("mirror/serve/kv/large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table
     Mutation(_DELTA, "if before and size <= total:", "if before:", _OF_DELTA),
     Mutation(_DELTA, "part.add_action(new_rows=False)", "part.add_action()", _OF_DELTA),
@@ -605,35 +605,35 @@ MUTATIONS = (
     ),
     # --- who may read an answer is judged when it is made
     Mutation(
-        "mirror/serve/http_api.py",
+        "mirror/serve/http/api.py",
         "if reader is not None and (refusal",
         "if not reader and (refusal",
         "tests/serve/test_http_api.py -k waited",
     ),
     Mutation(
-        "mirror/serve/kv_connection.py",
+        "mirror/serve/kv/connection.py",
         "if self.session.reader != reader:",
         "if False:",
         "tests/serve/test_kv_server.py -k waited",
     ),
     Mutation(
-        "mirror/serve/http_api.py",
+        "mirror/serve/http/api.py",
         'report["reasons"] if reads_all else',
         'report["reasons"] if report else',
         "tests/serve/test_http_api.py -k readiness_is",
     ),
     Mutation(
-        "mirror/serve/http_service.py",
+        "mirror/serve/http/service.py",
         'if request.scope["state"]["transport"].is_closing():',
         "if False:",
         "tests/serve/test_http_service.py -k gone",
     ),
     # --- nobody is recognised, delayed or cut off by another
     Mutation("mirror/wire/sasl.py", "self._verifier_of(self.username) != verifier", "not verifier", _OF_LOGINS),
-    Mutation("mirror/serve/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
-    Mutation("mirror/serve/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),
+    Mutation("mirror/serve/access/logins.py", "if self.guesses(peer):", "if False:", _OF_LOGINS),
+    Mutation("mirror/serve/access/admission.py", "if not slot.logging_in)", "if slot)", _OF_LOGINS),
     Mutation(
-        "mirror/serve/dcp_server.py",
+        "mirror/serve/dcp/server.py",
         "connection.session.known_reader.name, name",
         '"", name',
         "tests/serve/test_dcp_server.py -k belongs",

@@ -12,10 +12,10 @@ from random import Random
 
 from mirror.ingest import collections as manifests
 from mirror.ingest.rollback import Accept, RollbackAnswer
-from mirror.serve.dcp_connection import ABILITIES
-from mirror.serve.dcp_filter import ServedFilter
-from mirror.serve.dcp_producer import published_history, rollback_seqno
-from mirror.serve.dcp_stream import DcpStream
+from mirror.serve.dcp.connection import ABILITIES
+from mirror.serve.dcp.filter import ServedFilter
+from mirror.serve.dcp.producer import published_history, rollback_seqno
+from mirror.serve.dcp.stream import DcpStream
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.producer import judge

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mirror.clock import SystemClock
-from mirror.serve.auth import Users
-from mirror.serve.dcp_server import DcpServer
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ServedMap, own_node
+from mirror.serve.access.auth import Users
+from mirror.serve.dcp.server import DcpServer
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev

@@ -17,7 +17,7 @@ import httpx
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.health import assess
-from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import totals
 from mirror.supervise.stored import stored_status

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from mirror.clock import SystemClock
 from mirror.sandbox import SandboxThread
-from mirror.serve.auth import Reader, SourceUser, Users
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ServedMap, own_node
-from mirror.serve.kv_server import KvServer
+from mirror.serve.access.auth import Reader, SourceUser, Users
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr

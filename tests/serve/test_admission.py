@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.admission import (
+from mirror.serve.access.admission import (
     LOCAL,
     REFUSALS_MAX,
     Acceptor,
@@ -30,9 +30,9 @@ from mirror.serve.admission import (
     peer_of,
     raise_descriptor_limit,
 )
-from mirror.serve.auth import Reader, SourceUser
+from mirror.serve.access.auth import Reader, SourceUser
+from mirror.serve.access.tls import server_tls
 from mirror.serve.listener import Address, Limits
-from mirror.serve.tls import server_tls
 from mirror.serve.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
@@ -307,7 +307,7 @@ class Greeting(asyncio.Protocol):
 
 
 async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.serve.admission.RETRY_S", 0.001)
+    monkeypatch.setattr("mirror.serve.access.admission.RETRY_S", 0.001)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
     exhausted = Exhausted(listening, 20)

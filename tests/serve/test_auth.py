@@ -15,8 +15,8 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve import auth
-from mirror.serve.auth import (
+from mirror.serve.access import auth
+from mirror.serve.access.auth import (
     FileUsers,
     Reader,
     SourceUser,

@@ -18,7 +18,7 @@ from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRoll
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.contact import SourceContact
-from mirror.serve.kv_session import KvSession
+from mirror.serve.kv.session import KvSession
 from mirror.server.session import Later, Reply
 from storage.admin.check import check
 from storage.read.view import open_view

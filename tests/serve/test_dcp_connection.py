@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve import dcp_connection
-from mirror.serve.dcp_stream import PIECE_BYTES
-from mirror.serve.kv_connection import HIGH_WATER_BYTES
+from mirror.serve.dcp import connection as dcp_connection
+from mirror.serve.dcp.stream import PIECE_BYTES
+from mirror.serve.kv.connection import HIGH_WATER_BYTES
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -152,6 +152,6 @@ async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
     def broken(*_: object) -> bytes:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("mirror.serve.dcp_stream.DcpStream.take", broken)
+    monkeypatch.setattr("mirror.serve.dcp.stream.DcpStream.take", broken)
     assert (await client.stream(0)).status == 0
     assert await client.receive() is None

@@ -8,9 +8,9 @@ from typing import Any
 import cramjam
 import pytest
 
-from mirror.serve.dcp_connection import ABILITIES
-from mirror.serve.dcp_encoder import RowEncoder
-from mirror.serve.dcp_filter import ServedFilter
+from mirror.serve.dcp.connection import ABILITIES
+from mirror.serve.dcp.encoder import RowEncoder
+from mirror.serve.dcp.filter import ServedFilter
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev

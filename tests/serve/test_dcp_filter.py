@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.serve.auth import Reader
-from mirror.serve.dcp_filter import ServedFilter, parse
+from mirror.serve.access.auth import Reader
+from mirror.serve.dcp.filter import ServedFilter, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from mirror.wire.events import CollectionCreated, CollectionDropped, CollectionModified, ScopeCreated, ScopeDropped

@@ -9,7 +9,7 @@ from pathlib import Path
 import cramjam
 import pytest
 
-from mirror.serve import dcp_stream
+from mirror.serve.dcp import stream as dcp_stream
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

@@ -452,7 +452,7 @@ async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(
     def damaged(*_: object) -> bytes:
         raise ValueError("metadata of 9 bytes in 1 byte of value")
 
-    monkeypatch.setattr("mirror.serve.dcp_encoder.RowEncoder._document", damaged)
+    monkeypatch.setattr("mirror.serve.dcp.encoder.RowEncoder._document", damaged)
     store.put(b"a", BOMB, 1, datatype=2)
     client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
     assert (await client.stream(0)).status == 0

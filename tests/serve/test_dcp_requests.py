@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve import dcp_producer
-from mirror.serve.auth import Reader, SourceUser
+from mirror.serve.access.auth import Reader, SourceUser
+from mirror.serve.dcp import producer as dcp_producer
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

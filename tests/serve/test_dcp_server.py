@@ -7,7 +7,7 @@ import json
 import ssl
 from pathlib import Path
 
-from mirror.serve.auth import FileUsers, entry_of
+from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.listener import Address, Limits
 from mirror.wire import events as ev
 from mirror.wire.constants import Status

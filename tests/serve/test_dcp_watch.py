@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve import dcp_watch
-from mirror.serve.dcp_watch import Watch
+from mirror.serve.dcp import watch as dcp_watch
+from mirror.serve.dcp.watch import Watch
 from storage.errors import StorageError
 from storage.read.view import View, open_view
 from tests.serve.dcp_rig import until

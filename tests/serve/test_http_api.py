@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mirror.serve.auth import Reader, entry_of
+from mirror.serve.access.auth import Reader, entry_of
 from mirror.serve.budget import Budget
-from mirror.serve.http_requests import Page
-from mirror.serve.http_service import Service
+from mirror.serve.http.requests import Page
+from mirror.serve.http.service import Service
 from storage.errors import StorageError
 from storage.format import records
 from storage.model import Collection, ManifestChange, Seqno
@@ -133,7 +133,7 @@ def within(lines: Iterator[str], seconds: float = 20.0) -> Iterator[str]:
 def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirror.serve.http_changes.RIGHTS_CHECK_S", 0.01)
+    monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
     file = tmp_path / "users.json"
     users = {name: entry_of("x") for name in ("ann", "bob")}
     file.write_text(json.dumps({"users": users}))
@@ -266,7 +266,7 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It went on with the event that it was in, of up to 20 MiB."""
-    monkeypatch.setattr("mirror.serve.http_changes.RIGHTS_CHECK_S", 0.01)
+    monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
     file = tmp_path / "users.json"
     file.write_text(json.dumps({"users": {"ann": entry_of("x")}}))
     source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)

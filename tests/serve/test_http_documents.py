@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import cramjam
 import pytest
 
-from mirror.serve.http_requests import Page
+from mirror.serve.http.requests import Page
 from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, service_report

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.http_requests import Page, position_text
+from mirror.serve.http.requests import Page, position_text
 from storage.model import Branch, Identity, Seqno, Vbid
 from storage.read.view import Pin, Token
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, events, made, running, service_report

@@ -26,8 +26,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from mirror.serve import http_problems, http_requests
-from mirror.serve.http_openapi import SCHEMAS, description
+from mirror.serve.http import problems as http_problems
+from mirror.serve.http import requests as http_requests
+from mirror.serve.http.openapi import SCHEMAS, description
 from storage.model import Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, made, running, service_report
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from starlette.exceptions import HTTPException
 
-from mirror.serve import http_problems
-from mirror.serve.http_problems import Problem
+from mirror.serve.http import problems as http_problems
+from mirror.serve.http.problems import Problem
 from storage import errors
 
 

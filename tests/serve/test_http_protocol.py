@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from mirror.serve import http_protocol, http_requests
-from mirror.serve.http_protocol import (
+from mirror.serve.http import protocol as http_protocol
+from mirror.serve.http import requests as http_requests
+from mirror.serve.http.protocol import (
     FRAMING_BYTES_MAX,
     HEAD_BYTES_MAX,
     HEADERS_MAX,
     SLICE_BYTES,
     BoundedProtocol,
 )
-from mirror.serve.http_service import BUDGETED_BYTES
+from mirror.serve.http.service import BUDGETED_BYTES
 from mirror.serve.listener import Limits
 from tests.serve.http_site import Site, recorded_at_once
 from tests.supervise.conftest import eventually_now

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from mirror.serve import http_requests as requests
-from mirror.serve.http_problems import Problem
+from mirror.serve.http import requests
+from mirror.serve.http.problems import Problem
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 from storage.read.view import Pin, Time, Token
 

@@ -14,7 +14,7 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.messages import Resync
-from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.stored import stored_status
 from tests.serve.http_site import Site, Source

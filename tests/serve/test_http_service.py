@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.serve.http_problems import Problem
-from mirror.serve.http_service import PublishWatch
-from mirror.serve.http_view import Mirror
+from mirror.serve.http.problems import Problem
+from mirror.serve.http.service import PublishWatch
+from mirror.serve.http.view import Mirror
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
 from storage.read.view import View
 from storage.read.wait import MutationToken

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mirror.serve import http_status
-from mirror.serve.http_status import StatusReporter, _together, ask_service
-from mirror.serve.http_view import Mirror
+from mirror.serve.http import status as http_status
+from mirror.serve.http.status import StatusReporter, _together, ask_service
+from mirror.serve.http.view import Mirror
 from mirror.serve.objects import dumps
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.stored import stored_status

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve.http_view import Mirror
+from mirror.serve.http.view import Mirror
 from storage.env import directory
 from storage.errors import NotAMirror
 from storage.model import Collection, Seqno

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
+from mirror.serve.access.auth import Reader
+from mirror.serve.kv.bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
 from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
@@ -207,7 +207,7 @@ def test_a_manifest_names_only_what_its_reader_may_read(
     assert named == {"_default": [], "s": ["mine"], "empty": []}
     everything = json.loads(bucket.visible(READER).text)
     assert [scope["name"] for scope in everything["scopes"]] == ["_default", "s", "secret", "empty"]
-    monkeypatch.setattr("mirror.serve.kv_bucket.VISIBLE_MAX", 1)
+    monkeypatch.setattr("mirror.serve.kv.bucket.VISIBLE_MAX", 1)
     for number in range(5):
         bucket.visible(Reader("r", frozenset({f"s.{number}"})))
     assert len(bucket._visible[1]) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.serve.kv_connection import HIGH_WATER_BYTES, OPERATIONS, KvConnection
+from mirror.serve.kv.connection import HIGH_WATER_BYTES, OPERATIONS, KvConnection
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -64,7 +64,7 @@ async def test_a_turn_ends_with_its_time_however_few_requests_it_had(
         following(self)
 
     plain, following = KvConnection._answer, KvConnection._next_turn
-    monkeypatch.setattr("mirror.serve.kv_connection.perf_counter", clock)
+    monkeypatch.setattr("mirror.serve.kv.connection.perf_counter", clock)
     monkeypatch.setattr(KvConnection, "_answer", answer)
     monkeypatch.setattr(KvConnection, "_next_turn", next_turn)
     client = await endpoint.connect()
@@ -89,7 +89,7 @@ async def test_of_clients_that_use_up_their_turns_one_works_in_each_turn_of_the_
         return plain(self, frame)
 
     plain = KvConnection._answer
-    monkeypatch.setattr("mirror.serve.kv_connection.perf_counter", clock)
+    monkeypatch.setattr("mirror.serve.kv.connection.perf_counter", clock)
     monkeypatch.setattr(KvConnection, "_answer", answer)
     clients = [await endpoint.connect() for _ in range(5)]
     for client in clients:
@@ -159,7 +159,7 @@ async def test_bytes_that_are_no_request_are_noticed_where_a_turn_ends_before_th
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too few of them for a header: nothing more comes that would wake the connection."""
-    monkeypatch.setattr("mirror.serve.kv_connection.TURN_S", -1.0)
+    monkeypatch.setattr("mirror.serve.kv.connection.TURN_S", -1.0)
     client = await endpoint.connect()
     client.writer.write(fr.encode(get()) + fr.encode(get()) + b"get a\r\n")
     for _ in range(2):
@@ -308,7 +308,7 @@ async def test_saying_goodbye(endpoint: Endpoint) -> None:
 
 
 async def test_nobody_reads_without_a_name_where_names_are_needed(store: Store) -> None:
-    from mirror.serve.auth import SourceUser
+    from mirror.serve.access.auth import SourceUser
 
     class Closed(SourceUser):
         @property

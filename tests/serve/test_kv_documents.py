@@ -10,8 +10,8 @@ import cramjam
 import pytest
 
 from mirror.document import values
-from mirror.serve.auth import Reader
-from mirror.serve.kv_documents import CHANGES
+from mirror.serve.access.auth import Reader
+from mirror.serve.kv.documents import CHANGES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec

@@ -12,14 +12,14 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.document import values
-from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ServedMap, own_node
-from mirror.serve.kv_session import KvSession
+from mirror.serve.access.auth import Reader
+from mirror.serve.access.logins import Logins
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
+from mirror.serve.kv.large import LargeAnswers
+from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
-from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests
 from mirror.server.session import Reply

@@ -10,8 +10,8 @@ from pathlib import Path
 import cramjam
 import pytest
 
-from mirror.serve.kv_connection import KvConnection
-from mirror.serve.kv_server import CROWDED_SEND_TIMEOUT_S
+from mirror.serve.kv.connection import KvConnection
+from mirror.serve.kv.server import CROWDED_SEND_TIMEOUT_S
 from mirror.serve.large import LARGE_BYTES, Pieces, drop
 from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
@@ -191,7 +191,7 @@ async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_t
         return drop(pieces)
 
     monkeypatch.setattr(LargeDocument, "pieces", pieces)
-    monkeypatch.setattr("mirror.serve.kv_large.drop", noted)
+    monkeypatch.setattr("mirror.serve.kv.large.drop", noted)
     clients = [await endpoint.connect() for _ in range(4)]
     for client in clients:
         assert (await client.get(b"small")).value == b"{}"

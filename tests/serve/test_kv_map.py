@@ -8,7 +8,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.ingest import topology
-from mirror.serve.kv_map import ServedMap, named_nodes, own_node
+from mirror.serve.kv.map import ServedMap, named_nodes, own_node
 from mirror.serve.listener import Address
 from storage.model import Identity
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of
-from mirror.serve.kv_session import FAILED_LOGINS_MAX, GRANTED
+from mirror.serve.access.auth import FileUsers, Reader, SourceUser, entry_of
+from mirror.serve.access.tls import server_tls
+from mirror.serve.kv.session import FAILED_LOGINS_MAX, GRANTED
 from mirror.serve.listener import Address
-from mirror.serve.tls import server_tls
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
@@ -258,7 +258,7 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
         return list(codec_dcp.decode_all_vb_seqnos(answer.value))
 
     for step_s in (1.0, 0.0):
-        monkeypatch.setattr("mirror.serve.kv_session.STEP_S", step_s)
+        monkeypatch.setattr("mirror.serve.kv.session.STEP_S", step_s)
         assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
     for state in (1, 2):
         extras = codec_dcp.encode_all_vb_seqnos_request(state, 9)
@@ -290,7 +290,7 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kv_engine leaves out those that are not in the requested state; 0 would say that the source has nothing."""
-    monkeypatch.setattr("mirror.serve.kv_bucket.MANIFEST_FRESH_S", -1.0)
+    monkeypatch.setattr("mirror.serve.kv.bucket.MANIFEST_FRESH_S", -1.0)
     keys_of = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
     store = Store(tmp_path, vbuckets=4)
     store.put(keys_of[1], b"1", 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.kv_scan_request import Requirements, ScanBounds, parse
+from mirror.serve.kv.scan_request import Requirements, ScanBounds, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mirror.document import values
-from mirror.serve import kv_scans
-from mirror.serve.auth import Reader
+from mirror.serve.access.auth import Reader
+from mirror.serve.kv import scans as kv_scans
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import ScanItem, ScanLimits
 from mirror.wire.constants import Feature, Opcode, Status
@@ -280,7 +280,7 @@ async def test_who_hangs_up_leaves_nothing_behind(endpoint: Endpoint, client: Cl
 
 
 async def test_only_so_many_answers_of_a_client_are_under_way(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.serve.kv_connection.LATER_MAX", 2)
+    monkeypatch.setattr("mirror.serve.kv.connection.LATER_MAX", 2)
     required = {"vb_uuid": str(VBUUID), "seqno": 41, "timeout_ms": 20_000}
     waiting = create(between(snapshot_requirements=required))
     await client.send(waiting, waiting)

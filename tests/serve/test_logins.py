@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mirror.serve.auth import FileUsers, Reader, SourceUser, entry_of
-from mirror.serve.kv_session import FAILED_LOGINS_MAX
-from mirror.serve.listener import Limits
-from mirror.serve.logins import (
+from mirror.serve.access.auth import FileUsers, Reader, SourceUser, entry_of
+from mirror.serve.access.logins import (
     DELAY_MAX_S,
     DELAY_MIN_S,
     FORGET_S,
@@ -29,6 +27,8 @@ from mirror.serve.logins import (
     Failures,
     Logins,
 )
+from mirror.serve.kv.session import FAILED_LOGINS_MAX
+from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
 from mirror.wire.sasl import SaslError, ScramClient

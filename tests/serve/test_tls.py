@@ -24,10 +24,10 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
-from mirror.serve.auth import FileUsers, entry_of
-from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.access.auth import FileUsers, entry_of
+from mirror.serve.access.tls import server_tls
+from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.serve.tls import server_tls
 from mirror.supervise.stored import stored_status
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status

@@ -9,7 +9,7 @@ import pytest
 
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import SandboxCluster
-from mirror.serve.kv_map import ServedMap, named_nodes
+from mirror.serve.kv.map import ServedMap, named_nodes
 from mirror.server.cluster_config import NO_MANAGEMENT, ConfigBucket, ConfigNode, render
 from mirror.wire import codec_kv
 from storage.model import Identity

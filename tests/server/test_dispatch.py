@@ -12,14 +12,15 @@ from mirror.clock import SystemClock
 from mirror.sandbox import SandboxCluster, node
 from mirror.sandbox.session import SandboxSession, SessionPort
 from mirror.sandbox.users import User
-from mirror.serve import dcp_connection, kv_connection
-from mirror.serve.auth import Reader
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ServedMap, own_node
-from mirror.serve.kv_session import KvSession
+from mirror.serve.access.auth import Reader
+from mirror.serve.access.logins import Logins
+from mirror.serve.dcp import connection as dcp_connection
+from mirror.serve.kv import connection as kv_connection
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.large import LargeAnswers
+from mirror.serve.kv.map import ServedMap, own_node
+from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
-from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 from mirror.server import dispatch
 from mirror.server.session import Reply

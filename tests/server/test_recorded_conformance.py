@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.serve.auth import SourceUser
+from mirror.serve.access.auth import SourceUser
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Opcode, SnapshotFlag, Status, VbucketRole
 from mirror.wire.events import SnapshotMarker

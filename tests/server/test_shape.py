@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mirror.document import values
-from mirror.serve.dcp_connection import ABILITIES
+from mirror.serve.dcp.connection import ABILITIES
 from mirror.server.controls import Controls
 from mirror.server.shape import DELETION, EXPIRATION, DocumentShape
 from mirror.wire import xattr

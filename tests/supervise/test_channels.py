@@ -26,7 +26,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed
 from mirror.health import STATES
-from mirror.serve.http_server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer, Listening
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import Source
 from mirror.supervise.stored import stored_status

@@ -16,7 +16,7 @@ from cli.config import markdown_page
 from mirror import health
 from mirror.config_reader import describe
 from mirror.errors import ExitCode
-from mirror.serve.http_problems import TITLES
+from mirror.serve.http.problems import TITLES
 from mirror.serve.metrics import STATES
 from mirror.supervise import stored, supervisor
 from mirror.supervise.processes.plan import ProcessPhase

@@ -17,11 +17,11 @@ from typing import Any
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import StartServer
-from mirror.serve.admission import raise_descriptor_limit
-from mirror.serve.auth import users_of
-from mirror.serve.kv_map import named_nodes
+from mirror.serve.access.admission import raise_descriptor_limit
+from mirror.serve.access.auth import users_of
+from mirror.serve.access.tls import server_tls
+from mirror.serve.kv.map import named_nodes
 from mirror.serve.listener import Address, Reserved, check_addresses, parse_addresses, reserve
-from mirror.serve.tls import server_tls
 
 KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000

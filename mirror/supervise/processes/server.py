@@ -18,14 +18,14 @@ from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.messages import NoteContact, ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
-from mirror.serve.auth import users_of
+from mirror.serve.access.auth import users_of
+from mirror.serve.access.tls import server_tls
 from mirror.serve.contact import SourceContact
-from mirror.serve.dcp_server import DcpServer
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_map import ServedMap, named_nodes, own_node
-from mirror.serve.kv_server import KvServer
+from mirror.serve.dcp.server import DcpServer
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.map import ServedMap, named_nodes, own_node
+from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
-from mirror.serve.tls import server_tls
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
 from mirror.supervise.processes import logs
 from mirror.supervise.processes.life import Send, Work, main
@@ -146,7 +146,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
             raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
     if kind == "http":
         # imported here: a KV process has no use for the HTTP stack's memory
-        from mirror.serve.http_server import HttpServer, Listening
+        from mirror.serve.http.server import HttpServer, Listening
         from mirror.supervise.stored import stored_status
 
         listening = [Listening(each, address.local, address.tls) for address, each in sockets]

@@ -23,8 +23,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from mirror.serve.admission import Slot
-from mirror.serve.http_problems import Problem
+from mirror.serve.access.admission import Slot
+from mirror.serve.http.problems import Problem
 from mirror.serve.turns import Turns
 
 HEAD_BYTES_MAX = 256 * 1024

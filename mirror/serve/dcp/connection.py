@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from mirror.log import get_logger
-from mirror.serve import kv_connection
-from mirror.serve.admission import Slot
-from mirror.serve.auth import Reader
+from mirror.serve.access.admission import Slot
+from mirror.serve.access.auth import Reader
 from mirror.serve.contact import SourceContact
-from mirror.serve.dcp_producer import DcpCounters, DcpProducer
-from mirror.serve.dcp_watch import Watch
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_connection import Host, KvConnection
-from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_session import KvSession
+from mirror.serve.dcp.producer import DcpCounters, DcpProducer
+from mirror.serve.dcp.watch import Watch
+from mirror.serve.kv import connection as kv_connection
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.connection import Host, KvConnection
+from mirror.serve.kv.large import LargeAnswers
+from mirror.serve.kv.session import KvSession
 from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
 from mirror.server import dcp_requests, dispatch

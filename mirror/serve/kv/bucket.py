@@ -16,7 +16,7 @@ from functools import cached_property, partial
 
 from mirror.clock import Clock
 from mirror.log import get_logger
-from mirror.serve.auth import Reader
+from mirror.serve.access.auth import Reader
 from mirror.serve.large import LARGE_BYTES
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status

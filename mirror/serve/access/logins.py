@@ -24,8 +24,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from mirror.clock import Clock
-from mirror.serve.admission import Periodic
-from mirror.serve.auth import Reader, Users
+from mirror.serve.access.admission import Periodic
+from mirror.serve.access.auth import Reader, Users
 from mirror.wire.sasl import SaslError
 
 NICENESS = 10

@@ -14,14 +14,14 @@ from typing import TypedDict, TypeVar
 from mirror.document import values
 from mirror.document.lookup import About, Content
 from mirror.document.walk import Buffer
-from mirror.serve.admission import LOCAL
-from mirror.serve.auth import Reader, Users
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_large import LargeAnswers, UnreadDocument
-from mirror.serve.kv_map import ServedMap
-from mirror.serve.kv_scan_request import Scan
+from mirror.serve.access.admission import LOCAL
+from mirror.serve.access.auth import Reader, Users
+from mirror.serve.access.logins import Attempt, Logins
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.large import LargeAnswers, UnreadDocument
+from mirror.serve.kv.map import ServedMap
+from mirror.serve.kv.scan_request import Scan
 from mirror.serve.large import Pieces, cut_xattrs
-from mirror.serve.logins import Attempt, Logins
 from mirror.server.document_requests import (
     ACCESS_DELETED,
     REPLICA_READ,

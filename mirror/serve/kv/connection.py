@@ -24,14 +24,15 @@ from time import perf_counter
 from typing import Protocol, TypeVar
 
 from mirror.log import get_logger
-from mirror.serve import kv_documents, kv_scans
-from mirror.serve.admission import Slot
-from mirror.serve.auth import RIGHTS_CHANGED, Reader
-from mirror.serve.kv_fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv_session import KvSession
+from mirror.serve.access.admission import Slot
+from mirror.serve.access.auth import RIGHTS_CHANGED, Reader
+from mirror.serve.access.tls import certified_reader
+from mirror.serve.kv import documents as kv_documents
+from mirror.serve.kv import scans as kv_scans
+from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
+from mirror.serve.kv.session import KvSession
 from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
-from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http

@@ -5,7 +5,7 @@ LIST_BUCKETS is answered here as well: the mirror has exactly one.
 
 from __future__ import annotations
 
-from mirror.serve.kv_session import READ_ONLY, KvSession
+from mirror.serve.kv.session import READ_ONLY, KvSession
 from mirror.server.errors import Refused
 from mirror.server.session import Operation, Reply
 from mirror.wire.constants import SUBDOC_CHANGES, Opcode, Status

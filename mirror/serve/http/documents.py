@@ -15,9 +15,9 @@ from urllib.parse import unquote_to_bytes
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mirror.serve.auth import Reader
-from mirror.serve.http_problems import COLLECTIONS_HINT, Problem
-from mirror.serve.http_requests import (
+from mirror.serve.access.auth import Reader
+from mirror.serve.http.problems import COLLECTIONS_HINT, Problem
+from mirror.serve.http.requests import (
     PAGE_LIMIT_DEFAULT,
     PAGE_LIMIT_MAX,
     Page,
@@ -31,7 +31,7 @@ from mirror.serve.http_requests import (
     requested_keys,
     vbucket,
 )
-from mirror.serve.http_service import (
+from mirror.serve.http.service import (
     BUDGETED_BYTES,
     WAIT_PARAMETERS,
     Budgeted,

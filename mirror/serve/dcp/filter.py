@@ -8,7 +8,7 @@ manifest at each snapshot's end; nothing passes that the reader may not read.
 
 from __future__ import annotations
 
-from mirror.serve.auth import Reader
+from mirror.serve.access.auth import Reader
 from mirror.server.errors import Refused
 from mirror.server.filter import requested_filter
 from mirror.wire.constants import Status

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mirror.serve.auth import Reader
+from mirror.serve.access.auth import Reader
 from mirror.server.document_requests import KEY_BYTES_MAX
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status

@@ -17,16 +17,16 @@ from functools import partial
 
 from mirror.clock import Clock
 from mirror.log import get_logger
-from mirror.serve.admission import Acceptor, Admission
-from mirror.serve.auth import Users, current
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_connection import KvConnection
-from mirror.serve.kv_fast import Counters
-from mirror.serve.kv_large import LargeAnswers
-from mirror.serve.kv_map import ServedMap
-from mirror.serve.kv_session import KvSession, LoginOptions
+from mirror.serve.access.admission import Acceptor, Admission
+from mirror.serve.access.auth import Users, current
+from mirror.serve.access.logins import Logins
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.connection import KvConnection
+from mirror.serve.kv.fast import Counters
+from mirror.serve.kv.large import LargeAnswers
+from mirror.serve.kv.map import ServedMap
+from mirror.serve.kv.session import KvSession, LoginOptions
 from mirror.serve.listener import Address, Limits
-from mirror.serve.logins import Logins
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5

@@ -25,17 +25,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
-from mirror.serve.admission import Slot
-from mirror.serve.auth import RIGHTS_CHANGED, Reader, Users, current
+from mirror.serve.access.admission import Slot
+from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current
+from mirror.serve.access.logins import Logins
+from mirror.serve.access.tls import certified_reader
 from mirror.serve.budget import Budget
-from mirror.serve.http_problems import Problem
-from mirror.serve.http_requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
-from mirror.serve.http_status import StatusReporter
-from mirror.serve.http_view import Mirror
+from mirror.serve.http.problems import Problem
+from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
+from mirror.serve.http.status import StatusReporter
+from mirror.serve.http.view import Mirror
 from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
-from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
-from mirror.serve.tls import certified_reader
 from mirror.serve.turns import Turns
 from storage.errors import StorageError
 from storage.format.records import DATATYPE_XATTR

@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from mirror.serve.http_problems import Problem
+from mirror.serve.http.problems import Problem
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from mirror.clock import Clock
 from mirror.log import get_logger
-from mirror.serve.auth import Users
+from mirror.serve.access.auth import Users
 from mirror.serve.contact import SourceContact
-from mirror.serve.dcp_connection import DcpConnection, DcpSession
-from mirror.serve.dcp_producer import DcpCounters
-from mirror.serve.dcp_watch import Watch
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_connection import KvConnection
-from mirror.serve.kv_map import ServedMap
-from mirror.serve.kv_server import KvServer
+from mirror.serve.dcp.connection import DcpConnection, DcpSession
+from mirror.serve.dcp.producer import DcpCounters
+from mirror.serve.dcp.watch import Watch
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.connection import KvConnection
+from mirror.serve.kv.map import ServedMap
+from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address
 
 log = get_logger("dcp")

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mirror.log import get_logger
-from mirror.serve.dcp_encoder import MUTATION, PREPARE, RowEncoder
-from mirror.serve.dcp_filter import ServedFilter
+from mirror.serve.dcp.encoder import MUTATION, PREPARE, RowEncoder
+from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.large import LARGE_BYTES, LargeReads, Pieces
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp

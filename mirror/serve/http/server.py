@@ -1,6 +1,6 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
-Knows settings, sockets and uvicorn's protocol; what it answers, `http_api` knows. It is a child of the supervisor,
+Knows settings, sockets and uvicorn's protocol; `api` knows the answers. It is a child of the supervisor,
 which gives it its sockets, asks it how it does, and starts another when it dies. Invariants: what was requested before
 a stop is answered within the time that is left; streams end at once, so that their readers find another process.
 """
@@ -23,18 +23,18 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import ProcessCommand, ProcessReport
-from mirror.serve.admission import Acceptor, Admission
-from mirror.serve.auth import Users, users_of
+from mirror.serve.access.admission import Acceptor, Admission
+from mirror.serve.access.auth import Users, users_of
+from mirror.serve.access.logins import Logins
+from mirror.serve.access.tls import server_tls
 from mirror.serve.budget import Budget
-from mirror.serve.http_api import make_app
-from mirror.serve.http_protocol import BoundedProtocol, Gate, protocol_config
-from mirror.serve.http_service import PublishWatch, Service
-from mirror.serve.http_status import Report, StatusReporter
-from mirror.serve.http_view import Mirror
+from mirror.serve.http.api import make_app
+from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
+from mirror.serve.http.service import PublishWatch, Service
+from mirror.serve.http.status import Report, StatusReporter
+from mirror.serve.http.view import Mirror
 from mirror.serve.listener import Limits
-from mirror.serve.logins import Logins
 from mirror.serve.metrics import Requests
-from mirror.serve.tls import server_tls
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005

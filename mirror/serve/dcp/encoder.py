@@ -13,8 +13,8 @@ import struct
 from time import monotonic
 
 from mirror.document.values import JSON, XATTR
-from mirror.serve.admission import Periodic
-from mirror.serve.dcp_filter import ServedFilter, is_replaced
+from mirror.serve.access.admission import Periodic
+from mirror.serve.dcp.filter import ServedFilter, is_replaced
 from mirror.serve.large import LargeReads, Pieces, UnreadableValue, cut_xattrs
 from mirror.server.controls import Controls
 from mirror.server.shape import TIME_UNKNOWN, DocumentShape

@@ -11,7 +11,7 @@ import struct
 from time import perf_counter, time
 from zlib import crc32
 
-from mirror.serve.kv_session import KvSession
+from mirror.serve.kv.session import KvSession
 from mirror.serve.large import LARGE_BYTES
 from mirror.serve.latency import Latencies
 from mirror.wire import codec_kv

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from mirror.serve import dcp_filter
-from mirror.serve.auth import Reader
-from mirror.serve.dcp_filter import ServedFilter
-from mirror.serve.dcp_stream import PIECE_BYTES, DcpStream
-from mirror.serve.dcp_watch import News, Watch
-from mirror.serve.kv_bucket import KvBucket
-from mirror.serve.kv_large import LargeAnswers
+from mirror.serve.access.auth import Reader
+from mirror.serve.dcp import filter as dcp_filter
+from mirror.serve.dcp.filter import ServedFilter
+from mirror.serve.dcp.stream import PIECE_BYTES, DcpStream
+from mirror.serve.dcp.watch import News, Watch
+from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.large import Pieces, drop, held_bytes, let_go
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused

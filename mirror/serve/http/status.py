@@ -20,7 +20,7 @@ from mirror.client import socket_address
 from mirror.clock import Clock
 from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import GetStatus, encode
-from mirror.serve.http_view import Mirror
+from mirror.serve.http.view import Mirror
 from storage.errors import StorageError
 
 ASK_TIMEOUT_S = 10.0

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from mirror.document import values
-from mirror.serve.kv_scan_request import Scan, ScanBounds, parse
-from mirror.serve.kv_session import KvSession
+from mirror.serve.kv.scan_request import Scan, ScanBounds, parse
+from mirror.serve.kv.session import KvSession
 from mirror.serve.large import Pieces
 from mirror.server.document_requests import outgoing
 from mirror.server.errors import Refused

@@ -26,11 +26,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.log import get_logger
-from mirror.serve.auth import Reader
-from mirror.serve.http_documents import collection_id
-from mirror.serve.http_problems import Problem, internal, of_storage
-from mirror.serve.http_requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http_service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
+from mirror.serve.access.auth import Reader
+from mirror.serve.http.documents import collection_id
+from mirror.serve.http.problems import Problem, internal, of_storage
+from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
+from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
 from mirror.serve.objects import change_json, dumps

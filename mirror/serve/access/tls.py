@@ -17,7 +17,7 @@ from pathlib import Path
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.serve.auth import Reader, Users
+from mirror.serve.access.auth import Reader, Users
 from mirror.server.privileges import certified_name
 
 READ_BYTES = 64 * 1024

@@ -1,6 +1,6 @@
 """The OpenAPI description of the HTTP API: requests, answers, and every way it can fail.
 
-Knows the routes' shapes as data, and the bounds of `http_requests`; never how an answer is made. Invariant: the test
+Knows the routes' shapes as data, and the bounds of `requests`; never how an answer is made. Invariant: the test
 suite asks the API what this document allows, and what it does not, and holds each answer against it.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirror.serve import http_problems, http_requests
+from mirror.serve.http import problems as http_problems
+from mirror.serve.http import requests as http_requests
 from mirror.serve.metrics import STATES
 from storage.model import SEQNO_MAX
 

@@ -20,13 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mirror import __version__
 from mirror.log import get_logger
-from mirror.serve.http_changes import get_changes
-from mirror.serve.http_documents import get_document, get_document_now, get_documents, scan_documents
-from mirror.serve.http_openapi import description
-from mirror.serve.http_problems import Problem, internal, of_http, of_storage
-from mirror.serve.http_requests import Parameters, header, vbucket
-from mirror.serve.http_service import Service, refuse_websites
-from mirror.serve.http_status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
+from mirror.serve.http.changes import get_changes
+from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
+from mirror.serve.http.openapi import description
+from mirror.serve.http.problems import Problem, internal, of_http, of_storage
+from mirror.serve.http.requests import Parameters, header, vbucket
+from mirror.serve.http.service import Service, refuse_websites
+from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
 from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError

@@ -1,0 +1,1 @@
+"""Who may read: users, logins, certificates, and who may connect."""

@@ -1,0 +1,1 @@
+"""Documents, changes and status over HTTP."""

@@ -1,0 +1,1 @@
+"""Documents by the key-value protocol."""
