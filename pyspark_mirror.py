@@ -5,6 +5,6 @@ nothing else.
 """
 
 from mirror.spark.session import session
-from mirror.spark.source import MirrorSource as DefaultSource
+from mirror.spark.source.data_source import MirrorSource as DefaultSource
 
 __all__ = ["DefaultSource", "session"]

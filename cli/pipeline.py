@@ -30,12 +30,12 @@ from mirror.inspection.comparison import not_said
 from storage.format.keys import split_key
 
 if TYPE_CHECKING:
-    from mirror.spark.bodies import Reading
-    from mirror.spark.compare import Compared
-    from mirror.spark.documents import Layouts
-    from mirror.spark.metrics import SyncMetrics
-    from mirror.spark.progress import BatchFigures, MergeFigures
-    from mirror.spark.runner import Runner
+    from mirror.spark.pipeline.compare import Compared
+    from mirror.spark.pipeline.metrics import SyncMetrics
+    from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
+    from mirror.spark.pipeline.runner import Runner
+    from mirror.spark.tables.documents import Layouts
+    from mirror.typed.bodies import Reading
 
 
 def private() -> None:
@@ -152,7 +152,7 @@ def data_from(data: Path | None, config: Path | None) -> Path:
 
 def rewrite_rate_from(text: str) -> int:
     """Bytes a second. Raises ConfigError."""
-    from mirror.spark.options import byte_count
+    from mirror.spark.source.options import byte_count
 
     try:
         return 0 if text == "0" else byte_count(text)
@@ -164,8 +164,8 @@ def layouts_from(
     schemas: Sequence[str], per_collection: bool, reading: Reading, misfits_max: float, overwrite_schema: bool
 ) -> Layouts:
     """The tables that `sync` keeps. Raises ConfigError."""
-    from mirror.spark.ddl import fields_of
-    from mirror.spark.documents import Layout, Layouts
+    from mirror.spark.tables.documents import Layout, Layouts
+    from mirror.typed.ddl import fields_of
 
     found: dict[str | None, Layout] = {}
     for text in schemas:
@@ -196,7 +196,7 @@ def under_spark_submit() -> bool:
 
 def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoch: str | None) -> Reading:
     """How documents are read. Raises ConfigError."""
-    from mirror.spark.options import reading_of
+    from mirror.spark.source.options import reading_of
 
     if permissive and mode not in (None, "permissive"):
         raise ConfigError(f"--permissive and --mode {mode} were both given")
@@ -223,7 +223,7 @@ def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
 def running(name: str, master: str | None, spark: bool, processes: int | None) -> Iterator[Runner]:
     """Where the tasks of a pipeline run."""
     need("pyarrow", "deltalake")
-    from mirror.spark.runner import LocalRunner, SparkRunner
+    from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
     from mirror.supervise.processes.life import die_with_parent
 
     if master is None and not spark and not under_spark_submit():
@@ -311,8 +311,8 @@ def export(
     path = data_from(data, config)
     check_destination(to)
     with running("export", master, spark, processes) as runner, tasks_shown("export", as_json=as_json) as progress:
-        from mirror.spark.ddl import fields_of
-        from mirror.spark.export import export as run
+        from mirror.spark.pipeline.export import export as run
+        from mirror.typed.ddl import fields_of
 
         done = run(
             path,
@@ -438,12 +438,12 @@ def sync(
         **({"collection": collection} if collection else {}),
         **({"connection": source} if source else {"path": str(data_from(data, config))}),
     }
-    from mirror.spark.lake import Costs
-    from mirror.spark.metrics import SyncMetrics
+    from mirror.spark.pipeline.metrics import SyncMetrics
+    from mirror.spark.pipeline.progress import BatchFigures
+    from mirror.spark.pipeline.sync import How, check_source, checkpoint_for
+    from mirror.spark.pipeline.sync import sync as run
     from mirror.spark.places import folder_at
-    from mirror.spark.progress import BatchFigures
-    from mirror.spark.sync import How, check_source, checkpoint_for
-    from mirror.spark.sync import sync as run
+    from mirror.spark.tables.lake import Costs
 
     how = How(
         checkpoint=None if checkpoint is None else path_from(checkpoint),
@@ -499,7 +499,7 @@ def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContex
     if address is None:
         return nullcontext()
     from mirror.serve.listener import parse_addresses
-    from mirror.spark.metrics import serving
+    from mirror.spark.pipeline.metrics import serving
 
     parsed, *more = parse_addresses(address, "--metrics")
     if more or parsed.tls or parsed.path is not None:
@@ -570,8 +570,8 @@ def compare(
     loaded = options.settings_from({"data": data, "source": source}, config=config).settings
     path = data_from(data, config)
     with running("compare", master, spark, processes) as runner, tasks_shown("compare", as_json=as_json) as progress:
-        from mirror.spark.compare import compare as run
-        from mirror.spark.options import ranges
+        from mirror.spark.pipeline.compare import compare as run
+        from mirror.spark.source.options import ranges
 
         try:
             vbids = None if vbuckets is None else sorted(ranges(vbuckets))
@@ -614,7 +614,7 @@ def backfill(
     settings = options.settings_from({"source": source, "groups": groups}, config=config, pairs=pairs).settings
     target, place = path_from(to), None if scratch is None else str(path_from(scratch))
     with running("backfill", master, spark, processes) as runner, tasks_shown("backfill", as_json=as_json) as progress:
-        from mirror.spark.backfill import backfill as run
+        from mirror.spark.pipeline.backfill import backfill as run
 
         done = run(source, target, settings, runner, groups=groups, scratch=place, progress=progress)
     if as_json:

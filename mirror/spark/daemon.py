@@ -17,7 +17,7 @@ from typing import Any
 
 from pyspark import daemon
 
-READERS = ("mirror.spark.source", "mirror.spark.remote", "pyarrow.compute", "pyarrow.json")
+READERS = ("mirror.spark.source.data_source", "mirror.spark.source.remote", "pyarrow.compute", "pyarrow.json")
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from pyspark.sql.functions import col, from_json
 
 from cli.pipeline import spark_session
 from mirror.sandbox.workload import Orders, order_key
-from mirror.spark.export import export
-from mirror.spark.runner import LocalRunner
+from mirror.spark.pipeline.export import export
+from mirror.spark.pipeline.runner import LocalRunner
 from tests.bench import stores
 
 FEW, MANY, GROUPS = 64, 1024, 8

@@ -17,7 +17,7 @@ from cli import pipeline
 from cli.pipeline import batch_line, collections_from, layouts_from, reading_from
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
-from mirror.spark.progress import BatchFigures
+from mirror.spark.pipeline.progress import BatchFigures
 from tests.bench import stores
 from tests.cli.conftest import LIMIT_S, background, call, environment
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from mirror.spark.bodies import MODES, Bodies, DocumentDoesNotFit, Parsed, Reading, _ArrowReader
-from mirror.spark.ddl import WORDS, fields_of
-from mirror.spark.values import Misfit, object_of
+from mirror.typed.bodies import MODES, Bodies, DocumentDoesNotFit, Parsed, Reading, _ArrowReader
+from mirror.typed.ddl import WORDS, fields_of
+from mirror.typed.values import Misfit, object_of
 
 TYPES = (
     *sorted(WORDS),

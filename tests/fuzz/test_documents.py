@@ -17,8 +17,8 @@ EXECUTIONS_LONG = 1_000_000
 ONCE_FATAL = ('{"v":1e-999999999}', '{"v":"1e-2000000"}', '{"v":"1\\u0065-999999999"}', '{"v":"1e\\u002d999999999"}')
 READ = """
 import sys, pyarrow as pa
-from mirror.spark.bodies import Bodies, Reading
-from mirror.spark.ddl import fields_of
+from mirror.typed.bodies import Bodies, Reading
+from mirror.typed.ddl import fields_of
 for kind in ("decimal(10,2)", "decimal(38,18)", "double", "string", "int", "map<string,decimal(5,1)>"):
     body = pa.array([sys.argv[1].encode()], pa.binary())
     Bodies(fields_of("v " + kind), Reading("permissive")).columns(body, b"\\1", body)

@@ -9,8 +9,8 @@ import cramjam
 import pyarrow as pa
 import pytest
 
-from mirror.spark.bodies import Bodies, DocumentDoesNotFit, Reading
-from mirror.spark.rows import Documents, change_row
+from mirror.spark.source.rows import Documents, change_row
+from mirror.typed.bodies import Bodies, DocumentDoesNotFit, Reading
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode

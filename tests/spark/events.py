@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mirror.spark.columns import CHANGES
+from mirror.spark.source.columns import CHANGES
 
 Event = dict[str, Any]
 Name = tuple[str, str]

@@ -16,9 +16,9 @@ from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
 from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from mirror.spark import backfill as backfills
-from mirror.spark.backfill import Backfilled, backfill, backfill_task
-from mirror.spark.runner import LocalRunner, SparkRunner
+from mirror.spark.pipeline import backfill as backfills
+from mirror.spark.pipeline.backfill import Backfilled, backfill, backfill_task
+from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.cli.conftest import call

@@ -7,11 +7,11 @@ import sys
 
 from pyspark import cloudpickle
 
-from mirror.spark.carry import Carried
-from mirror.spark.columns import DOCUMENTS
-from mirror.spark.local import Shape
-from mirror.spark.options import parse
-from mirror.spark.source import DocumentsReader
+from mirror.spark.source.carry import Carried
+from mirror.spark.source.columns import DOCUMENTS
+from mirror.spark.source.data_source import DocumentsReader
+from mirror.spark.source.local import Shape
+from mirror.spark.source.options import parse
 
 
 def reader() -> DocumentsReader:

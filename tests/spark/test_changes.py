@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark import changes
-from mirror.spark.changes import ChangesTask, LocalChanges, LostHistory, read
-from mirror.spark.columns import CHANGES
-from mirror.spark.fold import fold
-from mirror.spark.offsets import Offset
-from mirror.spark.options import Options, parse
+from mirror.spark.source import changes
+from mirror.spark.source.changes import ChangesTask, LocalChanges, LostHistory, read
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.source.offsets import Offset
+from mirror.spark.source.options import Options, parse
+from mirror.spark.tables.fold import fold
 from mirror.supervise.processes.worker import restore_missing
 from storage.env import directory
 from storage.format.keys import vbid_of

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mirror.spark.columns import CHANGES, DOCUMENTS, TABLES
+from mirror.spark.source.columns import CHANGES, DOCUMENTS, TABLES
 
 
 def test_changes_begin_with_the_columns_of_documents() -> None:

@@ -13,8 +13,8 @@ from mirror.config_reader import load
 from mirror.errors import BucketChanged, ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from mirror.spark.compare import Compared, compare
-from mirror.spark.runner import LocalRunner
+from mirror.spark.pipeline.compare import Compared, compare
+from mirror.spark.pipeline.runner import LocalRunner
 from storage.env import directory
 from storage.format import keys, seal
 from storage.read.view import open_view

@@ -15,7 +15,7 @@ theirs.manager = lambda: None
 sys.argv = ["daemon", "pyspark.worker"]
 daemon.main()
 tasks = {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
-expected = ("pyspark.worker", "mirror.spark.source", "mirror.spark.remote", "lmdb", "pyarrow.json")
+expected = ("pyspark.worker", "mirror.spark.source.data_source", "mirror.spark.source.remote", "lmdb", "pyarrow.json")
 loaded = all(name in sys.modules for name in expected)
 print(threading.active_count(), len(tasks - {"jemalloc_bg_thd"}), loaded, gc.get_freeze_count() > 10_000)
 """

@@ -11,7 +11,8 @@ import pytest
 from deltalake import DeltaTable, Schema, Transaction
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.delta import (
+from mirror.spark.places import LocalFolder, folder_at
+from mirror.spark.tables.delta import (
     COMPACTED_BYTES_MAX,
     RUN,
     CommitConflict,
@@ -23,8 +24,7 @@ from mirror.spark.delta import (
     remove_orphans,
     require_absent_or_table,
 )
-from mirror.spark.parts import Part, PartWriter, run_name
-from mirror.spark.places import LocalFolder, folder_at
+from mirror.spark.tables.parts import Part, PartWriter, run_name
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64())])
 

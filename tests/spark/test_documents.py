@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark import documents
-from mirror.spark.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
-from mirror.spark.ddl import fields_of
-from mirror.spark.documents import BATCH_MARK, Applied, Layout, Layouts, later, void_rows, voids_in
-from mirror.spark.fold import Voids
-from mirror.spark.lake import Lake
 from mirror.spark.places import folder_at
+from mirror.spark.tables import documents
+from mirror.spark.tables.documents import BATCH_MARK, Applied, Layout, Layouts, later, void_rows, voids_in
+from mirror.spark.tables.fold import Voids
+from mirror.spark.tables.lake import Lake
+from mirror.typed.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
+from mirror.typed.ddl import fields_of
 from tests.spark.events import Event, event, table_of
 from tests.spark.test_lake import apply, batch
 

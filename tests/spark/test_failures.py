@@ -7,7 +7,13 @@ import os
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.failures import MirrorSourceError, clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
+from mirror.spark.source.failures import (
+    MirrorSourceError,
+    clear_errors,
+    hide_tracebacks,
+    show_tracebacks,
+    with_clear_errors,
+)
 from storage.errors import CorruptedError
 
 

@@ -22,8 +22,8 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from mirror.spark.filters import accept
-from mirror.spark.local import Restriction
+from mirror.spark.source.filters import accept
+from mirror.spark.source.local import Restriction
 
 KEYS = ["", "a", "ab", "abc", "b", "ba", "é", "\U0001f600"]
 COLLECTIONS = ["_default._default", "shop.orders"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.spark.fold import Voids, fold, fold_files
+from mirror.spark.tables.fold import Voids, fold, fold_files
 from tests.spark.events import History, event, table_of
 
 
@@ -123,6 +123,6 @@ def test_no_more_is_folded_at_once_than_a_piece_and_a_vbucket(monkeypatch: pytes
         folded.append(events.num_rows)
         return fold(events)
 
-    monkeypatch.setattr("mirror.spark.fold.fold", counted)
+    monkeypatch.setattr("mirror.spark.tables.fold.fold", counted)
     list(fold_files([pieces]))
     assert folded == [3, 3]

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark import lake as lakes
-from mirror.spark.columns import CHANGES
-from mirror.spark.delta import CommitConflict
-from mirror.spark.documents import BATCH_MARK, Applied, DocumentsTable, Layouts, batch_of
-from mirror.spark.lake import Batch, Costs, Lake, collection_of, folder_name
-from mirror.spark.parts import PartWriter
 from mirror.spark.places import folder_at
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables import lake as lakes
+from mirror.spark.tables.delta import CommitConflict
+from mirror.spark.tables.documents import BATCH_MARK, Applied, DocumentsTable, Layouts, batch_of
+from mirror.spark.tables.lake import Batch, Costs, Lake, collection_of, folder_name
+from mirror.spark.tables.parts import PartWriter
 from tests.spark.events import Event, History, Name, event, table_of
 
 IDENTITY = ("kind", "vbid", "collection", "key", "seqno", "branch", "at_branch", "at_seqno")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from mirror.spark.columns import CHANGES
-from mirror.spark.ddl import fields_of
-from mirror.spark.documents import Layout, Layouts
-from mirror.spark.lake import Batch, Costs, Lake
-from mirror.spark.parts import PartWriter
+from mirror.spark.pipeline.sync import KEEP_HOURS, TIDY_BATCHES
 from mirror.spark.places import folder_at
-from mirror.spark.sync import KEEP_HOURS, TIDY_BATCHES
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables.documents import Layout, Layouts
+from mirror.spark.tables.lake import Batch, Costs, Lake
+from mirror.spark.tables.parts import PartWriter
+from mirror.typed.ddl import fields_of
 from tests.spark.mirrors import VBUCKETS, order
 
 ORDERS = 1_000_000

@@ -11,12 +11,12 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.spark import local
-from mirror.spark.columns import DOCUMENTS
-from mirror.spark.export import export
-from mirror.spark.local import Restriction, Shape, dealt, plan, read
-from mirror.spark.options import Options, parse
-from mirror.spark.runner import LocalRunner
+from mirror.spark.pipeline.export import export
+from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.source import local
+from mirror.spark.source.columns import DOCUMENTS
+from mirror.spark.source.local import Restriction, Shape, dealt, plan, read
+from mirror.spark.source.options import Options, parse
 from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
 from storage.history.purge import Window
 from storage.read.view import open_view

@@ -9,8 +9,8 @@ import pytest
 
 from cli.pipeline import merge_line, serving_metrics
 from mirror.errors import ConfigError
-from mirror.spark.metrics import SyncMetrics, serving
-from mirror.spark.progress import BatchFigures, MergeFigures
+from mirror.spark.pipeline.metrics import SyncMetrics, serving
+from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
 
 
 def scraped(port: int) -> dict[str, float]:

@@ -10,9 +10,9 @@ import pytest
 from deltalake import DeltaTable
 
 from mirror.errors import MirrorError
-from mirror.spark.bodies import TooManyMisfits
-from mirror.spark.documents import Applied, DocumentsTable
-from mirror.spark.lake import Lake
+from mirror.spark.tables.documents import Applied, DocumentsTable
+from mirror.spark.tables.lake import Lake
+from mirror.typed.bodies import TooManyMisfits
 from tests.spark.events import event
 from tests.spark.test_documents import lake_in, put, typed
 from tests.spark.test_lake import apply, batch

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.errors import ConfigError
-from mirror.spark.offsets import BEGINNING, At, Lag, Offset, admit, decode
+from mirror.spark.source.offsets import BEGINNING, At, Lag, Offset, admit, decode
 
 
 def test_an_offset_is_the_same_after_a_checkpoint() -> None:

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.bodies import Reading
-from mirror.spark.options import parse, ranges, reading_of
+from mirror.spark.source.options import parse, ranges, reading_of
+from mirror.typed.bodies import Reading
 
 
 def test_what_is_not_said_has_a_default() -> None:

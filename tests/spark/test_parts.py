@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mirror.errors import MirrorError
-from mirror.spark import parts
-from mirror.spark.parts import PartWriter, run_name, run_of, text_keys
+from mirror.spark.tables import parts
+from mirror.spark.tables.parts import PartWriter, run_name, run_of, text_keys
 
 SCHEMA = pa.schema([("key", pa.string()), ("seqno", pa.int64()), ("value", pa.binary())])
 

@@ -15,15 +15,15 @@ from deltalake.fs import DeltaStorageHandler
 
 from cli.pipeline import check_destination
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark import export as exports
-from mirror.spark.columns import CHANGES
-from mirror.spark.delta import CommitConflict
-from mirror.spark.export import export
-from mirror.spark.lake import Lake
-from mirror.spark.parts import PartWriter, run_name
+from mirror.spark.pipeline import export as exports
+from mirror.spark.pipeline.export import export
+from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.pipeline.sync import How, checkpoint_for
 from mirror.spark.places import LocalFolder, ObjectFolder, folder_at, local_path
-from mirror.spark.runner import LocalRunner
-from mirror.spark.sync import How, checkpoint_for
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables.delta import CommitConflict
+from mirror.spark.tables.lake import Lake
+from mirror.spark.tables.parts import PartWriter, run_name
 from tests.cli.conftest import call
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mirror.spark.documents import Applied
-from mirror.spark.offsets import At, Offset
-from mirror.spark.progress import BATCHES_HELD_MAX, BatchFigures, Listener, lag_of
+from mirror.spark.pipeline.progress import BATCHES_HELD_MAX, BatchFigures, Listener, lag_of
+from mirror.spark.source.offsets import At, Offset
+from mirror.spark.tables.documents import Applied
 
 
 def offset(**seqnos: int) -> str:

@@ -10,12 +10,12 @@ import pytest
 
 from mirror.errors import AuthRejected, ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.spark import remote
-from mirror.spark.changes import LostHistory
-from mirror.spark.columns import CHANGES, DOCUMENTS
-from mirror.spark.local import Restriction, Shape
-from mirror.spark.options import Options, parse
-from mirror.spark.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
+from mirror.spark.source import remote
+from mirror.spark.source.changes import LostHistory
+from mirror.spark.source.columns import CHANGES, DOCUMENTS
+from mirror.spark.source.local import Restriction, Shape
+from mirror.spark.source.options import Options, parse
+from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
 from storage.format.records import encode_deletion, encode_mutation
 from storage.model import Manifest
 

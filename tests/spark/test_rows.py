@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.spark import rows as rows_module
-from mirror.spark.columns import CHANGES, DOCUMENTS
-from mirror.spark.rows import HEAD, Documents, change_batches, change_row, control_row, event_micros
+from mirror.spark.source import rows as rows_module
+from mirror.spark.source.columns import CHANGES, DOCUMENTS
+from mirror.spark.source.rows import HEAD, Documents, change_batches, change_row, control_row, event_micros
 from storage.errors import CorruptedError
 from storage.format import records
 from storage.format.keys import encode_collection_id

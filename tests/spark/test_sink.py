@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mirror.errors import MirrorError
-from mirror.spark.parts import Part
-from mirror.spark.runner import error_of
-from mirror.spark.sink import PartsSink, PartsWritten, Writer
+from mirror.spark.pipeline.runner import error_of
+from mirror.spark.pipeline.sink import PartsSink, PartsWritten, Writer
+from mirror.spark.tables.parts import Part
 from tests.spark.events import event, table_of
 
 PREFIX = "part-0123456789abcdef-b7"

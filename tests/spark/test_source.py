@@ -18,9 +18,9 @@ from pyspark.sql.types import BinaryType, DataType, IntegerType, StringType, Str
 
 from mirror.sandbox import SandboxCluster, SandboxThread, WorkloadOptions
 from mirror.sandbox.workload import Workload
-from mirror.spark.columns import DOCUMENTS
-from mirror.spark.failures import MirrorSourceError
-from mirror.spark.source import MirrorSource
+from mirror.spark.source.columns import DOCUMENTS
+from mirror.spark.source.data_source import MirrorSource
+from mirror.spark.source.failures import MirrorSourceError
 from storage.format.records import VALUE_LENGTH_MAX
 from storage.read.view import open_view
 from tests.crash.service import Service, until

@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.spark.options import parse
-from mirror.spark.stream import ChangesStream
+from mirror.spark.source.options import parse
+from mirror.spark.source.stream import ChangesStream
 from storage.history.purge import Window
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 from tests.spark.test_changes import purge

@@ -15,14 +15,14 @@ import pytest
 
 from mirror.config_reader import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
-from mirror.spark import sync as syncs
-from mirror.spark.columns import CHANGES
-from mirror.spark.documents import Applied
-from mirror.spark.lake import Costs, Lake
-from mirror.spark.parts import PartWriter
+from mirror.spark.pipeline import sync as syncs
+from mirror.spark.pipeline.progress import MergeFigures
+from mirror.spark.pipeline.sync import How, SyncTarget, check_source, checkpoint_name, space_warning, sync
 from mirror.spark.places import Folder, folder_at
-from mirror.spark.progress import MergeFigures
-from mirror.spark.sync import How, SyncTarget, check_source, checkpoint_name, space_warning, sync
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables.documents import Applied
+from mirror.spark.tables.lake import Costs, Lake
+from mirror.spark.tables.parts import PartWriter
 from storage.errors import NotAMirror
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror

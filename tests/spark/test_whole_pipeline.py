@@ -20,13 +20,13 @@ from mirror.config_reader import load
 from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from mirror.spark.backfill import backfill
-from mirror.spark.compare import compare
-from mirror.spark.ddl import fields_of
-from mirror.spark.documents import Layout, Layouts
-from mirror.spark.lake import Costs
-from mirror.spark.runner import LocalRunner
-from mirror.spark.sync import How, Synced, sync
+from mirror.spark.pipeline.backfill import backfill
+from mirror.spark.pipeline.compare import compare
+from mirror.spark.pipeline.runner import LocalRunner
+from mirror.spark.pipeline.sync import How, Synced, sync
+from mirror.spark.tables.documents import Layout, Layouts
+from mirror.spark.tables.lake import Costs
+from mirror.typed.ddl import fields_of
 from tests.crash.service import Service
 from tests.spark.stream_rig import follow
 

@@ -46,9 +46,11 @@ from deltalake import DeltaTable, Schema, Transaction
 from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.columns import CHANGES
-from mirror.spark.delta import commit_parts, compact, conflict_or, lock, open_table, vacuum
-from mirror.spark.documents import (
+from mirror.spark.places import Folder, LocalFolder, plain
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.source.offsets import check_selection
+from mirror.spark.tables.delta import commit_parts, compact, conflict_or, lock, open_table, vacuum
+from mirror.spark.tables.documents import (
     BATCH_MARK,
     CONFIGURATION,
     NOTHING,
@@ -59,11 +61,9 @@ from mirror.spark.documents import (
     fingerprint,
     opened,
 )
-from mirror.spark.fold import PUTS, RESYNC
-from mirror.spark.misfits import MisfitsTable
-from mirror.spark.offsets import check_selection
-from mirror.spark.parts import Part, run_name
-from mirror.spark.places import Folder, LocalFolder, plain
+from mirror.spark.tables.fold import PUTS, RESYNC
+from mirror.spark.tables.misfits import MisfitsTable
+from mirror.spark.tables.parts import Part, run_name
 
 CHANGES_FOLDER, DOCUMENTS_FOLDER, COLLECTIONS_FOLDER = "changes", "documents", "collections"
 QUARANTINE_FOLDER = "quarantine"

@@ -21,8 +21,8 @@ from mirror.feed.read.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import WAIT_S, verify
 from mirror.messages import Ping
-from mirror.spark.local import dealt
-from mirror.spark.runner import Progress, Runner, quiet_logs
+from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
+from mirror.spark.source.local import dealt
 from storage.env import map_record
 from storage.read.view import open_view
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from mirror.spark.documents import Applied
+from mirror.spark.tables.documents import Applied
 
 BATCHES_HELD_MAX = 100
 """What batches did is held so long for the event that tells of them."""

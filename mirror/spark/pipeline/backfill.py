@@ -28,9 +28,9 @@ from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.selection import Selection
-from mirror.spark.delta import LOCK_FILE, FolderLock
+from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
 from mirror.spark.places import LocalFolder
-from mirror.spark.runner import Progress, Runner, quiet_logs
+from mirror.spark.tables.delta import LOCK_FILE, FolderLock
 from storage.env import directory, handover
 from storage.history.purge import Window
 from storage.model import Identity

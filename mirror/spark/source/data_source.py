@@ -30,19 +30,19 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from mirror.errors import ConfigError
-from mirror.spark import local
-from mirror.spark.bodies import Bodies
-from mirror.spark.carry import Carried
-from mirror.spark.columns import DOCUMENTS, TABLES
-from mirror.spark.failures import clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
-from mirror.spark.filters import accept
-from mirror.spark.local import Restriction, Shape
-from mirror.spark.options import Options, parse
-from mirror.spark.stream import ChangesReader, ChangesStream
-from mirror.spark.times import machine_zone
+from mirror.spark.source import local
+from mirror.spark.source.carry import Carried
+from mirror.spark.source.columns import DOCUMENTS, TABLES
+from mirror.spark.source.failures import clear_errors, hide_tracebacks, show_tracebacks, with_clear_errors
+from mirror.spark.source.filters import accept
+from mirror.spark.source.local import Restriction, Shape
+from mirror.spark.source.options import Options, parse
+from mirror.spark.source.stream import ChangesReader, ChangesStream
+from mirror.typed.bodies import Bodies
+from mirror.typed.times import machine_zone
 
 if TYPE_CHECKING:
-    from mirror.spark import remote
+    from mirror.spark.source import remote
 
 MARK = "_"
 """In front of the names of columns that are not of the body, in a schema that a user gave."""
@@ -60,7 +60,7 @@ READ_ONLY = ConfigError(
 
 
 class MirrorSource(DataSource):
-    """`spark.read.format("mirror")` and `spark.readStream.format("mirror")`; options: `mirror.spark.options`."""
+    """`spark.read.format("mirror")` and `spark.readStream.format("mirror")`; options: `mirror.spark.source.options`."""
 
     @with_clear_errors
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -181,7 +181,7 @@ class DocumentsReader(Carried, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         """Choose the boundaries that the job reads, and deal them out."""
         if self._options.connection is not None:
-            from mirror.spark import remote
+            from mirror.spark.source import remote
 
             far, shares = remote.plan(self._options, self._restriction)
             return [Share(far, vbids) for vbids in shares]
@@ -195,7 +195,7 @@ class DocumentsReader(Carried, DataSourceReader):
             if isinstance(partition.job, local.Job):
                 yield from local.read(partition.job, partition.vbids, in_session(self._shape))
             else:
-                from mirror.spark import remote
+                from mirror.spark.source import remote
 
                 yield from remote.read_documents(self._options, partition.job, partition.vbids, in_session(self._shape))
 

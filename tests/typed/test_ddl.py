@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark.ddl import fields_of
+from mirror.typed.ddl import fields_of
 
 
 def test_plain_and_nested_columns() -> None:

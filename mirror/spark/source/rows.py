@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mirror.spark.columns import CHANGES
+from mirror.spark.source.columns import CHANGES
 from storage.format import records
 from storage.model import Branch, Document, Vbid
 

@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 
 from mirror.errors import ConfigError
 from mirror.lease import Lease
-from mirror.spark.bodies import AS_DECLARED, Bodies, Parsed, Reading
-from mirror.spark.options import Options
-from mirror.spark.rows import BATCH_BYTES, Documents
+from mirror.spark.source.options import Options
+from mirror.spark.source.rows import BATCH_BYTES, Documents
+from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
 from storage.format import keys, seal
 from storage.model import Vbid

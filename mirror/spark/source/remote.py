@@ -25,11 +25,11 @@ from typing import IO, Any
 
 from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
-from mirror.spark.changes import ChangesTask, LostHistory, Way
-from mirror.spark.local import Maker, Restriction, Shape, dealt
-from mirror.spark.offsets import At, Lag, Offset, admit, decode
-from mirror.spark.options import Options
-from mirror.spark.rows import change_row, control_row
+from mirror.spark.source.changes import ChangesTask, LostHistory, Way
+from mirror.spark.source.local import Maker, Restriction, Shape, dealt
+from mirror.spark.source.offsets import At, Lag, Offset, admit, decode
+from mirror.spark.source.options import Options
+from mirror.spark.source.rows import change_row, control_row
 from mirror.wire.codec_dcp import decode as decode_message
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
 from mirror.wire.frame import decode as decode_frame

@@ -28,8 +28,8 @@ from deltalake.schema import ArrayType, MapType, PrimitiveType, StructType
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.parts import Part, PartWriter, run_name, run_of
 from mirror.spark.places import Folder, LocalFolder, plain
+from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of
 
 LOCK_FILE = "_dcp_mirror.lock"
 LOG_FOLDER = "_delta_log"

@@ -18,10 +18,10 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
 
 from mirror.errors import MirrorError
-from mirror.spark.columns import CHANGES
-from mirror.spark.parts import Part, PartWriter, text_keys
+from mirror.spark.pipeline.runner import as_text, error_of
 from mirror.spark.places import Folder, folder_at
-from mirror.spark.runner import as_text, error_of
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables.parts import Part, PartWriter, text_keys
 
 NAME = "dcp_mirror_parts"
 

@@ -13,9 +13,9 @@ import pyarrow as pa
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError
 
-from mirror.spark.columns import CHANGES
-from mirror.spark.delta import compact, conflict_or, only_next, open_table, vacuum
 from mirror.spark.places import Folder
+from mirror.spark.source.columns import CHANGES
+from mirror.spark.tables.delta import compact, conflict_or, only_next, open_table, vacuum
 
 IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno")
 """Columns of `changes` that say which version it is; together with the reason they stand once."""

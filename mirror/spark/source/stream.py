@@ -16,15 +16,15 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from mirror.errors import ConfigError
-from mirror.spark import changes
-from mirror.spark.carry import Carried
-from mirror.spark.changes import LocalChanges
-from mirror.spark.failures import clear_errors, with_clear_errors
-from mirror.spark.options import Options
-from mirror.spark.rows import change_batches
+from mirror.spark.source import changes
+from mirror.spark.source.carry import Carried
+from mirror.spark.source.changes import LocalChanges
+from mirror.spark.source.failures import clear_errors, with_clear_errors
+from mirror.spark.source.options import Options
+from mirror.spark.source.rows import change_batches
 
 if TYPE_CHECKING:
-    from mirror.spark.remote import RemoteChanges
+    from mirror.spark.source.remote import RemoteChanges
 
 
 @dataclass(repr=False)
@@ -38,7 +38,7 @@ def driver_of(options: Options) -> LocalChanges | RemoteChanges:
     """What knows offsets. `remote` is imported late for the reason that `source` gives."""
     if options.path is not None:
         return LocalChanges(options)
-    from mirror.spark.remote import RemoteChanges
+    from mirror.spark.source.remote import RemoteChanges
 
     return RemoteChanges(options)
 
@@ -51,7 +51,7 @@ def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
         if options.path is not None:
             rows = changes.read(options.path, task.work)
         else:
-            from mirror.spark import remote
+            from mirror.spark.source import remote
 
             rows = remote.read_changes(options, task.work)
         if collections is not None:

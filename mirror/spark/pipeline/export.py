@@ -28,10 +28,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark import delta
-from mirror.spark.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
-from mirror.spark.columns import DOCUMENTS
-from mirror.spark.delta import (
+from mirror.spark.pipeline.runner import Progress, Runner
+from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
+from mirror.spark.source.columns import DOCUMENTS
+from mirror.spark.source.local import Counts, Job, Restriction, Shape, hold, plan, read
+from mirror.spark.source.options import Options
+from mirror.spark.tables import delta
+from mirror.spark.tables.delta import (
     FolderLock,
     check_columns,
     commit_parts,
@@ -40,11 +43,8 @@ from mirror.spark.delta import (
     remove_orphans,
     require_absent_or_table,
 )
-from mirror.spark.local import Counts, Job, Restriction, Shape, hold, plan, read
-from mirror.spark.options import Options
-from mirror.spark.parts import Part, PartWriter, run_name, run_of, text_keys
-from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
-from mirror.spark.runner import Progress, Runner
+from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of, text_keys
+from mirror.typed.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
 from storage.env.directory import sync_directory
 from storage.read.view import open_view
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from mirror.errors import ConfigError
-from mirror.spark.times import EPOCH_UNITS, day_of, micros_of, micros_of_number, zone_of
+from mirror.typed.times import EPOCH_UNITS, day_of, micros_of, micros_of_number, zone_of
 
 Problems = list[str]
 Reader = Callable[[Any, Problems], Any]

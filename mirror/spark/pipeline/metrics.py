@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from mirror.errors import ConfigError
-from mirror.spark.progress import BatchFigures, MergeFigures
+from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
 
 _COUNTERS = {
     "batches": "Batches that `changes` got.",

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from mirror.errors import ConfigError, ExitCode, MirrorError
-from mirror.spark.times import EPOCH_UNITS, arrow_name, check_zone
-from mirror.spark.values import Misfit, Problems, Reader, is_variant, object_of, struct_reader
+from mirror.typed.times import EPOCH_UNITS, arrow_name, check_zone
+from mirror.typed.values import Misfit, Problems, Reader, is_variant, object_of, struct_reader
 
 JSON = 0x01
 """Bit of a datatype: the body is JSON."""

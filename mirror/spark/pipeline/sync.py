@@ -28,15 +28,15 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection import connection_string
 from mirror.feed.connection.bootstrap import Access
-from mirror.spark.delta import FolderLock
-from mirror.spark.documents import NOTHING, Applied, Layouts
-from mirror.spark.lake import Batch, Costs, Lake
-from mirror.spark.local import chosen_vbids
-from mirror.spark.options import parse
+from mirror.spark.pipeline.progress import BatchFigures, Listener, MergeFigures
+from mirror.spark.pipeline.runner import error_of
+from mirror.spark.pipeline.sink import write_parts
 from mirror.spark.places import Folder, LocalFolder, folder_at
-from mirror.spark.progress import BatchFigures, Listener, MergeFigures
-from mirror.spark.runner import error_of
-from mirror.spark.sink import write_parts
+from mirror.spark.source.local import chosen_vbids
+from mirror.spark.source.options import parse
+from mirror.spark.tables.delta import FolderLock
+from mirror.spark.tables.documents import NOTHING, Applied, Layouts
+from mirror.spark.tables.lake import Batch, Costs, Lake
 from storage.errors import StorageError
 from storage.read.view import open_view
 

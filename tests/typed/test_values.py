@@ -15,9 +15,9 @@ from pyspark.sql.functions import col, from_json
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from mirror.errors import ConfigError
-from mirror.spark.bodies import Bodies, Reading
-from mirror.spark.ddl import fields_of
-from mirror.spark.values import Misfit, is_variant, object_of, struct_reader, text_of
+from mirror.typed.bodies import Bodies, Reading
+from mirror.typed.ddl import fields_of
+from mirror.typed.values import Misfit, is_variant, object_of, struct_reader, text_of
 
 ZONE = "Europe/Berlin"
 VALUES: dict[str, list[str]] = {

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.spark import bodies as bodies_module
-from mirror.spark import values
-from mirror.spark.bodies import Bodies, DocumentDoesNotFit, Mode, Parsed, Reading
-from mirror.spark.ddl import fields_of
+from mirror.typed import bodies as bodies_module
+from mirror.typed import values
+from mirror.typed.bodies import Bodies, DocumentDoesNotFit, Mode, Parsed, Reading
+from mirror.typed.ddl import fields_of
 
 
 def parsed(schema: Any, bodies: Sequence[bytes], datatypes: bytes = b"", mode: Mode = "failfast") -> Parsed:

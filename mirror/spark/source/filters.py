@@ -23,7 +23,7 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from mirror.spark.local import Restriction
+from mirror.spark.source.local import Restriction
 
 NEXT = b"\0"
 """Appended to a key: the smallest one above it."""

@@ -27,8 +27,9 @@ from deltalake import ColumnProperties, DeltaTable, Schema, Transaction, WriterP
 from deltalake.exceptions import DeltaError
 
 from mirror.errors import ConfigError, MirrorError
-from mirror.spark.bodies import JSON, MISFITS_MAX, Bodies, Parsed, Reading, check_misfits
-from mirror.spark.delta import (
+from mirror.spark.places import Folder, plain
+from mirror.spark.source.offsets import check_selection
+from mirror.spark.tables.delta import (
     batches_of,
     check_columns,
     commit_parts,
@@ -39,11 +40,10 @@ from mirror.spark.delta import (
     vacuum,
     with_columns,
 )
-from mirror.spark.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
-from mirror.spark.misfits import MisfitsTable
-from mirror.spark.offsets import check_selection
-from mirror.spark.parts import ROW_GROUP_ROWS, PartWriter, run_name
-from mirror.spark.places import Folder, plain
+from mirror.spark.tables.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
+from mirror.spark.tables.misfits import MisfitsTable
+from mirror.spark.tables.parts import ROW_GROUP_ROWS, PartWriter, run_name
+from mirror.typed.bodies import JSON, MISFITS_MAX, Bodies, Parsed, Reading, check_misfits
 
 BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"

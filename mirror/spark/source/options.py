@@ -43,10 +43,10 @@ from itertools import groupby
 from typing import Any
 
 from mirror.errors import ConfigError
-from mirror.spark.bodies import AS_DECLARED, MODES, Reading
-from mirror.spark.columns import TABLES
 from mirror.spark.places import local_path
-from mirror.spark.times import EPOCH_UNITS, zone_of
+from mirror.spark.source.columns import TABLES
+from mirror.typed.bodies import AS_DECLARED, MODES, Reading
+from mirror.typed.times import EPOCH_UNITS, zone_of
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"

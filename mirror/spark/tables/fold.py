@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mirror.spark.columns import CHANGES, DOCUMENTS
+from mirror.spark.source.columns import CHANGES, DOCUMENTS
 
 PUTS = frozenset({"mutation", "restoration"})
 """Kinds after which the document is there."""

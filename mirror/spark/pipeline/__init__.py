@@ -1,0 +1,1 @@
+"""The pipelines `sync`, `export`, `backfill` and `compare`, and how their tasks run."""

@@ -1,0 +1,1 @@
+"""JSON documents as Arrow columns of a user's schema; knows neither Spark nor the store."""
