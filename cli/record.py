@@ -1,7 +1,7 @@
 """`record`: a DCP session's frames to a file.
 
 Knows when a recording ends; the file's format is `mirror.inspection.recording`'s. Invariants: a recording that was
-ended, by whatever, can be replayed; a file that is there is never written over, and one that holds nothing is not left
+ended, by whatever, can be read; a file that is there is never written over, and one that holds nothing is not left
 behind.
 """
 
@@ -49,7 +49,7 @@ def record(
 ) -> None:
     """Record a DCP session from the beginning: every frame, both directions, with its time; logins left out.
 
-    The file holds the documents: keep it as secret as the bucket. `replay` serves it as a source.
+    The file holds the documents: keep it as secret as the bucket.
     """
     settings = options.settings_from({"source": source}, config=config, pairs=pairs).settings
     if settings.source is None:
@@ -71,7 +71,7 @@ def record(
         raise
     recorder.close()
     if recorder.error is not None:
-        raise MirrorError(f"{to}: {recorder.error}", hint="what was recorded before can be replayed")
+        raise MirrorError(f"{to}: {recorder.error}", hint="what was recorded before is in the file")
     facts = {
         "to": str(to),
         "ended_by": ended_by,
@@ -86,7 +86,7 @@ def record(
     else:
         typer.echo(
             f"{to}: {facts['frames']:,} frames, {render.size(recorder.byte_count)}, {snapshots:,} snapshots "
-            f"({ended_by}); serve it by `dcp-mirror replay {to}`"
+            f"({ended_by})"
         )
 
 

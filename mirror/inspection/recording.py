@@ -8,10 +8,9 @@ of JSON, in the order in which things happened.
     {"t": seconds, "conn": N, "node": "host:port"}                      a connection; its number is in what follows
     {"t": seconds, "conn": N, "dir": "c2s" | "s2c", "hex": "..."}       whole frames, as sent (c2s: by us) or received
 
-`t` counts from the start. Of SASL requests and answers the value is left out, and the lengths say so: who replays a
-recording plays the login of its own. Documents are in it as they are: the file is as secret as the bucket (mode 0600).
-A line that was cut off by a crash is the last; readers pass over it. The recordings of real engines in the tests are of
-the same form with lines of the last kind alone, and their frames may straddle lines: `frames` reads both.
+`t` counts from the start. SASL requests and answers have no value, and the lengths say so. Documents are recorded as
+they are: the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The recordings of real
+engines in the tests have lines of the last kind alone, and their frames may straddle lines.
 
 Invariants: what was written is whole frames; a full disk, or `bytes_max`, ends the recording and nothing else.
 """
@@ -20,8 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +33,6 @@ from mirror.wire.frame import Frame, encode
 
 FORMAT, VERSION = "dcp-mirror-recording", 1
 SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
-LINE_LENGTH_MAX = 128 * 1024 * 1024
-"""Two digits a byte, of one read of a socket or a frame of 20 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A frame of a recording."""
-
-    t: float
-    conn: int
-    ours: bool
-    """Sent by the client."""
-    frame: Frame
 
 
 class Recorder:
@@ -123,54 +108,3 @@ class Recorder:
 
 def _without_value(frame: Frame) -> Frame:
     return replace(frame, value=b"")
-
-
-class Recording:
-    """A recording that is read: its frames, as often as one likes, and what they are of once they were read."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the head of the file. Raises ConfigError when it is no recording."""
-        self.path = path
-        self.header: dict[str, Any] = {}
-        first = next(self._lines(), None)
-        if first is None:
-            raise ConfigError(f"{path} is empty", hint="name a file that `dcp-mirror record` made")
-        if "format" in first and (first["format"], first.get("version")) != (FORMAT, VERSION):
-            raise ConfigError(
-                f"{path} is a {first['format']!s:.40} of version {first.get('version')!s:.10}",
-                hint="replay it with the program that made it",
-            )
-        if "format" not in first and not {"t", "dir", "hex"} <= set(first):
-            raise ConfigError(f"{path} is no recording", hint="name a file that `dcp-mirror record` made")
-
-    def frames(self) -> Iterator[Passed]:
-        """Each frame, when its last byte passed. Raises ConfigError where the file contradicts itself."""
-        buffers: dict[tuple[int, bool], FrameBuffer] = {}
-        for number, line in enumerate(self._lines(), 1):
-            if "dir" not in line:
-                self.header |= line if "bucket" in line else {}
-                continue
-            try:
-                conn, ours, data = int(line.get("conn", 0)), line["dir"] == "c2s", bytes.fromhex(line["hex"])
-                buffer = buffers.setdefault((conn, ours), FrameBuffer(BODY_LENGTH_MAX))
-                buffer.feed(data)
-                while (frame := buffer.next_frame()) is not None:
-                    yield Passed(float(line["t"]), conn, ours, frame)
-            except (KeyError, TypeError, ValueError, ProtocolError) as error:
-                raise ConfigError(f"{self.path}, line {number}: no part of a recording: {error}") from None
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        try:
-            with self.path.open(encoding="ascii", errors="replace") as file:
-                for number, text in enumerate(iter(lambda: file.readline(LINE_LENGTH_MAX), ""), 1):
-                    try:
-                        line = json.loads(text)
-                    except ValueError:
-                        if not text.endswith("\n"):
-                            return  # cut off while it was written
-                        line = None
-                    if not isinstance(line, dict):
-                        raise ConfigError(f"{self.path}, line {number}: no part of a recording")
-                    yield line
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be read: {error.strerror}") from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from mirror.inspection.recording import Recording
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import Opcode
 from tests.cli.conftest import call
+from tests.recordings import passed
 
 
 def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> None:
@@ -17,14 +17,14 @@ def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> 
     assert result.code == 0, result.err
     facts = result.json
     assert facts["ended_by"] == "caught up"
-    frames = list(Recording(tmp_path / "all").frames())
+    frames = list(passed(tmp_path / "all"))
     assert facts["frames"] == len(frames)
     assert facts["snapshots"] >= 16
     assert sum(each.frame.opcode == Opcode.DCP_MUTATION for each in frames) == 183
     assert stat.S_IMODE((tmp_path / "all").stat().st_mode) == 0o600
     result = call("record", "--source", url, "--to", tmp_path / "some", "--vbid", "3", "--json")
     assert (result.code, result.json["ended_by"]) == (0, "caught up")
-    assert {each.frame.vbucket for each in Recording(tmp_path / "some").frames() if not each.ours} >= {3}
+    assert {each.frame.vbucket for each in passed(tmp_path / "some") if not each.ours} >= {3}
     result = call("record", "--source", url, "--to", tmp_path / "few", "--bytes", "5000", "--json")
     assert (result.code, result.json["ended_by"]) == (0, "bytes")
     result = call("record", "--source", url, "--to", tmp_path / "timed", "--seconds", "0.5")

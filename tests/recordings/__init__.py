@@ -1,17 +1,17 @@
 """The recordings of real servers, for every test: their names, bytes, frames, and what the server itself reported.
 
-README.md here says what they are. They are kept in one compressed archive, which is read once per process. Code under
-test that reads a recording by its path gets a file from `unpack`.
+README.md here says what they are. They are kept in one compressed archive, which is read once per process.
 """
 
 from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.frame import Frame
@@ -23,6 +23,14 @@ ARCHIVE = Path(__file__).with_name("recordings.tar.xz")
 def _files() -> dict[str, bytes]:
     with tarfile.open(ARCHIVE, "r:xz") as archive:
         return {member.name: file.read() for member in archive if (file := archive.extractfile(member))}
+
+
+class Passed(NamedTuple):
+    t: float
+    conn: int
+    ours: bool
+    """Sent by the client."""
+    frame: Frame
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,16 @@ def frames(name: str) -> list[tuple[str, Frame]]:
     return read(name).frames()
 
 
-def unpack(name: str, folder: Path) -> Path:
-    """A recorded connection as a file in `folder`."""
-    path = folder / f"{name}.jsonl"
-    path.write_bytes(content(path.name))
-    return path
+def passed(file: str | Path) -> Iterator[Passed]:
+    """Yield each frame of a file that `record` made, or (a name) of the archive, when its last byte passed. A last line
+    that was cut off is passed over.
+    """
+    text = file.read_bytes() if isinstance(file, Path) else content(file)
+    buffers: dict[tuple[int, bool], FrameBuffer] = {}
+    for line in map(json.loads, text[: text.rindex(b"\n")].splitlines()):
+        if "dir" in line:
+            conn, ours = line.get("conn", 0), line["dir"] == "c2s"
+            buffer = buffers.setdefault((conn, ours), FrameBuffer())
+            buffer.feed(bytes.fromhex(line["hex"]))
+            while (frame := buffer.next_frame()) is not None:
+                yield Passed(line["t"], conn, ours, frame)
