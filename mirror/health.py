@@ -37,7 +37,7 @@ HELD_UP_S = 1.0
 HEARD_S = 2.0
 """A worker beats every 0.5 s; after this long without a beat the lag of its vbuckets is unknown."""
 
-SILENT_S = 5.0
+SILENT_S = 4.0
 """A worker that has sent nothing for this long is named."""
 
 Row = Mapping[str, Any]

@@ -99,7 +99,7 @@ SITUATIONS: dict[str, Situation] = {
         rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False
     ),
     "the source is away": Situation(rows_of(away), "source unreachable", f"no contact with the source: {NOBODY}"),
-    "the source answers nothing for 5 s, though its connections stand": Situation(
+    "the source answers nothing for 3 s, though its connections stand": Situation(
         rows_of(mute), "source unreachable", "no contact with the source: db1:11210 does not answer"
     ),
     "one of several nodes is away": Situation(

@@ -53,7 +53,7 @@ from storage.model import FailoverLog
 
 log = get_logger("feed")
 
-SILENCE_MAX_S = 5.0
+SILENCE_MAX_S = 3.0
 """A node that answers nothing for longer is not in contact, though its connection lives on for some time."""
 ACK_INTERVAL_S = 5.0
 """Whatever may be acked is acked this often even below the threshold; the server's own consumer does the same."""

@@ -334,11 +334,13 @@ class MirroredVbucket(VbucketHost):
         high = self.source_high_seqno
         published = int(state.published_seqno)
         failing = self.machine.shown.failing_text if self.machine is not None else None
-        status = VbucketStatus.WAITING if self.streaming and not self.in_contact else self.status
+        contact, status, text = self._contact(), self.status, self.text
+        if self.streaming and not self.in_contact:
+            status, text = VbucketStatus.WAITING, contact["last_error"]
         return {
             "vbid": self.vbid,
             "state": "stalled" if self.stalled_streams else "failing" if failing else str(status),
-            "text": self.stall_text if self.stalled_streams else failing or self.text,
+            "text": self.stall_text if self.stalled_streams else failing or text,
             "branch": int(state.branch),
             "vbuuid": int(state.failover_log.newest_vbuuid),
             "failover_log": [list(entry) for entry in state.failover_log],
@@ -368,7 +370,7 @@ class MirroredVbucket(VbucketHost):
             "versions": history.versions if history is not None else None,
             "row_bytes": history.row_bytes if history is not None else None,
             "key_bytes": history.key_bytes if history is not None else None,
-        } | self._contact()
+        } | contact
 
     @property
     def in_contact(self) -> bool:

@@ -143,7 +143,7 @@ class Observer:
         if known.node is None or known.lost_since_ms is not None:
             return
         if known.silent_since_ms is None:
-            known.silent_since_ms = now_ms
+            known.silent_since_ms = now_ms - (row["silent_ms"] or 0)
         if now_ms - known.silent_since_ms >= CONTACT_LOST_MS:
             known.lost_since_ms = known.silent_since_ms
             self._add(SourceLost, row["vbid"], now_ms, row["last_error"] or "").nodes[known.node] = None
