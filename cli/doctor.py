@@ -16,8 +16,8 @@ from cli import options, output
 from cli.exits import CommandEnded
 from mirror import client
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
+from mirror.log import set_up_logs
 from mirror.messages import Ping
-from mirror.supervise.processes import logs
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
 
@@ -38,7 +38,7 @@ def doctor(
     loaded = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)
     settings = options.with_source(loaded)
     assert settings.source is not None
-    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     service = settings.data is not None and client.ask(settings.data, Ping()) is not None
     work = Doctor(settings, settings.source, settings.data, service=service)
     if not as_json:

@@ -31,7 +31,7 @@ from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.inspection.doctor import Doctor, StepVerdict
-from mirror.supervise.processes import logs
+from mirror.log import set_up_logs
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
@@ -81,7 +81,7 @@ def init(
     settings = validated(given)
     password = password_for(settings, bucket)
     if check:
-        logs.set_up("error")
+        set_up_logs("error")
         password = try_source(settings, source, password)
     files: dict[Path, tuple[str, int]] = {}
     if systemd is not None:

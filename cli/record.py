@@ -21,7 +21,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.inspection.recording import Recorder
-from mirror.supervise.processes import logs
+from mirror.log import set_up_logs
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -58,7 +58,7 @@ def record(
         )
     if to is None:
         raise ConfigError("no file is named", hint="give --to FILE")
-    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     parse(settings.source)
     recorder = Recorder(to, SystemClock(), bytes_max=bytes_max)
     started = time.monotonic()

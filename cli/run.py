@@ -23,11 +23,9 @@ from mirror.clock import SystemClock
 from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
 from mirror.feed.connection.connection_string import parse
-from mirror.log import get_logger
+from mirror.log import get_logger, set_up_logs
 from mirror.ownership import refuse_files_of_others
-from mirror.supervise.processes import logs
-from mirror.supervise.replace import set_aside_another_bucket
-from mirror.supervise.source import look_up_with
+from mirror.supervise.setup import look_up_with, set_aside_another_bucket
 from mirror.supervise.supervisor import Supervisor
 
 log = get_logger("run")
@@ -141,7 +139,7 @@ def run(
     def read() -> LoadedSettings:
         loaded = options.settings_from(flags, config=config, pairs=pairs)
         refuse_files_of_others(loaded.settings, config)
-        logs.set_up(loaded.settings.log_level, json=loaded.settings.log_json)
+        set_up_logs(loaded.settings.log_level, json=loaded.settings.log_json)
         if loaded.settings.password_file is not None and "DCP_MIRROR_PASSWORD" in os.environ:
             log.warning("password-file-ignored", file=str(loaded.settings.password_file), used="DCP_MIRROR_PASSWORD")
         return loaded

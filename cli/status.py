@@ -19,8 +19,7 @@ from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
 from mirror.messages import GetStatus
-from mirror.supervise.status import summed_if_known, totals
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status, summed_if_known, totals
 from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
 

@@ -25,8 +25,8 @@ from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
+from mirror.log import set_up_logs
 from mirror.messages import Ping
-from mirror.supervise.processes import logs
 from storage.env import directory, map_record
 from storage.format import keys
 from storage.format.digest import Fingerprint
@@ -77,7 +77,7 @@ def verify(
     )
     url = settings.source
     assert url is not None
-    logs.set_up("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
     service = client.ask(path, Ping()) is not None
     started = time.monotonic()
     with (

@@ -1,12 +1,16 @@
-"""structlog, as every module of the service gets it: without rich.
+"""Logs of every process: structlog to stderr, one line an event, readable or JSON.
 
-Where rich is installed, structlog imports a large part of it for tracebacks that `supervise.logs` does not draw. That
-would be a fifth of the time that a worker takes to start.
+Standard output is never touched: it belongs to data. An exception is logged with its traceback only at level debug,
+otherwise by its own words, which name the remedy. structlog is imported without rich, which it would load for
+tracebacks that are not drawn here; that would be a fifth of a worker's start.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from typing import Any, TextIO, cast
 
 _rich = sys.modules.get("rich")
 sys.modules["rich"] = None  # type: ignore[assignment]  # to structlog it is not installed
@@ -18,4 +22,61 @@ finally:
     if _rich is not None:
         sys.modules["rich"] = _rich
 
-__all__ = ["get_logger", "structlog"]
+__all__ = ["get_logger", "set_up_logs", "structlog"]
+
+
+class Patient:
+    """A stream whose reader may leave: a closed terminal or pipe silences the logs and never ends the service."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream` as long as it takes anything."""
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or let go."""
+        try:
+            self._stream.write(text)
+        except OSError:
+            self._let_go()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or let go."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Point the stream nowhere: what waits in its buffer must not fail once more when the process ends."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
+    """Send logs of `level` and above to stderr; `process` names the process in each line."""
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    if json:
+        processors.append(structlog.processors.JSONRenderer())
+    else:
+        processors.append(_drop_unknown)
+        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0))
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, Patient(sys.stderr))),
+        cache_logger_on_first_use=False,
+    )
+    if process:
+        structlog.contextvars.bind_contextvars(process=process)
+
+
+def _drop_unknown(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a line for people what is not known; JSON says null."""
+    return {name: value for name, value in event.items() if value is not None}

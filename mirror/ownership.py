@@ -1,4 +1,4 @@
-"""Owners and modes of files: which ones a service believes, and who may read what the commands write.
+"""Owners and modes of files: which ones a service believes, and who may read the data.
 
 Never knows what the files hold. Invariants: a service believes no file or directory that another user owns or others
 may write (sshd's rule); documents leave the mirror in files of mode 0600.
@@ -15,6 +15,8 @@ from typing import IO
 
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
+from storage.env import access
+from storage.errors import StorageError
 
 
 def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
@@ -66,3 +68,13 @@ def _name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def readers_gid(settings: Settings) -> int | None:
+    """The number of the group; None where the setting is unset. Raises ConfigError where it cannot be used."""
+    if settings.readers_group is None:
+        return None
+    try:
+        return access.group_id(settings.readers_group)
+    except StorageError as error:
+        raise ConfigError(error.message, hint=error.hint, setting="readers_group") from None

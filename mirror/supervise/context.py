@@ -11,8 +11,13 @@ from pathlib import Path
 
 from mirror.clock import Clock
 from mirror.config import Settings
+from mirror.errors import OlderMap
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
+from mirror.log import get_logger
 from mirror.supervise.leases import LeaseBook
-from mirror.supervise.maps import MapBook
+from storage.env import map_record
+from storage.env.map_record import MapRecord
+from storage.errors import StorageError
 from storage.model import Identity
 
 
@@ -38,3 +43,62 @@ class ServiceContext:
     def vbucket_count(self) -> int | None:
         """How many vbuckets the mirror has; None while that is not known."""
         return None if self.identity is None else len(self.identity.vbids)
+
+
+log = get_logger("supervisor")
+
+
+class MapBook:
+    """The maps of one data directory's bucket."""
+
+    def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
+        """Read the record; with `accept_older` it is only overwritten. Raises StorageError where it is damaged."""
+        self._data = data
+        self._bucket_uuid = bucket_uuid
+        record = None if accept_older else map_record.load(data, bucket_uuid)
+        self._maps = NewestMap(bucket_uuid, None if record is None else record.revision)
+        self._unsaved = False
+
+    @property
+    def current(self) -> ClusterMap | None:
+        """The newest map; None where the source was not reached yet."""
+        return self._maps.current
+
+    @property
+    def floor(self) -> Revision | None:
+        """The newest revision that was ever followed."""
+        return self._maps.floor
+
+    def check(self, found: ClusterMap) -> None:
+        """Raise OlderMap for a map that must not be followed."""
+        if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:
+            raise OlderMap.of(found.revision, self._maps.floor)
+
+    def take(self, found: ClusterMap) -> bool:
+        """Record a map if it is newer; true: it is to be followed now."""
+        before = self._maps.floor
+        known = hosts_of(self._maps.current)
+        if not self._maps.take(found):
+            return False
+        if new := sorted(hosts_of(found) - known):
+            log.info("source-hosts-changed", hosts=", ".join(new), rev_epoch=found.rev_epoch, rev=found.rev)
+        if self._maps.floor != before:
+            self._unsaved = True
+            self.retry()
+        return True
+
+    def retry(self) -> None:
+        """Write the record, where that failed before."""
+        if not self._unsaved or self._maps.floor is None:
+            return
+        try:
+            map_record.save(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
+        except StorageError as error:
+            log.error("map-revision-not-recorded", error=str(error))
+        else:
+            self._unsaved = False
+
+
+def hosts_of(cluster_map: ClusterMap | None) -> set[str]:
+    """The hosts that a map names."""
+    return set() if cluster_map is None else {node.host for node in cluster_map.nodes}

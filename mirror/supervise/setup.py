@@ -11,14 +11,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from mirror.clock import Clock
 from mirror.config import Settings, vbucket_range
-from mirror.errors import BucketChanged, ClusterError, ConfigError
+from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, NotSupported
+from mirror.feed.cluster.discovery import discover
+from mirror.feed.connection.bootstrap import Access
+from mirror.feed.connection.connection_string import parse
 from mirror.ingest.selection import Selection, check_streams
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
-from mirror.supervise.context import ServiceContext
-from mirror.supervise.maps import MapBook
-from mirror.supervise.sharing import readers_gid
+from mirror.ownership import readers_gid
+from mirror.supervise.context import MapBook, ServiceContext
+from mirror.supervise.lock import ServiceLock
 from storage.env import access, directory
 from storage.errors import StorageError
 from storage.model import Identity
@@ -190,3 +194,52 @@ class Setup:
                 setting="vbuckets",
             )
         return None if last - first + 1 == source.vbucket_count else (first, last)
+
+
+def look_up_with(clock: Clock) -> LookUp:
+    """Return the function that asks the source which `Settings` name."""
+
+    async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
+        if settings.source is None:
+            raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
+        access = Access.of(parse(settings.source), settings)
+        cluster_map = await discover(access, clock, bucket_uuid=bucket_uuid)
+        if not cluster_map.bucket_name or not cluster_map.bucket_uuid:
+            raise NotSupported(
+                "the source does not say which bucket it serves",
+                hint="only Couchbase buckets can be mirrored, not memcached ones",
+            )
+        if cluster_map.vbucket_count == 0:
+            raise HandshakeFailed("the source has no vbuckets yet", hint="the bucket is still being made; trying on")
+        return Source(
+            cluster_map.cluster_uuid or "",
+            cluster_map.bucket_name,
+            cluster_map.bucket_uuid,
+            cluster_map.vbucket_count,
+            cluster_map,
+        )
+
+    return look_up
+
+
+async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
+    """Rename the data directory when it mirrors another bucket than the source has; returns its new name.
+
+    Raises ClusterError when the source cannot be reached, SupervisionError while a service runs, StorageError.
+    """
+    if settings.data is None:
+        raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
+    data = str(settings.data)
+    if not directory.exists(data):
+        return None
+    lock = ServiceLock(settings.data)
+    try:
+        identity = directory.load(data)
+        source = await look_up(settings)
+        if (source.bucket_uuid, source.vbucket_count) == (identity.bucket_uuid, identity.vbucket_count):
+            return None
+        target = directory.set_aside(data)
+        log.warning("old-bucket-set-aside", bucket=source.bucket_name, path=target)
+        return target
+    finally:
+        lock.release()

@@ -1,28 +1,26 @@
-"""The status of a mirror as one document: what the workers report, joined, summed and timed. Pure.
+"""The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Knows the shape that `cli/JSON.md` promises and how to fill it from workers' rows or, without a service, from the
-store's states; never a process, a socket or a clock. Rates and lag in seconds come from comparing reports over time
-(`Trend`), with moments given by the caller. Invariants: a figure that is not known is None, never 0; totals are sums of
-the rows shown, and the lag in total is not known while that of one row is not.
+Invariants: a figure that is not known is None, never 0; totals are sums of the rows shown, and the total lag is not
+known while that of one row is not.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from mirror.health import assess_stored
 from mirror.ingest.selection import Selection
+from mirror.supervise.events.log import newest_events
+from storage.env import directory
+from storage.errors import StorageError
 from storage.history.extent import History
 from storage.model import Identity, VbucketState
+from storage.read.view import View, open_view
 
 Row = dict[str, Any]
-
-TREND_WINDOW_MS = 5_000
-"""Rates are over this much time: short enough to follow a change, long enough not to flicker."""
-TREND_REPORTS_MAX = 64
-"""Reports kept per trend; with one a second the window fits several times."""
 
 
 HISTORY_FIELDS = (
@@ -174,159 +172,43 @@ def _newest(rows: Sequence[Row], name: str) -> int | None:
     return max((row[name] for row in rows if row[name] is not None), default=None)
 
 
-class Trend:
-    """How the vbuckets moved lately."""
-
-    def __init__(self) -> None:
-        """Nothing seen yet."""
-        self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
-        self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
-        self._contact_ms: dict[int, int] = {}
-        """When the node last sent something while the source's position was known, by vbucket."""
-
-    def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
-        """Take in a report: rows as of now, and counters that only rise while the workers live."""
-        positions = {row["vbid"]: row["published_seqno"] for row in rows}
-        self._reports.append((now_ms, positions, dict(counters)))
-        while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
-            self._reports.popleft()
-        for row in rows:
-            self._observe_lag(row, now_ms)
-
-    def _observe_lag(self, row: Row, now_ms: int) -> None:
-        high = row["source_high_seqno"]
-        waits = self._behind_since_ms.setdefault(row["vbid"], deque(maxlen=TREND_REPORTS_MAX))
-        while waits and waits[0][1] <= row["published_seqno"]:
-            waits.popleft()
-        if high is None:
-            return
-        self._contact_ms[row["vbid"]] = now_ms - (row["silent_ms"] or 0)
-        if waits and high < waits[-1][1]:
-            waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
-        if high > row["published_seqno"] and (not waits or high > waits[-1][1]):
-            if len(waits) == waits.maxlen:
-                waits.pop()  # the oldest says how long; of the newer ones the last to come stands for the rest
-            waits.append((now_ms, high))
-
-    def fill(self, rows: Sequence[Row], now_ms: int) -> None:
-        """Write lag in seconds, from the last contact where the source is away, and rates into the rows."""
-        for row in rows:
-            waits = self._behind_since_ms.get(row["vbid"])
-            since_ms = waits[0][0] if waits else now_ms
-            if row["source_high_seqno"] is None:
-                since_ms = min(since_ms, self._contact_ms.get(row["vbid"], now_ms))
-            if row["vbid"] in self._contact_ms:
-                row["lag_s"] = round((now_ms - since_ms) / 1000, 1)
-            row["seqnos_per_s"] = self._rate(row["vbid"])
-
-    def _rate(self, vbid: int) -> float | None:
-        span_ms, first, last = self._span()
-        if not span_ms or vbid not in first or vbid not in last:
-            return None
-        return round(max(0, last[vbid] - first[vbid]) * 1000 / span_ms, 1)
-
-    def _span(self) -> tuple[int, dict[int, int], dict[int, int]]:
-        if len(self._reports) < 2:
-            return 0, {}, {}
-        (first_ms, first, _), (last_ms, last, _) = self._reports[0], self._reports[-1]
-        return last_ms - first_ms, first, last
-
-    def counter_rate(self, name: str) -> float | None:
-        """How fast a counter rises, a second. A worker that was replaced counts from 0 again: that step is left out."""
-        if len(self._reports) < 2:
-            return None
-        risen = 0
-        reports = list(self._reports)
-        for (_, _, before), (_, _, after) in pairwise(reports):
-            risen += max(0, after.get(name, 0) - before.get(name, 0))
-        span_ms = reports[-1][0] - reports[0][0]
-        return round(risen * 1000 / span_ms, 1) if span_ms else None
+def stored_status(data: Path) -> dict[str, Any]:
+    """The status as the store alone knows it."""
+    identity = directory.load(str(data))
+    with open_view(str(data)) as view:
+        rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
+    health = assess_stored(rows)
+    return {
+        "service": "down",
+        "state": health.state,
+        "message": health.message,
+        "reasons": health.reasons,
+        "troubles": [trouble.row() for trouble in health.troubles],
+        "since_ms": None,
+        "pid": None,
+        "uptime_s": None,
+        "time_ms": time.time_ns() // 1_000_000,
+        "data": str(data),
+        "source": None,
+        "source_error": None,
+        **bucket_fields(identity),
+        "sync": None,
+        "warnings": [],
+        "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
+        "workers": [],
+        "servers": [],
+        "listeners": {},
+        "leases": [],
+        "readers": [],
+        "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
+        "catch_up": None,
+        "events": newest_events(data),
+        "vbuckets": rows,
+    }
 
 
-RECEIVED_SHARE = 0.7
-"""Of the time of a fill whose snapshots all end together; the rest goes into their references and publishing."""
-LEFT_KNOWN_S = 1.0
-"""The time left is estimated from this long after the first figures on."""
-
-
-class CatchUp:
-    """Whether every vbucket has published what the source had at the first look.
-
-    The mark of a vbucket is the source's high seqno of the first report in which its stream is open; a rollback takes
-    the mark away, and the next report sets it again. A vbucket whose mark is 0 is done once its stream is accepted.
-    """
-
-    OPEN_STATES = frozenset({"streaming", "backfilling"})
-
-    def __init__(self, vbucket_count: int) -> None:
-        """No mark is known yet."""
-        self._vbucket_count = vbucket_count
-        self._marks: dict[int, int] = {}
-        self._rollbacks: dict[int, int] = {}
-        self._published: dict[int, int] = {}
-        self._received: dict[int, int] = {}
-        self._began: tuple[int, float] | None = None
-        """When the source's seqnos were known, and the share that was done then."""
-        self._now_ms = 0
-
-    def observe(self, rows: Sequence[Row], now_ms: int = 0) -> None:
-        """Take in a report."""
-        self._now_ms = now_ms
-        for row in rows:
-            vbid = row["vbid"]
-            if self._rollbacks.get(vbid, row["rollback_count"]) != row["rollback_count"]:
-                self._marks.pop(vbid, None)
-            self._rollbacks[vbid] = row["rollback_count"]
-            if row["state"] not in self.OPEN_STATES or row["source_high_seqno"] is None:
-                continue
-            mark = self._marks.setdefault(vbid, row["source_high_seqno"])
-            if row["source_high_seqno"] < mark:
-                self._marks[vbid] = row["source_high_seqno"]
-            self._published[vbid] = row["published_seqno"]
-            self._received[vbid] = max(row["staged_seqno"], row["published_seqno"])
-        if self._began is None and len(self._marks) == self._vbucket_count:
-            self._began = now_ms, self._share()
-
-    @property
-    def vbuckets_done(self) -> int:
-        """How many vbuckets are where they should be."""
-        return sum(self._published.get(vbid, 0) >= mark for vbid, mark in self._marks.items())
-
-    @property
-    def done(self) -> bool:
-        """Whether all are."""
-        return self.vbuckets_done == self._vbucket_count
-
-    def progress(self) -> dict[str, Any]:
-        """Figures for people."""
-        return {
-            "vbuckets": self._vbucket_count,
-            "vbuckets_done": self.vbuckets_done,
-            "seqnos_target": sum(self._marks.values()),
-            "seqnos_received": self._sum_of(self._received),
-            "seqnos_published": self._sum_of(self._published),
-            "share": round(self._share(), 4),
-            "left_s": self._left_s(),
-        }
-
-    def _sum_of(self, seqnos: Mapping[int, int]) -> int:
-        """The seqnos up to the marks."""
-        return sum(min(seqnos.get(vbid, 0), mark) for vbid, mark in self._marks.items())
-
-    def _share(self) -> float:
-        """The share of the work that is done: to receive, then to publish."""
-        target = sum(self._marks.values())
-        if not target:
-            return 1.0 if self.done else 0.0
-        received, published = self._sum_of(self._received), self._sum_of(self._published)
-        return (RECEIVED_SHARE * received + (1 - RECEIVED_SHARE) * published) / target
-
-    def _left_s(self) -> float | None:
-        """Estimate the time left by the pace since the beginning; None: not known yet."""
-        if self._began is None:
-            return None
-        began_ms, before = self._began
-        share, elapsed_s = self._share(), (self._now_ms - began_ms) / 1000
-        if share <= before or elapsed_s < LEFT_KNOWN_S:
-            return None
-        return round(elapsed_s * (1 - share) / (share - before), 1)
+def _row(view: View, vbid: int, group: int) -> Row:
+    try:
+        return stored_row(view.state(vbid), group, view.history(vbid))
+    except StorageError as error:
+        return unreadable_row(vbid, group, str(error))

@@ -25,6 +25,7 @@ from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Turned, UseKvNodes
+from mirror.ownership import readers_gid
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.hook import Hook, words_of
@@ -40,7 +41,6 @@ from mirror.supervise.processes.table import Processes
 from mirror.supervise.reports.collector import REPORT_TIMEOUT_S, ReportedFailure, Reports
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import LookUp, Setup
-from mirror.supervise.sharing import readers_gid
 
 TICK_S = 0.2
 """How often deadlines and restart pauses are looked at."""

@@ -21,10 +21,10 @@ from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
+from mirror.log import set_up_logs
 from mirror.sandbox import SandboxCluster
-from mirror.supervise.processes import logs
-from mirror.supervise.processes.collector import settle_collector
 from mirror.supervise.processes.figures import private_bytes
+from mirror.supervise.processes.worker import settle_collector
 from storage.env import directory
 from storage.model import Identity
 from storage.write.writer import GroupWriter
@@ -123,7 +123,7 @@ async def consuming(
     """A consumer like a worker's over these groups of a directory, which is created if there is none, and its
     writers.
     """
-    logs.set_up("warning", json=False, process="bench")
+    set_up_logs("warning", json=False, process="bench")
     clock = SystemClock()
     os.environ["DCP_MIRROR_PASSWORD"] = "demo"
     settings = Settings(source=connection_string, groups=GROUPS)

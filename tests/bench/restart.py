@@ -22,10 +22,10 @@ from mirror import client
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.health import FOLLOWING
+from mirror.log import set_up_logs
 from mirror.messages import GetStatus
 from mirror.serve.dcp.server import DcpServer
-from mirror.supervise.processes import logs
-from mirror.supervise.source import look_up_with
+from mirror.supervise.setup import look_up_with
 from mirror.supervise.supervisor import Supervisor
 from storage.format.keys import vbid_of
 from tests.bench import kv, limits, stores
@@ -80,7 +80,7 @@ def measure(
 
 
 def _run(pipe: Connection, source: str, port: int, data: str, workers: int) -> None:
-    logs.set_up("error", json=False, process="bench")
+    set_up_logs("error", json=False, process="bench")
     os.environ["DCP_MIRROR_PASSWORD"] = "demo"
     values: dict[str, Any] = {"source": source, "data": Path(data), "workers": workers, "groups": GROUPS}
     settings = validated(values | {"kv": f"127.0.0.1:{port}", "log_level": "error"})

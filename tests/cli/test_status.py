@@ -10,7 +10,7 @@ import pytest
 
 from cli import status
 from mirror import client
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from tests.cli.conftest import COMMAND, LIMIT_S, call, environment
 from tests.processes import ProcessGroup
 from tests.terminal import Terminal, plain

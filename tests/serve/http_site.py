@@ -19,8 +19,7 @@ from mirror.config_reader import validated
 from mirror.health import assess
 from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.supervise.status import totals
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status, totals
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange

@@ -16,7 +16,7 @@ from mirror.errors import ConfigError
 from mirror.messages import Resync
 from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from tests.serve.http_site import Site, Source
 from tests.supervise.conftest import eventually
 

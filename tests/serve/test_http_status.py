@@ -15,7 +15,7 @@ from mirror.serve.http.status import StatusReporter, _together, ask_service
 from mirror.serve.http.view import Mirror
 from mirror.serve.objects import dumps
 from mirror.supervise.listeners.control import ControlServer
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from storage.errors import NotAMirror
 from tests.manual_clock import ManualClock
 from tests.serve.http_site import Source, service_report

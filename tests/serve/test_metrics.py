@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.health import STATES
 from mirror.serve.metrics import Requests, exposition, own_exposition
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from tests.serve.http_site import Source, service_report
 
 

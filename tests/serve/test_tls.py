@@ -28,7 +28,7 @@ from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority

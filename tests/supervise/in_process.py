@@ -20,8 +20,8 @@ from mirror.messages import ProcessCommand, ProcessReport, StartMessage, StartWo
 from mirror.supervise.processes import table as processes
 from mirror.supervise.processes.channel import Channel
 from mirror.supervise.processes.child import Child
-from mirror.supervise.processes.heartbeat import Heartbeat
 from mirror.supervise.processes.life import ChildProcess, Make, Send
+from mirror.supervise.processes.plan import Heartbeat
 from mirror.supervise.supervisor import Supervisor
 from tests.supervise.scripted import look_up, settings_for
 

@@ -101,11 +101,11 @@ async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
 
 
 def serve(data: Path) -> int:
+    from mirror import log as logs
     from mirror.clock import SystemClock
-    from mirror.supervise.processes import logs
     from mirror.supervise.supervisor import Supervisor
 
-    logs.set_up("info")
+    logs.set_up_logs("info")
     service = Supervisor(settings_for(data), look_up, clock=SystemClock(), command=worker_command)
     return int(asyncio.run(service.run()))
 

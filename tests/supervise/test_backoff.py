@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from mirror.supervise.processes.backoff import FIRST_MS, LIMIT_MS, PROVEN_MS, failures_after, restart_delay_ms
+from mirror.supervise.processes.plan import (
+    PROVEN_MS,
+    RESTART_FIRST_MS,
+    RESTART_LIMIT_MS,
+    failures_after,
+    restart_delay_ms,
+)
 
 
 def test_the_first_start_waits_for_nothing() -> None:
@@ -9,11 +15,11 @@ def test_the_first_start_waits_for_nothing() -> None:
 
 def test_the_pause_doubles_up_to_its_limit() -> None:
     pauses = [restart_delay_ms(failures) for failures in range(1, 40)]
-    assert pauses[0] == FIRST_MS
-    assert pauses[1] == 2 * FIRST_MS
+    assert pauses[0] == RESTART_FIRST_MS
+    assert pauses[1] == 2 * RESTART_FIRST_MS
     assert pauses == sorted(pauses)
-    assert pauses[-1] == LIMIT_MS
-    assert max(pauses) == LIMIT_MS
+    assert pauses[-1] == RESTART_LIMIT_MS
+    assert max(pauses) == RESTART_LIMIT_MS
 
 
 def test_a_crash_loop_is_counted_and_a_long_life_forgives() -> None:

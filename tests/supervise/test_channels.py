@@ -29,7 +29,7 @@ from mirror.health import STATES
 from mirror.serve.http.server import HttpServer, Listening
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import Source
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process, scripted

@@ -14,8 +14,7 @@ from mirror.config import to_wire
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, Ready, Resync, StartWorker, StopWork
 from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
-from mirror.supervise.processes.heartbeat import Heartbeat
-from mirror.supervise.processes.plan import ProcessPhase
+from mirror.supervise.processes.plan import Heartbeat, ProcessPhase
 from tests.supervise.scripted import settings_for, worker_command
 
 M = TypeVar("M", Ready, Answer)

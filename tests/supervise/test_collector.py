@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mirror.supervise.processes.collector import NEW_CONTAINERS_MAX, settle_collector
+from mirror.supervise.processes.worker import NEW_CONTAINERS_MAX, settle_collector
 
 
 class Node:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mirror import log as logs
 from mirror.clock import SystemClock
 from mirror.supervise.events import log as event_log
 from mirror.supervise.events.kinds import MapChanged
 from mirror.supervise.events.log import EVENTS_FILE, EVENTS_KEPT, EventLog, read_events
-from mirror.supervise.processes import logs
 
 
 def change(rev: int) -> MapChanged:
@@ -27,7 +27,7 @@ def test_an_event_is_one_line_of_the_log_and_goes_to_the_hook(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forwarded: list[dict[str, Any]] = []
-    logs.set_up("info", json=True)
+    logs.set_up_logs("info", json=True)
     EventLog(SystemClock(), tmp_path, forwarded.append).add(change(8))
     [line] = capsys.readouterr().err.splitlines()
     logged = json.loads(line)
@@ -78,7 +78,7 @@ def test_an_event_that_cannot_be_written_is_logged_and_forwarded(
 ) -> None:
     (tmp_path / EVENTS_FILE).mkdir()
     forwarded: list[dict[str, Any]] = []
-    logs.set_up("info")
+    logs.set_up_logs("info")
     EventLog(SystemClock(), tmp_path, forwarded.append).add(change(1))
     assert len(forwarded) == 1
     assert "event-not-written" in capsys.readouterr().err

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.supervise.processes.heartbeat import Heartbeat
+from mirror.supervise.processes.plan import Heartbeat
 
 
 def test_silence_is_measured_from_the_last_beat() -> None:

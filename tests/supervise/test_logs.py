@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from mirror import log as logs
 from mirror.log import get_logger
-from mirror.supervise.processes import logs
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _as_before() -> Iterator[None]:
 
 
 def test_logs_go_to_stderr_and_leave_stdout_to_data(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("info")
+    logs.set_up_logs("info")
     structlog.get_logger().info("workers-ready", workers=2)
     structlog.get_logger().debug("not shown")
     streams = capsys.readouterr()
@@ -30,19 +30,19 @@ def test_logs_go_to_stderr_and_leave_stdout_to_data(capsys: pytest.CaptureFixtur
 
 
 def test_as_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("debug", json=True, process="worker 3")
+    logs.set_up_logs("debug", json=True, process="worker 3")
     structlog.get_logger().debug("shown", bucket="demo")
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], line["bucket"], line["process"], line["level"]) == ("shown", "demo", "worker 3", "debug")
 
 
 def test_a_line_leaves_out_what_is_not_known_and_json_says_null(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("info")
+    logs.set_up_logs("info")
     get_logger("test").info("rollback", vbuckets=32, from_seqno=None)
     line = capsys.readouterr().err
     assert "vbuckets" in line
     assert "from_seqno" not in line
-    logs.set_up("info", json=True)
+    logs.set_up_logs("info", json=True)
     get_logger("test").info("rollback", vbuckets=32, from_seqno=None)
     assert json.loads(capsys.readouterr().err)["from_seqno"] is None
 
@@ -52,6 +52,6 @@ def test_a_reader_that_left_does_not_end_the_service(monkeypatch: pytest.MonkeyP
     os.close(read_end)
     with open(write_end, "w", buffering=1) as nobody_reads:
         monkeypatch.setattr("sys.stderr", nobody_reads)
-        logs.set_up("info")
+        logs.set_up_logs("info")
         structlog.get_logger().info("into the void")
         assert os.readlink(f"/proc/self/fd/{write_end}") == os.devnull

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, Node
-from mirror.supervise.maps import MapBook
+from mirror.supervise.context import MapBook
 from storage.env import map_record
 from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, Full

@@ -15,7 +15,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.supervise.processes.quarantine import DEATHS, WINDOW_MS, GroupMark, Quarantine
-from mirror.supervise.source import look_up_with
+from mirror.supervise.setup import look_up_with
 from mirror.supervise.supervisor import Supervisor
 from tests.supervise.conftest import eventually
 

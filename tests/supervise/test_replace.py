@@ -9,8 +9,7 @@ import pytest
 
 from mirror.errors import ConfigError, ConnectFailed, SupervisionError
 from mirror.supervise.lock import ServiceLock
-from mirror.supervise.replace import set_aside_another_bucket
-from mirror.supervise.setup import LookUp, Source
+from mirror.supervise.setup import LookUp, Source, set_aside_another_bucket
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise.scripted import settings_for

@@ -11,8 +11,8 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
+from mirror.ownership import readers_gid
 from mirror.supervise.processes.worker import share
-from mirror.supervise.sharing import readers_gid
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process

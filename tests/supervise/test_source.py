@@ -10,7 +10,7 @@ from mirror.config import Settings
 from mirror.errors import AuthRejected, BucketMissing, ConfigError, ConnectFailed
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from mirror.supervise.source import look_up_with
+from mirror.supervise.setup import look_up_with
 
 
 @pytest.fixture(scope="module")

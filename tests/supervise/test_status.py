@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from mirror.supervise.status import TREND_REPORTS_MAX, CatchUp, Row, Trend, reported_row, stored_row, totals
+from mirror.supervise.reports.progress import TREND_REPORTS_MAX, CatchUp, Trend
+from mirror.supervise.status import Row, reported_row, stored_row, totals
 from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
 
 

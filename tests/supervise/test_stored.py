@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mirror.supervise.stored import stored_status
+from mirror.supervise.status import stored_status
 from storage.env import directory
 from storage.model import Identity
 

@@ -18,7 +18,7 @@ from mirror.config_reader import describe
 from mirror.errors import ExitCode
 from mirror.serve.http.problems import TITLES
 from mirror.serve.metrics import STATES
-from mirror.supervise import stored, supervisor
+from mirror.supervise import status, supervisor
 from mirror.supervise.processes.plan import ProcessPhase
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_every_state_has_its_row() -> None:
     assert sorted(first_column("States of a vbucket")) == sorted(STATES)
     assert sorted(first_column("States of the service")) == sorted(health.STATES)
     known = set(re.findall(r'set_state\(\s*"([^"]+)"', inspect.getsource(supervisor)))
-    known |= set(re.findall(r'"state": "([^"]+)"', inspect.getsource(stored)))
+    known |= set(re.findall(r'"state": "([^"]+)"', inspect.getsource(status.stored_status)))
     assert known <= set(health.STATES)
     assert all(f"`{phase.value}`" in section("States of a vbucket") for phase in ProcessPhase)
 

@@ -21,8 +21,7 @@ from mirror.errors import SupervisionError
 from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Request
 from mirror.supervise.processes.channel import Channel
 from mirror.supervise.processes.figures import Gauge
-from mirror.supervise.processes.heartbeat import Heartbeat
-from mirror.supervise.processes.plan import ProcessPhase, WorkerFacts
+from mirror.supervise.processes.plan import Heartbeat, ProcessPhase, WorkerFacts
 from mirror.supervise.processes.quarantine import GroupMark
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024

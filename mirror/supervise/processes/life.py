@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, runtime_checkable
 
 from mirror.errors import MirrorError
-from mirror.log import get_logger
+from mirror.log import get_logger, set_up_logs
 from mirror.messages import (
     Answer,
     Beat,
@@ -34,9 +34,8 @@ from mirror.messages import (
     StartWorker,
     StopWork,
 )
-from mirror.supervise.processes import logs
 from mirror.supervise.processes.channel import Channel
-from mirror.supervise.processes.heartbeat import INTERVAL_MS
+from mirror.supervise.processes.plan import BEAT_INTERVAL_MS
 from storage.errors import StorageError
 
 PR_SET_PDEATHSIG = 1
@@ -142,7 +141,7 @@ class ChildProcess:
     async def _beat(self) -> None:
         while True:
             self._channel.send(Beat())
-            await asyncio.sleep(INTERVAL_MS / 1000)
+            await asyncio.sleep(BEAT_INTERVAL_MS / 1000)
 
     async def _listen(self, work: Work) -> None:
         while True:
@@ -182,7 +181,7 @@ async def work_over(end: socket.socket, make: Make) -> int:
 def main(arguments: list[str], make: Make) -> int:
     """Entry of the process: the one argument is the number of the inherited descriptor."""
     die_with_parent()
-    logs.set_up("info", process=f"worker {arguments[0] if arguments else '?'}")
+    set_up_logs("info", process=f"worker {arguments[0] if arguments else '?'}")
     try:
         end = socket.socket(fileno=int(arguments[0]))
     except (IndexError, ValueError, OSError):

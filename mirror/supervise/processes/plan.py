@@ -121,3 +121,60 @@ def plan(
         if held.isdisjoint(groups):
             actions.append(StartProcess(slot, groups))
     return actions
+
+
+BEAT_INTERVAL_MS = 500
+"""How often a child beats."""
+
+DEADLINE_MS = 15_000
+"""How long it may be silent: thirty beats, so that one slow disk sync is not taken for death."""
+
+START_DEADLINE_MS = 60_000
+"""How long until the first beat: a cold disk and a large store are no reason to kill."""
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    """The pulse of one child."""
+
+    started_ms: int
+    deadline_ms: int = DEADLINE_MS
+    start_deadline_ms: int = START_DEADLINE_MS
+    last_beat_ms: int | None = None
+
+    def beat(self, now_ms: int) -> None:
+        """The child was heard."""
+        assert now_ms >= (self.last_beat_ms or self.started_ms), "a clock that goes back is no clock"
+        self.last_beat_ms = now_ms
+
+    def age_ms(self, now_ms: int) -> int:
+        """How long it has been silent."""
+        return now_ms - (self.started_ms if self.last_beat_ms is None else self.last_beat_ms)
+
+    def overdue(self, now_ms: int) -> bool:
+        """Whether its silence is too long."""
+        limit = self.start_deadline_ms if self.last_beat_ms is None else self.deadline_ms
+        return self.age_ms(now_ms) > limit
+
+
+RESTART_FIRST_MS = 200
+"""After the first death: long enough for its locks and sockets to be gone, short enough for a blink of lag."""
+
+RESTART_LIMIT_MS = 30_000
+"""However often it died: an operator who fixes the cause waits no longer than this."""
+
+PROVEN_MS = 60_000
+"""A worker that lived this long is not in a crash loop."""
+
+
+def restart_delay_ms(failures: int) -> int:
+    """The pause before start number `failures` + 1; none before the first."""
+    assert failures >= 0, "failures are counted from 0"
+    if failures == 0:
+        return 0
+    return int(min(RESTART_LIMIT_MS, RESTART_FIRST_MS * 2 ** min(failures - 1, 16)))
+
+
+def failures_after(failures: int, lived_ms: int) -> int:
+    """The count after one more death, of a worker that had lived `lived_ms`."""
+    return 1 if lived_ms >= PROVEN_MS else failures + 1

@@ -16,7 +16,7 @@ from typing import Any
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
-from mirror.log import get_logger
+from mirror.log import get_logger, set_up_logs
 from mirror.messages import NoteContact, ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
@@ -27,7 +27,6 @@ from mirror.serve.kv.map import ServedMap, named_nodes, own_node
 from mirror.serve.kv.server import KvServer
 from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
-from mirror.supervise.processes import logs
 from mirror.supervise.processes.life import Send, Work, main
 
 log = get_logger("kv")
@@ -134,7 +133,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
     gc.freeze()  # a collection of all that was imported is a step of 10 ms
     settings = from_wire(start.settings)
     kind, number = start.kind, start.slot % SLOTS_PER_KIND
-    logs.set_up(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
+    set_up_logs(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
     if settings.data is None:
         raise ConfigError("a server was started without data")
     sockets: Sockets = []
@@ -147,7 +146,7 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
     if kind == "http":
         # imported here: a KV process has no use for the HTTP stack's memory
         from mirror.serve.http.server import HttpServer, Listening
-        from mirror.supervise.stored import stored_status
+        from mirror.supervise.status import stored_status
 
         listening = [Listening(each, address.local, address.tls) for address, each in sockets]
         http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")

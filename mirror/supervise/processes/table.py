@@ -22,17 +22,18 @@ from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.kinds import MapChanged, WorkerEnded
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
-from mirror.supervise.processes.backoff import failures_after, restart_delay_ms
 from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
-from mirror.supervise.processes.heartbeat import Heartbeat
 from mirror.supervise.processes.plan import (
+    Heartbeat,
     KillProcess,
     ProcessPhase,
     StartProcess,
     StopProcess,
     WorkerFacts,
     assign,
+    failures_after,
     plan,
+    restart_delay_ms,
 )
 from mirror.supervise.processes.quarantine import GroupMark, Quarantine
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import ClusterMap
-from mirror.log import get_logger
+from mirror.log import get_logger, set_up_logs
 from mirror.messages import (
     HoldPositions,
     NewClusterMap,
@@ -35,12 +36,10 @@ from mirror.messages import (
     StartWorker,
     Turned,
 )
-from mirror.supervise.processes import logs
-from mirror.supervise.processes.collector import settle_collector
+from mirror.ownership import readers_gid
 from mirror.supervise.processes.life import Send, Work, main
 from mirror.supervise.processes.pinned import PinnedPages
 from mirror.supervise.processes.quarantine import GroupMark, quarantined
-from mirror.supervise.sharing import readers_gid
 from storage.env import access, directory
 from storage.env.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
@@ -205,7 +204,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     """Open the groups that the first message names. Raises what makes working on any of them impossible."""
     assert isinstance(start, StartWorker), "a server is another program"
     settings = from_wire(start.settings)
-    logs.set_up(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
+    set_up_logs(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
     if settings.data is None or settings.source is None:
         raise ConfigError("a worker was started without data or source")
     clock = SystemClock()
@@ -267,6 +266,19 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     work.resume_leases(start.leases)
     settle_collector()
     return work
+
+
+NEW_CONTAINERS_MAX = 100_000
+"""New containers alive between two collections of the youngest generation; at some 100 bytes each, 10 MB."""
+OLDER_EVERY = 10
+"""Collections of one generation for one of the next, as by default."""
+
+
+def settle_collector() -> None:
+    """Apply the policy; to be called once, when everything that stays for life has been made."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_CONTAINERS_MAX, OLDER_EVERY, OLDER_EVERY)
 
 
 if __name__ == "__main__":

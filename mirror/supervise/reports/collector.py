@@ -24,8 +24,9 @@ from mirror.supervise.processes.figures import Gauge
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes, ProcessSlot
 from mirror.supervise.reports.observer import Observer
+from mirror.supervise.reports.progress import CatchUp, Trend
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.status import CatchUp, Row, Trend, bucket_fields, reported_row, totals
+from mirror.supervise.status import Row, bucket_fields, reported_row, totals
 
 REPORT_INTERVAL_S = 1.0
 """How often workers send a full report, at most."""
