@@ -24,8 +24,8 @@ from itertools import islice, pairwise
 
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
-from storage.format import keys, records
-from storage.history import branches, chain, merge, prepares
+from storage.format import keys, records, seal
+from storage.history import branches, chain, index, merge, prepares
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
 from storage.model import SEQNO_MAX, BranchReason, Vbid
@@ -246,6 +246,8 @@ class Purger:
                 position = seqno - 1
                 break
             visited += 1
+            seal.frame_of(frame, key, vbid, txn.path)  # a damaged row must not take the place of a sound one
+            index.check_place(txn, vbid, key, frame)
             if not records.is_system_event(frame):
                 victims.add_replaced_by(key, frame)
                 continue

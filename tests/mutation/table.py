@@ -414,6 +414,7 @@ MUTATIONS = (
         f"{_OF_PURGE} -k costs_the_same",
     ),
     Mutation(_PURGE, "if wire_key != current and looked >= looks:", "if False:", f"{_OF_PURGE} -k flushed"),
+    Mutation(_PURGE, "index.check_place(txn, vbid, key, frame)", "pass", "tests/storage/test_bit_flips.py -k purger"),
     Mutation(_PURGE, "if len(links) <= merge.LINKS_MAX + 1:", "if True:", _OF_MERGE),
     Mutation(
         "storage/write/history_clock.py",

@@ -21,12 +21,14 @@ from storage.env import directory
 from storage.errors import CorruptedError
 from storage.format import keys, records, seal
 from storage.format.records import MUTATION
+from storage.history.purge import Window
 from storage.read import bulk, stream
 from storage.read.point_reads import ReadRun
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage import bit_flips
 from tests.storage.model import keys_of, log
+from tests.storage.test_purge import purge
 from tests.storage.test_writer import open_writer, publish
 
 KEYS = keys_of(0, 12)
@@ -107,6 +109,21 @@ def test_a_newest_reference_that_became_an_older_one_is_an_error(path: str, fill
         reads: list[Callable[[], object]] = [*everything(view), lambda: fast(view, KEYS[0])]
         with pytest.raises(CorruptedError, match="references"):
             reads[read]()
+
+
+@pytest.mark.parametrize("seqno_of_row", [3, 7])
+def test_the_purger_removes_nothing_because_of_a_damaged_row(
+    filled: GroupWriter, view: View, seqno_of_row: int
+) -> None:
+    with filled.environment.begin(write=True) as txn:
+        rows = filled.environment.db(V0)
+        stored = bytearray(txn.pop(keys.ROW.pack(1, 3), db=rows))
+        stored[30] ^= seqno_of_row == 3
+        txn.put(keys.ROW.pack(1, seqno_of_row), bytes(stored), db=rows)
+    with pytest.raises(CorruptedError, match=r"vbucket 0: the row"):
+        purge(filled, Window(boundaries=1))
+    with pytest.raises(CorruptedError):
+        view.get(KEYS[4])
 
 
 def test_an_older_reference_of_no_known_kind_is_an_error(filled: GroupWriter, view: View) -> None:
