@@ -14,10 +14,10 @@ import typer
 from cli import output
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
-from mirror.sandbox.control import ask, default_path
+from mirror.sandbox.control.server import ask, default_path
+from mirror.sandbox.node.tls import NodeTls, Version
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.service import ServeOptions, serve
-from mirror.sandbox.tls import NodeTls, Version
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
 
@@ -174,7 +174,7 @@ STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noop
 
 def fault_kinds() -> list[str]:
     """Return what a shell completes."""
-    from mirror.sandbox.commands import COMMANDS
+    from mirror.sandbox.control.commands import COMMANDS
 
     return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))
 

@@ -2,12 +2,12 @@
 
 from mirror.sandbox.bucket import Bucket, vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.documents import DocumentError
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.documents import DocumentError
+from mirror.sandbox.data.item import Item
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.node.tls import NodeTls
 from mirror.sandbox.service import ServeOptions, serve
 from mirror.sandbox.thread import SandboxThread
-from mirror.sandbox.tls import NodeTls
-from mirror.sandbox.vbucket import Vbucket
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 __all__ = [

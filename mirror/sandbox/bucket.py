@@ -15,16 +15,16 @@ from zlib import crc32
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.clustermap import SandboxMap
-from mirror.sandbox.dcp import Sent
-from mirror.sandbox.documents import SandboxDocuments
-from mirror.sandbox.item import EventItem, Item
-from mirror.sandbox.manifest import BucketManifest, ManifestError, ManifestStep
+from mirror.sandbox.data.clustermap import SandboxMap
+from mirror.sandbox.data.documents import SandboxDocuments
+from mirror.sandbox.data.item import EventItem, Item
+from mirror.sandbox.data.manifest import BucketManifest, ManifestError, ManifestStep
+from mirror.sandbox.data.users import SandboxUsers
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.dcp.faults import StreamFaults
+from mirror.sandbox.dcp.producer import Sent
+from mirror.sandbox.dcp.stream import StreamTuning
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
-from mirror.sandbox.stream import StreamTuning
-from mirror.sandbox.stream_faults import StreamFaults
-from mirror.sandbox.users import SandboxUsers
-from mirror.sandbox.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole

@@ -16,15 +16,15 @@ from types import TracebackType
 
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.bucket import Bucket, Value
-from mirror.sandbox.dcp import Sent
-from mirror.sandbox.faults import Faults
-from mirror.sandbox.item import Item
-from mirror.sandbox.node import SandboxNode
+from mirror.sandbox.data.item import Item
+from mirror.sandbox.data.users import User
+from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
+from mirror.sandbox.dcp.producer import Sent
+from mirror.sandbox.dcp.stream import LIVE_SNAPSHOT_ITEMS
+from mirror.sandbox.node.faults import Faults
+from mirror.sandbox.node.node import SandboxNode
+from mirror.sandbox.node.tls import NodeTls
 from mirror.sandbox.profile import DEFAULT_PROFILE, profile_named
-from mirror.sandbox.stream import LIVE_SNAPSHOT_ITEMS
-from mirror.sandbox.tls import NodeTls
-from mirror.sandbox.users import User
-from mirror.sandbox.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.server.cluster_config import NOWHERE
 from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire.constants import VbucketRole

@@ -19,10 +19,10 @@ from pathlib import Path
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.control import SandboxControl, default_path
+from mirror.sandbox.control.server import SandboxControl, default_path
+from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
+from mirror.sandbox.node.tls import NodeTls
 from mirror.sandbox.profile import DEFAULT_PROFILE
-from mirror.sandbox.tls import NodeTls
-from mirror.sandbox.vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"

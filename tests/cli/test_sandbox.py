@@ -9,8 +9,8 @@ import pytest
 from cli.sandbox import FAULT_HELP, LINK_FAULTS, STREAM_FAULTS, arguments_from, socket_of
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
-from mirror.sandbox.commands import COMMANDS
-from mirror.sandbox.control import default_path
+from mirror.sandbox.control.commands import COMMANDS
+from mirror.sandbox.control.server import default_path
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.feed.authority import Authority
 from tests.terminal import Terminal

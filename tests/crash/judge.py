@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.item import Item
 from mirror.wire import leb128
 from storage.admin.check import check
 from storage.model import Document

@@ -16,8 +16,8 @@ from mirror.errors import NotSupported
 from mirror.feed.cluster.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress, parse
-from mirror.sandbox import node as sandbox_node
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.node import node as sandbox_node
 from mirror.wire.codec_kv import ObservedSeqno
 from mirror.wire.constants import Opcode
 from storage.admin.check import check

@@ -17,7 +17,7 @@ from mirror.feed.cluster.map_poll import MapPoller
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
-from mirror.sandbox.clustermap import SandboxMap
+from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.server.cluster_config import NOWHERE
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr

@@ -8,7 +8,7 @@ import pytest
 
 from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.manifest import ManifestError
+from mirror.sandbox.data.manifest import ManifestError
 from mirror.wire.constants import VbucketRole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from mirror.ingest.topology import parse_cluster_map
-from mirror.sandbox.clustermap import SandboxAddress, SandboxMap
+from mirror.sandbox.data.clustermap import SandboxAddress, SandboxMap
 from mirror.server.cluster_config import NOWHERE
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from mirror.document import values
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.documents import LOCKED_CAS, DocumentError, Mode
-from mirror.sandbox.item import ABORT, EXPIRATION, PREPARE, CommitItem
+from mirror.sandbox.data.documents import LOCKED_CAS, DocumentError, Mode
+from mirror.sandbox.data.item import ABORT, EXPIRATION, PREPARE, CommitItem
 from mirror.wire.constants import Status
 from tests.manual_clock import ManualClock
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mirror.document import values
-from mirror.sandbox import item as it
-from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.item import CommitItem, EventItem, Item
-from mirror.sandbox.manifest import ManifestStep
+from mirror.sandbox.data import item as it
+from mirror.sandbox.data.item import CommitItem, EventItem, Item
+from mirror.sandbox.data.manifest import ManifestStep
+from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp

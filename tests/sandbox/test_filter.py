@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.sandbox.filter import SandboxFilter, parse
-from mirror.sandbox.item import Item, mutation_frame, system_event_frame
-from mirror.sandbox.manifest import BucketManifest, ManifestStep
-from mirror.sandbox.vbucket import system_key
+from mirror.sandbox.data.item import Item, mutation_frame, system_event_frame
+from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
+from mirror.sandbox.data.vbucket import system_key
+from mirror.sandbox.dcp.filter import SandboxFilter, parse
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status, SystemEventId
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mirror.sandbox import item as it
-from mirror.sandbox.item import CommitItem, Item
+from mirror.sandbox.data import item as it
+from mirror.sandbox.data.item import CommitItem, Item
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

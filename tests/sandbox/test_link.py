@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 from typing import cast
 
-from mirror.sandbox.link import SLOW_BACKLOG_MAX, NetworkLink
+from mirror.sandbox.node.link import SLOW_BACKLOG_MAX, NetworkLink
 
 
 class Wire:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mirror.sandbox.manifest import BucketManifest, ManifestError, ManifestStep
+from mirror.sandbox.data.manifest import BucketManifest, ManifestError, ManifestStep
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Opcode, SystemEventId

@@ -34,7 +34,7 @@ from couchbase.options import (
 from couchbase.transcoder import RawBinaryTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.item import CommitItem
+from mirror.sandbox.data.item import CommitItem
 from tests import recordings
 
 DIGITS = re.compile(r"\d+")

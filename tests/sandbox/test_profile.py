@@ -8,7 +8,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.manifest import ManifestError
+from mirror.sandbox.data.manifest import ManifestError
 from mirror.sandbox.profile import CONTROLS, PROFILES, profile_named
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev

@@ -13,7 +13,7 @@ import pytest
 
 from mirror.errors import ConfigError
 from mirror.sandbox import ServeOptions, serve
-from mirror.sandbox.control import ask
+from mirror.sandbox.control.server import ask
 from tests.processes import ProcessGroup
 
 PROGRAM = """

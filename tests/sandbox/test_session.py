@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.session import SandboxSession, SessionPort
-from mirror.sandbox.users import User
+from mirror.sandbox.data.users import User
+from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.server.errors import Refused
 from mirror.server.privileges import READ
 from mirror.wire import frame as fr

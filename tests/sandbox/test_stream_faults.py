@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.stream_faults import StreamFaults
+from mirror.sandbox.dcp.faults import StreamFaults
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason

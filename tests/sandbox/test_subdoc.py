@@ -10,8 +10,8 @@ from google_crc32c import value as crc32c
 from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import XATTR_PATH
-from mirror.sandbox.item import Item, mutation_frame
-from mirror.sandbox.subdoc import Draft
+from mirror.sandbox.data.item import Item, mutation_frame
+from mirror.sandbox.kv.subdoc import Draft
 from mirror.wire.constants import Opcode, Status
 
 GET = Opcode.SUBDOC_GET

@@ -16,7 +16,7 @@ from mirror.feed.connection.bootstrap import Access, enter
 from mirror.feed.connection.connection_string import parse
 from mirror.ingest.topology import ClusterMap
 from mirror.sandbox import NodeTls, SandboxCluster
-from mirror.sandbox.tls import Version
+from mirror.sandbox.node.tls import Version
 from tests.feed.authority import Authority
 
 

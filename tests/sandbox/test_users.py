@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirror.sandbox.users import SandboxUsers
+from mirror.sandbox.data.users import SandboxUsers
 from mirror.server.privileges import ALL_PRIVILEGES, READ
 
 

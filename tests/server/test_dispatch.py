@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.sandbox import SandboxCluster, node
-from mirror.sandbox.session import SandboxSession, SessionPort
-from mirror.sandbox.users import User
+from mirror.sandbox import SandboxCluster
+from mirror.sandbox.data.users import User
+from mirror.sandbox.kv.session import SandboxSession, SessionPort
+from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
 from mirror.serve.access.logins import Logins
 from mirror.serve.dcp import connection as dcp_connection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirror.sandbox.node import OPERATIONS
+from mirror.sandbox.node.node import OPERATIONS
 from mirror.server.privileges import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS, certified_name
 
 

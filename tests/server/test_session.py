@@ -6,7 +6,7 @@ import json
 from typing import cast
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.session import SandboxSession, SessionPort
+from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.session import Reply, failover_statistics
 from mirror.wire import frame as fr

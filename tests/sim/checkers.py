@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from mirror.ingest.state import Phase
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.item import Item
 from storage.admin.check import check
 from storage.env.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated

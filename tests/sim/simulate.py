@@ -20,10 +20,10 @@ import lmdb
 import pytest
 import structlog
 
-from mirror.sandbox import stream as sandbox_stream
-from mirror.sandbox.documents import DocumentError
-from mirror.sandbox.manifest import ManifestError, ManifestStep
-from mirror.sandbox.stream import StreamPhase
+from mirror.sandbox.data.documents import DocumentError
+from mirror.sandbox.data.manifest import ManifestError, ManifestStep
+from mirror.sandbox.dcp import stream as sandbox_stream
+from mirror.sandbox.dcp.stream import StreamPhase
 from mirror.wire.constants import Status, StreamEndReason, SystemEventId
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode

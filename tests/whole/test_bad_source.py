@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.node import NodeConnection
+from mirror.sandbox.node.node import NodeConnection
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode
 from storage.read.view import open_view

@@ -32,7 +32,7 @@ from couchbase.options import (
 from couchbase.transcoder import RawBinaryTranscoder, RawStringTranscoder
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.item import Item
 from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.service import Service, until

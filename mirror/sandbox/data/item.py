@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from mirror.sandbox.manifest import ManifestStep
+from mirror.sandbox.data.manifest import ManifestStep
 from mirror.wire import leb128
 from mirror.wire.constants import Magic, Opcode
 

@@ -14,10 +14,10 @@ from enum import Enum
 from itertools import chain
 from random import Random
 
-from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import SandboxFilter
-from mirror.sandbox.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
-from mirror.sandbox.vbucket import Vbucket
+from mirror.sandbox.data.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.dcp.encoder import ItemEncoder
+from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest

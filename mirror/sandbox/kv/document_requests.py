@@ -8,10 +8,10 @@ where that was negotiated; quiet forms answer failures only (getters: hits only)
 from __future__ import annotations
 
 from mirror.document import values
-from mirror.sandbox.documents import DocumentError, Mode
-from mirror.sandbox.item import Item
-from mirror.sandbox.session import FoundItem, SandboxHandler, SandboxSession
-from mirror.sandbox.vbucket import Vbucket
+from mirror.sandbox.data.documents import DocumentError, Mode
+from mirror.sandbox.data.item import Item
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.kv.session import FoundItem, SandboxHandler, SandboxSession
 from mirror.server.document_requests import got, quiet_miss, wire_key
 from mirror.server.privileges import READ, WRITE
 from mirror.server.session import Later, Operation, Reply

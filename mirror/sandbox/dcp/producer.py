@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
-from mirror.sandbox import filter as filters
-from mirror.sandbox.encoder import ItemEncoder
-from mirror.sandbox.filter import SandboxFilter
-from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.data.manifest import BucketManifest
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.dcp import filter as filters
+from mirror.sandbox.dcp.encoder import ItemEncoder
+from mirror.sandbox.dcp.faults import RefusalFault, StreamFaults
+from mirror.sandbox.dcp.filter import SandboxFilter
+from mirror.sandbox.dcp.stream import DISK, ProducerStream, StreamOptions, StreamTuning
 from mirror.sandbox.profile import Profile
-from mirror.sandbox.stream import DISK, ProducerStream, StreamOptions, StreamTuning
-from mirror.sandbox.stream_faults import RefusalFault, StreamFaults
-from mirror.sandbox.vbucket import Vbucket
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
 from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory

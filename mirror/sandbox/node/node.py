@@ -13,17 +13,17 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from mirror.sandbox import document_requests, subdoc_requests
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.clustermap import SandboxAddress
-from mirror.sandbox.dcp import PIECE_BYTES, SandboxProducer, Sent
-from mirror.sandbox.link import NetworkLink
-from mirror.sandbox.manifest import BucketManifest
+from mirror.sandbox.data.clustermap import SandboxAddress
+from mirror.sandbox.data.manifest import BucketManifest
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.dcp.faults import StreamFaults
+from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer, Sent
+from mirror.sandbox.dcp.stream import ProducerStream, StreamTuning
+from mirror.sandbox.kv import document_requests, subdoc_requests
+from mirror.sandbox.kv.session import SandboxSession
+from mirror.sandbox.node.link import NetworkLink
 from mirror.sandbox.profile import Profile
-from mirror.sandbox.session import SandboxSession
-from mirror.sandbox.stream import ProducerStream, StreamTuning
-from mirror.sandbox.stream_faults import StreamFaults
-from mirror.sandbox.vbucket import Vbucket
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypedDict, Unpack
 
-from mirror.sandbox.node import NodeConnection, SandboxNode
-from mirror.sandbox.stream_faults import StreamFaults
+from mirror.sandbox.dcp.faults import StreamFaults
+from mirror.sandbox.node.node import NodeConnection, SandboxNode
 from mirror.wire.constants import Status, StreamEndReason
 
 Rule = Callable[[NodeConnection], None]

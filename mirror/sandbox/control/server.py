@@ -19,8 +19,8 @@ from typing import Any
 
 from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.commands import COMMANDS, check_numbers
-from mirror.sandbox.documents import DocumentError
+from mirror.sandbox.control.commands import COMMANDS, check_numbers
+from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.workload import Workload
 
 LINE_BYTES_MAX = 64 * 1024

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mirror.sandbox.item import SYSTEM_EVENT, EventItem, Item
-from mirror.sandbox.manifest import BucketManifest
-from mirror.sandbox.vbucket import system_id
+from mirror.sandbox.data.item import SYSTEM_EVENT, EventItem, Item
+from mirror.sandbox.data.manifest import BucketManifest
+from mirror.sandbox.data.vbucket import system_id
 from mirror.server.filter import requested_filter
 from mirror.wire.constants import SystemEventId
 from mirror.wire.stream_filter import KEYS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mirror.document import jsonpath, values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import PATH_FLAGS, XATTR_PATH, About, Content, first_name
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.item import Item
 from mirror.wire.constants import Opcode, Status
 
 MKDIR_P = 0x01

@@ -14,7 +14,7 @@ from enum import Enum
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.item import (
+from mirror.sandbox.data.item import (
     CommitItem,
     EventItem,
     Item,
@@ -25,8 +25,8 @@ from mirror.sandbox.item import (
     prepare_frame,
     system_event_frame,
 )
-from mirror.sandbox.manifest import BucketManifest, ManifestStep
-from mirror.sandbox.vbucket import Vbucket, system_key
+from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
+from mirror.sandbox.data.vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
 from mirror.wire import leb128
 from mirror.wire.constants import Status, SystemEventId

@@ -48,8 +48,8 @@ from typing import Any, Protocol, TypeVar
 
 from mirror.sandbox.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.faults import Faults
-from mirror.sandbox.item import Item
+from mirror.sandbox.data.item import Item
+from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
 from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp

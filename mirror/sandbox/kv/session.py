@@ -13,10 +13,10 @@ from typing import Protocol
 
 from mirror.document.lookup import Content
 from mirror.sandbox.bucket import Bucket
-from mirror.sandbox.item import Item
-from mirror.sandbox.subdoc import Draft
-from mirror.sandbox.users import User
-from mirror.sandbox.vbucket import Vbucket
+from mirror.sandbox.data.item import Item
+from mirror.sandbox.data.users import User
+from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import DocumentSession, FoundDocument
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.privileges import SYSTEM_COLLECTIONS

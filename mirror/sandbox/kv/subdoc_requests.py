@@ -8,10 +8,10 @@ version; a failed path of several is reported in the body under one status for t
 from __future__ import annotations
 
 from mirror.document.jsonpath import PathError
-from mirror.sandbox.document_requests import changed, frame_options
-from mirror.sandbox.documents import DocumentError, Mode
-from mirror.sandbox.session import SandboxSession
-from mirror.sandbox.subdoc import Draft
+from mirror.sandbox.data.documents import DocumentError, Mode
+from mirror.sandbox.kv.document_requests import changed, frame_options
+from mirror.sandbox.kv.session import SandboxSession
+from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import ACCESS_DELETED, check_path_order, path_text, wire_key
 from mirror.server.privileges import WRITE
 from mirror.server.session import Operation, Reply

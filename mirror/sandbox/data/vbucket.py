@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
 
-from mirror.sandbox.item import (
+from mirror.sandbox.data.item import (
     ABORT,
     MUTATION_HEAD,
     NRU,
@@ -26,7 +26,7 @@ from mirror.sandbox.item import (
     SYSTEM_EVENT,
     Item,
 )
-from mirror.sandbox.item import MUTATION as MUTATION_KIND
+from mirror.sandbox.data.item import MUTATION as MUTATION_KIND
 from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog, Vbuuid
 

@@ -7,7 +7,7 @@ the common case costs one test per item; the opaque is set by anyone who sends.
 
 from __future__ import annotations
 
-from mirror.sandbox.item import (
+from mirror.sandbox.data.item import (
     ABORT,
     BETWEEN,
     COMMIT,

@@ -1,0 +1,1 @@
+"""The control socket of the embedded source: faults and changes on request."""

@@ -1,0 +1,1 @@
+"""The answers of the embedded source to a client: login, documents, sub-documents, statistics; no sockets."""
