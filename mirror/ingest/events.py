@@ -113,10 +113,9 @@ class StreamRefused:
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogReceived:
-    """Answer to GetFailoverLog, newest first; `high_seqno` as last polled, for anyone who keeps a record of events."""
+    """Answer to GetFailoverLog, newest first."""
 
     failover_log: FailoverLog
-    high_seqno: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

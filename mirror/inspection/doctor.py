@@ -86,27 +86,30 @@ class Finding:
 
 
 @dataclass(slots=True)
+class _StreamWait:
+    """Waits for the answer to a stream request; whatever the stream brings is dropped."""
+
+    vbid: int
+    answer: asyncio.Future[StreamAnswer | ClusterError]
+
+    def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None: ...
+
+    def on_event(self, event: ev.Event | KeyRefused) -> None: ...
+
+    def on_answer(self, answer: StreamAnswer | ClusterError) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+@dataclass(slots=True)
 class _Answers:
-    """Waits for the answers to stream requests; whatever a stream brings is dropped."""
+    """The requests that were sent over one session."""
 
-    waiting: dict[int, asyncio.Future[StreamAnswer | ClusterError]] = field(default_factory=dict)
-
-    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """None was requested."""
-
-    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
-        """The end of a stream that had its end at its start."""
-
-    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
-        """The answer to a stream request."""
-        if (future := self.waiting.get(vbid)) is not None and not future.done():
-            future.set_result(answer)
+    waits: list[_StreamWait] = field(default_factory=list)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """Nothing more comes."""
-        for future in self.waiting.values():
-            if not future.done():
-                future.set_result(error)
+        for each in self.waits:
+            each.on_answer(error)
 
 
 class Doctor:
@@ -469,13 +472,15 @@ class Doctor:
             state = states.get(vbid)
             seqno = state.published_seqno if state is not None else Seqno(0)
             vbuuid = state.failover_log.vbuuid_at(seqno) if state is not None else NO_VBUUID
-            owner.waiting[vbid] = loop.create_future()
+            wait = _StreamWait(vbid, loop.create_future())
+            owner.waits.append(wait)
             if session.ready:
                 offset = StreamOffset.between_snapshots(seqno, vbuuid)
-                session.request_stream(RequestStream(Vbid(vbid), "doctor", offset, int(seqno), STREAM_FLAGS), bytes(4))
+                request = RequestStream(Vbid(vbid), "doctor", offset, int(seqno), STREAM_FLAGS)
+                session.request_stream(request, bytes(4), wait)
             else:
-                owner.on_closed(session, ClusterError("the connection is over"))
-        results = await asyncio.gather(*(owner.waiting[vbid] for vbid in vbids))
+                wait.on_answer(ClusterError("the connection is over"))
+        results = await asyncio.gather(*(wait.answer for wait in owner.waits))
         return dict(zip(vbids, results, strict=True))
 
     def _judge_positions(

@@ -50,9 +50,9 @@ def counted_size(frame: Frame) -> int:
 
 
 class FlowControlLedger:
-    """The consumer's side: what was received, what of it may be acknowledged, and when to say so."""
+    """The consumer's side: what was received, and when to acknowledge it."""
 
-    __slots__ = ("_held", "_threshold", "_unacked", "acked_total", "received_total", "window_bytes")
+    __slots__ = ("_threshold", "acked_total", "received_total", "unacked", "window_bytes")
 
     def __init__(self, window_bytes: int, ack_share: float = ACK_SHARE) -> None:
         """`window_bytes` is what connection_buffer_size was set to; 0: no flow control."""
@@ -60,62 +60,33 @@ class FlowControlLedger:
         assert 0 < ack_share <= 1
         self.window_bytes = window_bytes
         self._threshold = max(1, int(window_bytes * ack_share))
-        self._unacked = 0
-        self._held = 0
+        self.unacked = 0
         self.received_total = 0
         self.acked_total = 0
 
-    @property
-    def unacked(self) -> int:
-        """Bytes that may be acknowledged and were not yet."""
-        return self._unacked
-
-    @property
-    def held(self) -> int:
-        """Bytes received that may not be acknowledged yet: nobody took them over."""
-        return self._held
-
-    @property
-    def outstanding(self) -> int:
-        """Bytes of the window in use, as far as this side knows."""
-        return self._unacked + self._held
-
-    def received(self, count: int, *, hold: bool = False) -> None:
-        """`count` bytes came. With `hold` they wait for `release` before they may be acknowledged."""
+    def received(self, count: int) -> None:
         assert count >= 0
         self.received_total += count
-        if hold:
-            self._held += count
-        else:
-            self._unacked += count
-
-    def release(self, count: int) -> None:
-        """`count` of the held bytes were taken over (or dropped): they may be acknowledged."""
-        if not 0 <= count <= self._held:
-            raise LocalProtocolError(f"release of {count} bytes, {self._held} are held", op=Opcode.DCP_BUFFER_ACK)
-        self._held -= count
-        self._unacked += count
+        self.unacked += count
 
     def due(self, *, force: bool = False) -> int:
         """Bytes that should be acknowledged now; 0 when nothing is due. `force`: whatever there is (a timer)."""
-        if self.window_bytes == 0 or self._unacked == 0:
+        if self.window_bytes == 0 or not (force or self.unacked >= self._threshold):
             return 0
-        if not (force or self._unacked >= self._threshold or self.outstanding >= self.window_bytes):
-            return 0
-        return min(self._unacked, _ACK_MAX)
+        return min(self.unacked, _ACK_MAX)
 
     def acked(self, count: int) -> None:
-        """`count` bytes are being acknowledged."""
-        if not 0 <= count <= self._unacked:
-            detail = f"acknowledging {count} bytes, {self._unacked} may be"
+        if not 0 <= count <= self.unacked:
+            detail = f"acknowledging {count} bytes, {self.unacked} may be"
             raise LocalProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)
-        self._unacked -= count
+        self.unacked -= count
         self.acked_total += count
 
     def take_ack(self, *, force: bool = False) -> int:
         """`due` and `acked` in one: who calls sends a BUFFER_ACK of this many bytes, unless it is 0."""
         count = self.due(force=force)
-        self.acked(count)
+        if count:
+            self.acked(count)
         return count
 
 

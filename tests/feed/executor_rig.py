@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from mirror.feed.connection.session import NodeSession
 from mirror.feed.follow.store_sink import StoreSink
+from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import instructions as ins
-from mirror.ingest.events import Answer
+from mirror.ingest.events import Answer, Start
 from mirror.ingest.instructions import Instruction
+from mirror.ingest.machine import VbucketMachine
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from storage.env import directory
 from storage.model import Identity, Seqno, SnapshotRange, Vbid
 from storage.write.writer import GroupWriter
+from tests.manual_clock import ManualClock
 
 VBID = Vbid(0)
 
 
-class FakeVbucket:
+class FakeVbucket(VbucketHost):
     """Writes down its calls, over the sink of a real writer."""
 
+    sink: StoreSink
+    stream_filter: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, writer: GroupWriter) -> None:
-        self.vbid = int(VBID)
+        super().__init__(int(VBID), StoreSink(0, writer, self), ManualClock())
         self.writer = writer
-        self.sink = StoreSink(0, writer, self)
-        self.running = True
+        self.machine = VbucketMachine(VBID, self.sink.state())
         self.done: list[Any] = []
         self.answers_given: list[Any] = []
         self.connected = True
         self.answers: dict[type, list[Instruction]] = {}
+
+    def start_event(self, session: NodeSession) -> Start:
+        return Start()
 
     def answered(self, answer: Answer) -> list[Instruction]:
         self.answers_given.append(answer)

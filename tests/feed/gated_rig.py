@@ -13,6 +13,7 @@ from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream
 from mirror.wire.events import SnapshotMarker
 from storage.env import directory
+from storage.errors import StorageError
 from storage.history.purge import Window
 from storage.model import FailoverLog, Identity
 from storage.read.view import Change, Token, View, open_view
@@ -42,7 +43,7 @@ class ScriptedSession:
         self.requests: list[RequestStream] = []
         self.stream_filter: dict[str, Any] = {}
 
-    def request_stream(self, request: RequestStream, prefix: bytes) -> int:
+    def request_stream(self, request: RequestStream, prefix: bytes, owner: Any) -> int:
         self.requests.append(request)
         return 100 + len(self.requests)
 
@@ -60,21 +61,32 @@ class _Shown:
 
 class _Around:
     clock = ManualClock()
-    shown = _Shown
+    resolved = _Shown
 
-    def __init__(self, rig: GatedVbucket) -> None:
-        self.rig = rig
-
-    def commit_group(self, _vbid: int) -> None:
-        self.rig.commit()
-
-    def schedule_commit(self, vbid: int) -> None: ...
-
-    def enter(self, vbid: int, event: Any) -> None: ...
+    def __init__(self) -> None:
+        self.collections = self.map_follower = self
 
     def refresh_map(self, config: bytes, vbid: int) -> None: ...
 
-    def refresh_collections(self, vbid: int) -> None: ...
+    def look(self, vbid: int) -> None: ...
+
+
+class _Group:
+    commit_waits = True
+    error: StorageError | None = None
+    free_bytes = 2**40
+
+    def __init__(self, rig: GatedVbucket) -> None:
+        self.writer = rig.writer
+        self.commits = self
+        self.commit = rig.commit
+
+    def schedule(self) -> None: ...
+
+    def failed(self, error: StorageError) -> None:
+        raise error
+
+    def flush_over_budget(self) -> None: ...
 
 
 class GatedVbucket:
@@ -100,8 +112,8 @@ class GatedVbucket:
             window=self.window,
         )
         self.session = ScriptedSession()
-        around: Any = _Around(self)
-        self.actor = MirroredVbucket(VBID, self.writer, around, PersistenceGate() if gated else None)
+        around: Any = _Around()
+        self.actor = MirroredVbucket(VBID, _Group(self), around, PersistenceGate() if gated else None)
         self.actor.start_machine()
         self.connect()
 
@@ -139,7 +151,7 @@ class GatedVbucket:
         assert opaque is not None
         self.actor.handle(SnapshotMarker(VBID, start, end, 1, opaque=opaque))
         rows = [row(self.writer.row_prefix(VBID), key, value, seqno) for seqno, (key, value) in items.items()]
-        self.actor.handle_rows(opaque, rows, 100)
+        self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:
             self.actor.published(seqno)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,42 +318,28 @@ async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is
     await mirror.stop()
 
 
-class Nobody:
-    """What a watch reports, without a mirror."""
-
-    has_system_collections = False
-
-    def __init__(self) -> None:
-        self.notified: list[set[int]] = []
-
-    def ready_sessions(self) -> list[Any]:
-        return []
-
-    def on_collections(self, waiting: set[int]) -> None:
-        self.notified.append(waiting)
-
-
 def manifest(uid: int, **collections: int) -> SourceManifest:
     names = {("inventory", name): collection_id for name, collection_id in collections.items()}
     return SourceManifest(uid, {"inventory": 8}, names)
 
 
 def test_manifests_move_forward_alone_and_only_what_is_new_is_reported() -> None:
-    nobody = Nobody()
-    watch = CollectionWatch(TWO, nobody, Settings(), SystemClock())
-    assert not watch.streams
+    notified: list[set[int]] = []
+    nobody: Any = SimpleNamespace(ready_sessions=list, current=None)
+    watch = CollectionWatch(TWO, nobody, nobody, Settings(), SystemClock(), notified.append)
+    assert not watch.resolved.streams
     assert "asking the source" in watch.text
     watch.take(manifest(5, airline=9))
-    assert watch.streams
+    assert watch.resolved.streams
     assert watch.resolved.filter == StreamFilter(collection_ids=(9,))
     watch.look(3)
     watch.take(manifest(4, airline=9, route=10))
     watch.take(manifest(5, airline=9))
-    assert nobody.notified == [set()], "an older manifest, and the same one, say nothing"
+    assert notified == [set()], "an older manifest, and the same one, say nothing"
     watch.take(manifest(6, airline=9, route=10))
     watch.take(manifest(7, route=10))
     watch.take(manifest(8))
-    assert nobody.notified == [set(), {3}], "streams bring the word of what is dropped by themselves"
-    assert not watch.streams
+    assert notified == [set(), {3}], "streams bring the word of what is dropped by themselves"
+    assert not watch.resolved.streams
     assert watch.polled_collections == ()
     assert "inventory.airline, inventory.route" in watch.text

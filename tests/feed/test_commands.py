@@ -80,7 +80,7 @@ async def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag(
     await follow(mirror, cluster)
     vbucket = consumer.vbuckets[3]
     assert vbucket.session is not None
-    vbucket.note_high_seqno(vbucket.session, 1)
+    vbucket.polled = (vbucket.session, 1)
     assert mirror.row(3)["published_seqno"] > 1
     assert mirror.row(3)["lag_seqnos"] == 0
     await mirror.stop()

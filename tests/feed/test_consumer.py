@@ -405,10 +405,10 @@ async def test_stalled_stream_is_noticed_and_requested_again(cluster: SandboxClu
     await follow(mirror, cluster)
     actor = consumer.vbuckets[4]
     lost: list[int] = []
-    actor.handle_rows = lambda opaque, rows, byte_count: lost.append(len(rows))  # type: ignore[method-assign]
+    actor.on_rows = lambda opaque, rows, byte_count: lost.append(len(rows))  # type: ignore[method-assign]
     cluster.set("swallowed", {"a": 1}, vbid=4)
     await mirror.until(lambda: bool(lost), "rows swallowed")
-    del actor.handle_rows
+    del actor.on_rows
     await mirror.until(lambda: mirror.row(4)["stalls"] >= 1, "stall noticed")
     assert "stalled" in mirror.row(4)["last_error"]
     await follow(mirror, cluster)

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 
-from mirror.feed.stream.executor import execute
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.ingest.instructions import Instruction, InstructionFields
@@ -30,32 +29,31 @@ def test_every_instruction_is_one_that_the_type_checker_has_the_executor_handle(
 
 def test_without_a_machine_the_rest_of_a_list_is_not_executed(vbucket: FakeVbucket) -> None:
     """The machine is dropped while its list is executed: a read that is over, for example."""
-    vbucket.close_stream = lambda opaque: setattr(vbucket, "running", False)  # type: ignore[method-assign]
-    execute(vbucket, [stage(vbucket, 1, 2), ins.CloseStream(VBID, "t", 5), publish(2)])
+    vbucket.close_stream = lambda opaque: setattr(vbucket, "machine", None)  # type: ignore[method-assign]
+    vbucket.execute([stage(vbucket, 1, 2), ins.CloseStream(VBID, "t", 5), publish(2)])
     vbucket.commit()
     assert vbucket.writer.state(0).published_seqno == 0
 
 
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbucket: FakeVbucket) -> None:
     vbucket.answers[events.Abandoned] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "abandoned")]
-    execute(vbucket, [ins.AbandonStaged(VBID, "t"), ins.RefreshMap(VBID, "t", b"config")])
+    vbucket.execute([ins.AbandonStaged(VBID, "t"), ins.RefreshMap(VBID, "t", b"config")])
     prefix = vbucket.writer.row_prefix(0)
     assert vbucket.done == ["commit", ("branch", prefix), ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
 
 
 def test_requests_go_out_or_the_machine_learns_that_there_is_no_connection(vbucket: FakeVbucket) -> None:
     instruction = ins.RequestStream(VBID, "t", StreamOffset.fresh(), 2**64 - 1, 0)
-    execute(vbucket, [instruction, ins.GetFailoverLog(VBID, "t")])
+    vbucket.execute([instruction, ins.GetFailoverLog(VBID, "t")])
     assert vbucket.answers_given == [events.StreamRequested(42)]
     vbucket.connected = False
     vbucket.answers_given.clear()
-    execute(vbucket, [instruction, ins.GetFailoverLog(VBID, "t")])
+    vbucket.execute([instruction, ins.GetFailoverLog(VBID, "t")])
     assert [type(event) for event in vbucket.answers_given] == [events.ConnectionLost, events.ConnectionLost]
 
 
 def test_the_rest_is_handed_on(vbucket: FakeVbucket) -> None:
-    execute(
-        vbucket,
+    vbucket.execute(
         [
             ins.CloseStream(VBID, "t", 5),
             ins.AnswerMarker(VBID, "t", 6),

@@ -24,7 +24,7 @@ def rig(tmp_path: Path) -> GatedVbucket:
 def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None:
     sent = len(rig.session.requests)
     rig.actor.drop_machine()
-    assert (rig.actor.running, rig.actor.streaming, rig.actor.opaque) == (False, False, None)
+    assert (rig.actor.machine, rig.actor.streaming, rig.actor.opaque) == (None, False, None)
     rig.actor.handle(events.RetryDue())
     rig.connect()
     assert len(rig.session.requests) == sent
@@ -58,6 +58,6 @@ def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
 def test_an_answer_with_a_failover_log_is_read_or_refused() -> None:
     sent = request(Opcode.DCP_GET_FAILOVER_LOG)
     sound = response(sent, value=encode_failover_log([(7, 3), (5, 0)]))
-    assert failover_log_event(sound, 12) == events.FailoverLogReceived(FailoverLog.of([(7, 3), (5, 0)]), 12)
+    assert failover_log_event(sound) == events.FailoverLogReceived(FailoverLog.of([(7, 3), (5, 0)]))
     assert failover_log_event(response(sent, Status.NOT_MY_VBUCKET)) == events.FailoverLogRefused(Status.NOT_MY_VBUCKET)
     assert failover_log_event(response(sent, value=b"broken")) == events.FailoverLogRefused(Status.EINTERNAL)

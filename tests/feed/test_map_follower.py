@@ -54,7 +54,7 @@ async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(
         shared: list[ClusterMap] = []
         consumer._share_map = shared.append
         await mirror.until(lambda: bool(shared), "a map to share")
-        assert consumer.cluster_map is None
+        assert consumer.map_follower.current is None
         consumer.follow(shared[0])
         await followed(mirror, cluster)
         assert parse(cluster.connection_string).bucket == shared[0].bucket_name

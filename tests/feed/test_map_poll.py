@@ -211,12 +211,12 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
         for vbid in ours:
             cluster.bucket.map.owners[vbid] = -1
         cluster.bucket.map_changed(*ours)
-        await mirror.until(lambda: not consumer.ready_sessions(), "no session")
+        await mirror.until(lambda: not consumer.connections.ready_sessions(), "no session")
         await asyncio.sleep(0.5)  # the requests for a map that this led to are over
         for vbid in ours:
             cluster.bucket.map.owners[vbid] = 0
         cluster.bucket.map.bump()  # silently
         write(cluster, 50, "after")
         await followed(mirror, cluster)
-        assert consumer.ready_sessions()
+        assert consumer.connections.ready_sessions()
         await mirror.stop()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mirror.feed.follow.pace import COMMIT_SHARE, CommitPace
+from mirror.feed.follow.group_commits import COMMIT_SHARE, CommitPace
 
 WAIT_MAX_S = 0.025
 

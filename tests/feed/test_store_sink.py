@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mirror.feed.cluster.persistence import PersistenceGate
-from mirror.feed.stream.executor import execute
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
@@ -28,7 +27,7 @@ def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
 
 def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
     log = FailoverLog.of([(7, 0)])
-    execute(vbucket, [ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
+    vbucket.execute([ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
     assert vbucket.writer.commit().published == [(0, 5)]
     state = vbucket.writer.state(0)
     assert (state.published_seqno, state.failover_log, state.open_snapshot) == (5, log, None)
@@ -36,7 +35,7 @@ def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
 
 
 def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [stage(vbucket, 1, 5), publish(5)])
+    vbucket.execute([stage(vbucket, 1, 5), publish(5)])
     vbucket.answers[events.StagingRefused] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "so what")]
     for bad in (
         stage(vbucket, 4, 6),
@@ -46,7 +45,7 @@ def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVb
     ):
         vbucket.answers_given.clear()
         vbucket.done.clear()
-        execute(vbucket, [bad, publish(9), ins.RefreshMap(VBID, "t")])
+        vbucket.execute([bad, publish(9), ins.RefreshMap(VBID, "t")])
         (refused,) = vbucket.answers_given
         assert isinstance(refused, events.StagingRefused)
         assert refused.state.staged_seqno == 5
@@ -55,38 +54,38 @@ def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVb
 
 def test_advance_moves_the_position_and_the_open_snapshot(vbucket: FakeVbucket) -> None:
     snapshot = SnapshotRange(Seqno(0), Seqno(9))
-    execute(vbucket, [ins.Advance(VBID, "t", Seqno(7), snapshot)])
+    vbucket.execute([ins.Advance(VBID, "t", Seqno(7), snapshot)])
     assert (vbucket.writer.state(0).staged_seqno, vbucket.writer.state(0).open_snapshot) == (7, snapshot)
 
 
 def test_rollback_is_answered_with_the_state_or_with_no_boundary(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
-    execute(vbucket, [stage(vbucket, 3, 4), publish(4)])
+    vbucket.execute([stage(vbucket, 3, 4), publish(4)])
     vbucket.writer.commit()
-    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(3))])
+    vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(3))])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.RolledBack)
     assert answer.state.published_seqno == 2
     assert vbucket.done[0] == "commit", "else the machines would miss what is published on the way"
     vbucket.answers_given.clear()
-    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(1))])
+    vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(1))])
     assert vbucket.answers_given == [events.NoBoundary()]
 
 
 def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_readers(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     gate = vbucket.sink.gate = PersistenceGate()
-    execute(vbucket, [stage(vbucket, 3, 4), publish(4), stage(vbucket, 5), publish(5)])
+    vbucket.execute([stage(vbucket, 3, 4), publish(4), stage(vbucket, 5), publish(5)])
     vbucket.writer.commit()
     assert (vbucket.writer.state(0).published_seqno, vbucket.writer.state(0).staged_seqno) == (2, 5)
-    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(3))])
+    vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(3))])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.RolledBack)
     assert (answer.state.published_seqno, answer.state.staged_seqno, answer.state.rollback_count) == (2, 2, 0)
     assert gate.waiting == 0
-    execute(vbucket, [stage(vbucket, 3), publish(3), ins.RollbackTo(VBID, "t", Seqno(1))])
+    vbucket.execute([stage(vbucket, 3), publish(3), ins.RollbackTo(VBID, "t", Seqno(1))])
     assert (
         vbucket.answers_given[-1] == events.NoBoundary()
     )  # what readers have seen was lost, and nothing older is kept
@@ -99,15 +98,15 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     another history, went back to a boundary of its own, and its documents were taken for those of the source.
     """
     monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     vbucket.writer.begin_resync(0)
-    execute(vbucket, [stage(vbucket, 5, 6)])
+    vbucket.execute([stage(vbucket, 5, 6)])
     vbucket.writer.commit(flush_open=True)
-    execute(vbucket, [publish(6)])
+    vbucket.execute([publish(6)])
     vbucket.writer.commit()
     assert vbucket.writer.publishing(0)
-    execute(vbucket, [ins.RollbackTo(VBID, "t", Seqno(4))])
+    vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(4))])
     assert vbucket.answers_given == [events.NoBoundary()]
     assert vbucket.writer.state(0).rollback_count == 0
 
@@ -115,19 +114,19 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
 def test_a_sync_write_is_staged_half_by_half(vbucket: FakeVbucket) -> None:
     within = SnapshotRange(Seqno(1), Seqno(9))
     frame = encode_event(ev.Prepare(0, b"\0k", 1, 1, 1, value=b"{}"))
-    execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(1), frame, within)])
+    vbucket.execute([ins.StagePrepare(VBID, "t", Seqno(1), frame, within)])
     assert vbucket.writer.open_prepares(0) == {b"\0k": 1}
-    execute(vbucket, [ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
+    vbucket.execute([ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
     assert vbucket.writer.open_prepares(0) == {}
     abort = encode_event(ev.Abort(0, b"\0k", 1, 3))
-    execute(vbucket, [ins.AbortPrepare(VBID, "t", Seqno(3), abort, within)])
+    vbucket.execute([ins.AbortPrepare(VBID, "t", Seqno(3), abort, within)])
     assert vbucket.writer.state(0).staged_seqno == 3
     assert vbucket.answers_given == []
 
 
 def test_a_commit_without_its_prepare_ends_its_list_and_the_machine_learns_of_it(vbucket: FakeVbucket) -> None:
     within = SnapshotRange(Seqno(1), Seqno(9))
-    execute(vbucket, [ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within), publish(9)])
+    vbucket.execute([ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within), publish(9)])
     assert vbucket.answers_given == [events.PrepareMissing(vbucket.writer.state(0), 2)]
     assert not vbucket.writer.publishing(0)
 
@@ -136,22 +135,22 @@ def test_a_commit_without_its_prepare_ends_its_list_and_the_machine_learns_of_it
 def test_a_half_that_does_not_rise_ends_its_list(vbucket: FakeVbucket, kind: Any) -> None:
     within = SnapshotRange(Seqno(1), Seqno(9))
     frame = encode_event(ev.Prepare(0, b"\0k", 5, 1, 1, value=b"{}"))
-    execute(vbucket, [ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
+    vbucket.execute([ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
     what = b"\0k" if kind is ins.CommitPrepare else frame
-    execute(vbucket, [kind(VBID, "t", Seqno(5), what, within), publish(9)])
+    vbucket.execute([kind(VBID, "t", Seqno(5), what, within), publish(9)])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.StagingRefused)
     assert not vbucket.writer.publishing(0)
 
 
 def test_what_streams_are_filtered_to_is_kept(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [ins.SaveFilter(VBID, "t", "collections 8")])
+    vbucket.execute([ins.SaveFilter(VBID, "t", "collections 8")])
     vbucket.writer.commit()
     assert vbucket.writer.state(0).stream_filter == "collections 8"
 
 
 def test_staged_rows_are_abandoned_and_the_published_stay(vbucket: FakeVbucket) -> None:
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2), stage(vbucket, 3, 4), ins.AbandonStaged(VBID, "t")])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2), stage(vbucket, 3, 4), ins.AbandonStaged(VBID, "t")])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.Abandoned)
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (2, 2)
@@ -161,24 +160,24 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
     vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
-    execute(vbucket, [stage(vbucket, 1, 4)])
+    vbucket.execute([stage(vbucket, 1, 4)])
     vbucket.writer.commit(flush_open=True)
-    execute(vbucket, [publish(4)])
+    vbucket.execute([publish(4)])
     vbucket.writer.commit()
-    execute(vbucket, [stage(vbucket, 5, 6), ins.AbandonStaged(VBID, "t")])
+    vbucket.execute([stage(vbucket, 5, 6), ins.AbandonStaged(VBID, "t")])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.Abandoned)
     assert answer.state.staged_seqno == 4
     vbucket.answers_given.clear()
-    execute(vbucket, [stage(vbucket, 5, 6)])
+    vbucket.execute([stage(vbucket, 5, 6)])
     vbucket.writer.commit(flush_open=True)
-    execute(vbucket, [ins.AbandonStaged(VBID, "t")])
+    vbucket.execute([ins.AbandonStaged(VBID, "t")])
     assert vbucket.answers_given == []
     assert vbucket.sink.abandon_due
     while vbucket.writer.publishing(0):
         vbucket.writer.step()
         vbucket.writer.commit()
-    execute(vbucket, [ins.AbandonStaged(VBID, "t")])
+    vbucket.execute([ins.AbandonStaged(VBID, "t")])
     (answer,) = vbucket.answers_given
     assert (answer.state.published_seqno, answer.state.staged_seqno) == (4, 4)
 
@@ -186,23 +185,23 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
 @pytest.mark.parametrize("instruction", [ins.BeginResync, ins.AbandonStaged])
 def test_ends_that_were_held_are_forgotten_with_what_was_staged(vbucket: FakeVbucket, instruction: Any) -> None:
     """A resync or an abandoned snapshot: an end of what is gone would be published on the branch that follows."""
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     gate = vbucket.sink.gate = PersistenceGate()
-    execute(vbucket, [stage(vbucket, 3, 4), publish(4), instruction(VBID, "t")])
+    vbucket.execute([stage(vbucket, 3, 4), publish(4), instruction(VBID, "t")])
     assert gate.waiting == 0
     assert gate.release(9) is None
 
 
 def test_resync_needs_space_next_to_the_old_copy(vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute(vbucket, [stage(vbucket, 1, 2), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))
-    execute(vbucket, [ins.BeginResync(VBID, "t")])
+    vbucket.execute([ins.BeginResync(VBID, "t")])
     assert isinstance(vbucket.answers_given[-1], events.ResyncRefused)
     assert vbucket.writer.state(0).staging_branch == vbucket.writer.state(0).branch
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    execute(vbucket, [ins.BeginResync(VBID, "t")])
+    vbucket.execute([ins.BeginResync(VBID, "t")])
     assert isinstance(vbucket.answers_given[-1], events.ResyncOpened)
     assert vbucket.writer.state(0).published_seqno == 2, "the old copy is served on"

@@ -155,7 +155,7 @@ async def test_what_has_come_and_is_not_published_is_lag_whatever_the_source_was
         vbucket = mirror.start(source.connection_string).vbuckets[VBID]
         await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 50, "half of it")
         assert vbucket.session is not None
-        vbucket.note_high_seqno(vbucket.session, 10)
+        vbucket.polled = (vbucket.session, 10)
         assert mirror.row(VBID)["lag_seqnos"] == 50
         await mirror.stop()
 
@@ -205,11 +205,11 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
         consumer = mirror.start(source.connection_string)
         await mirror.until(lambda: mirror.row(VBID)["staged_seqno"] == 6, "staged")
         if on_disk:
-            consumer.commits.commit(consumer.commits.groups[0], flush_open=True)
+            consumer.commits.groups[0].commit(flush_open=True)
         actor = consumer.vbuckets[VBID]
         assert actor.opaque is not None
         twice = mirror.writers[0].row_prefix(VBID) + (6).to_bytes(8)
-        consumer.on_rows(VBID, actor.opaque, [(twice, b"not to be stored")], 100)
+        actor.on_rows(actor.opaque, [(twice, b"not to be stored")], 100)
         assert mirror.row(VBID)["published_seqno"] == 0
         held = False
         await mirror.until_published(VBID, 6)

@@ -129,7 +129,11 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
     monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
     keepers = {name: SimpleNamespace(address=name, session=None) for name in ("a", "b")}
     keepers["a"].session = session("a, first")
-    watched: Any = SimpleNamespace(keepers=keepers, polled_collections=None, vbuckets_at=lambda _address: [])
+    watched: Any = SimpleNamespace(
+        connections=SimpleNamespace(keepers=keepers),
+        collections=SimpleNamespace(polled_collections=None),
+        vbuckets_at=lambda _address: [],
+    )
     watch = SourceWatch(watched, validated({"seqno_poll_interval_s": 600}), ManualClock(), lambda _task: None)
     running = asyncio.create_task(watch.run())
     await turns()
@@ -207,7 +211,7 @@ async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_in
         write(cluster, 1, "first")
         await follow(mirror, cluster)
         if not noops_taken:
-            session = consumer.ready_sessions()[0]
+            session = consumer.connections.ready_sessions()[0]
             session.controls["set_noop_interval"] = False
             await asyncio.sleep(2.5)
             assert session.ready, "our own noops keep a sound connection"
@@ -240,7 +244,7 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
         assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
         assert row["last_error"] == f"{address} does not answer"
         assert row["silent_ms"] > 500
-        assert consumer.ready_sessions()
+        assert consumer.connections.ready_sessions()
         reported = reported_row(row, 0) | {"lag_s": 0.6}
         health = assess([reported], 1, lag_limit_s=30)
         assert (health.state, *health.reasons) == (
@@ -258,7 +262,7 @@ class Stand:
 
     def __init__(self, clock: ManualClock) -> None:
         self.vbid = 0
-        self.session = self
+        self.session = self.machine = self
         self.source_high_seqno: int | None = 10
         self.streaming = True
         self.waits_for_end = False
@@ -286,16 +290,16 @@ class Stand:
 
 
 class Watching:
-    polled_collections = None
+    collections = SimpleNamespace(polled_collections=None)
+    connections = SimpleNamespace(keepers={"node": None})
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
-        self.keepers: dict[Any, Any] = {"node": None}
 
     def vbuckets_at(self, _address: Any) -> list[Any]:
         return [self.stand]
 
-    def reopen(self, _vbid: int, cause: str) -> None:
+    def reopen(self, _vbucket: Any, cause: str) -> None:
         self.stand.done.append(cause)
 
 

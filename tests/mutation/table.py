@@ -239,7 +239,12 @@ MUTATIONS = (
         f"{_OF_STORE_SINK} -k were_held",
     ),
     # --- the consumer core
-    Mutation("mirror/feed/stream/executor.py", "if not vbucket.running:", "if False:", "tests/feed/test_executor.py"),
+    Mutation(
+        "mirror/feed/stream/host.py",
+        "            if self.machine is None:\n                return\n            answer",
+        "            answer",
+        "tests/feed/test_executor.py",
+    ),
     Mutation(
         "mirror/feed/read/spool_sink.py",
         "        self.discard()\n        return StagingRefused(",
@@ -365,13 +370,13 @@ MUTATIONS = (
         "tests/feed/test_status.py",
     ),
     Mutation(
-        _VBUCKET,
+        "mirror/feed/follow/status.py",
         "int(state.staged_seqno)) - int(state.staging_published_seqno))",
         "int(state.staged_seqno)) - int(state.published_seqno))",
         "tests/feed/test_commands.py -k old_copy",
     ),
     Mutation(
-        _VBUCKET,
+        "mirror/feed/follow/status.py",
         "max(0, max(high_seqno, int(state.staged_seqno)) -",
         "max(0, high_seqno -",
         "tests/feed/test_vbucket.py -k is_lag",
@@ -435,14 +440,14 @@ MUTATIONS = (
         "tests/supervise/test_quarantine.py -k say_nothing",
     ),
     Mutation(
-        "mirror/feed/follow/pace.py",
+        "mirror/feed/follow/group_commits.py",
         "started - self._wait_max_s)",
         "self._paid_at)",
         "tests/feed/test_pace.py",
     ),
     Mutation(
         "mirror/feed/follow/group_commits.py",
-        "self._retry_later(group, self._settings.storage_retry_interval_s * factor)",
+        "self._retry_later(interval_s * min(2**self.reopen_count, REOPEN_FACTOR_MAX))",
         "pass",
         "tests/feed/test_group_commits.py -k opened_at_once",
     ),
@@ -452,7 +457,7 @@ MUTATIONS = (
         "                pass",
         "tests/crash/test_power_cut.py",
     ),
-    Mutation("mirror/feed/follow/watch.py", " and not vbucket.waits_for_end:", ":", _OF_WATCH_END),
+    Mutation("mirror/feed/follow/watch.py", " and not machine.waits_for_end:", ":", _OF_WATCH_END),
     Mutation("mirror/feed/follow/watch.py", "if is_behind and vbucket.stalled", "if vbucket.stalled", _OF_WATCH_END),
     # --- what readers of changes and of their own writes hear
     Mutation(_RETRACTIONS, "if key not in self._overridden and self._was_given(document):", "if False:", _OF_GATE),

@@ -342,7 +342,7 @@ class Connection:
         if self.role is Role.PRODUCER:
             self.window.resize(size)
         else:
-            outstanding = self.ledger.outstanding
+            outstanding = self.ledger.unacked
             self.ledger = FlowControlLedger(size, self._ack_share)
             self.ledger.received(outstanding)
 

@@ -153,7 +153,7 @@ def test_what_was_under_way_when_a_stream_ended_is_dropped_and_acknowledged() ->
     pair.consumer.receive_data(late)
     assert pair.consumer.next_event() is Signal.NEED_DATA
     assert pair.consumer.stale_count == 1
-    assert pair.consumer.ledger.outstanding == len(late) + 28
+    assert pair.consumer.ledger.unacked == len(late) + 28
 
 
 def test_closing_a_stream_lets_what_is_under_way_through() -> None:
@@ -407,5 +407,5 @@ def test_any_conversation_by_the_tables_leaves_both_ends_agreed(rng: random.Rand
                     pass
         except LocalProtocolError:
             continue
-        assert pair.consumer.ledger.outstanding == pair.producer.window.outstanding
+        assert pair.consumer.ledger.unacked == pair.producer.window.outstanding
     assert pair.consumer.stale_count == 0

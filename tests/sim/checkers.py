@@ -596,7 +596,7 @@ class Checker:
 
     def _check_selection(self) -> None:
         """What is published is what the source holds of the names that are mirrored, and nothing else."""
-        shown = self.mirror.consumer.shown
+        shown = self.mirror.consumer.collections.resolved
         if shown.missing and not shown.streams:  # what it held of a collection that is gone, it may hold
             return
         for vbid in self.vbids:

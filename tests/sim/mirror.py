@@ -549,7 +549,7 @@ class Mirror:
     def look_at_collections(self) -> None:
         """The source's manifest arrives, if there is somebody to ask."""
         if self.source.collections and any(keeper.ready for keeper in self.keepers):
-            watch = self.consumer._collections
+            watch = self.consumer.collections
             watch.take(SourceManifest.parse(self.source.bucket.manifest.to_json()))
             if watch.selection.whole and watch._waiting:
                 watch._notify()
@@ -599,13 +599,13 @@ class Mirror:
         """The source's high seqno."""
         actor = self.actors[vbid]
         vbucket = self.source.vbucket(vbid)
-        polled = self.consumer.polled_collections
+        polled = self.consumer.collections.polled_collections
         high = vbucket.high_seqno
         if polled is not None:
             high = max((vbucket.collection_high_seqno.get(each, 0) for each in polled), default=0)
         if actor.session is not None:
-            actor.note_high_seqno(actor.session, high)
-        self.consumer.guarded(vbid, lambda: actor.handle(machine_events.HighSeqno(high)))
+            actor.polled = (actor.session, high)
+        actor.guarded(lambda: actor.handle(machine_events.HighSeqno(high)))
 
     def ask_persistence(self, vbid: int) -> None:
         """Every copy says how much of the open stream's history it has persisted."""
@@ -615,14 +615,14 @@ class Mirror:
             return
         seqno = self.source.persisted_of(vbid, vbuuid)
         if seqno is not None:
-            self.consumer.guarded(vbid, lambda: actor.persisted(vbuuid, seqno))
+            actor.guarded(lambda: actor.persisted(vbuuid, seqno))
 
     def step_writer(self, group: int) -> bool:
         """A turn of background work, as the consumer gives it."""
         entry = self.consumer.commits.groups[group]
         if entry.error is not None:
             return False
-        waiting = self.consumer.commits.step(entry)
+        waiting = entry.step()
         if self.dead_readers and entry.error is None:
             self._check_dead_readers(self.writers[group])
         return waiting

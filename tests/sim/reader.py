@@ -90,18 +90,6 @@ class SimReader:
 
     # --- what sessions bring (`SessionOwner`)
 
-    def on_rows(self, vbid: int, opaque: int, rows: Any, byte_count: int) -> None:
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.handle_rows(opaque, rows, byte_count)
-
-    def on_event(self, vbid: int, event: Any) -> None:
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.on_event(event)
-
-    def on_answer(self, vbid: int, answer: Any) -> None:
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.on_answer(answer)
-
     def on_closed(self, session: NodeSession, error: Any) -> None:
         for vbucket in self._streamed():
             if vbucket.session is session:

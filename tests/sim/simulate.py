@@ -278,10 +278,10 @@ class World:
 
     def ask_for_ends(self) -> None:
         """As `SourceWatch` does once a stream has stopped for long in the middle of a snapshot."""
-        for vbid, actor in self.mirror.actors.items():
-            if actor.waits_for_end:
+        for actor in self.mirror.actors.values():
+            if actor.machine is not None and actor.machine.waits_for_end:
                 self.counts["ends of snapshots asked for"] += 1
-                self.mirror.consumer.reopen(vbid, "stalled")
+                self.mirror.consumer.reopen(actor, "stalled")
 
     def read_the_rest(self) -> None:
         """The bounded reader reads all that it has not read yet. The read before it may wait for what is lost."""
@@ -315,17 +315,18 @@ class World:
             vbucket = self.source.vbucket(vbid)
             high = vbucket.high_seqno
             state = self.mirror.writer_of(vbid).state(vbid)
-            if state.staging_branch != state.branch and self.mirror.consumer.shown.streams:  # a resync is under way
+            asks = self.mirror.consumer.collections.resolved.streams
+            if state.staging_branch != state.branch and asks:  # a resync is under way
                 return False
             if self.checker.watched[vbid].seqno != high and not self._nothing_shown_above(vbid):
                 return False
-            if not self.mirror.actors[vbid].streaming and self.mirror.consumer.shown.streams:
+            if not self.mirror.actors[vbid].streaming and asks:
                 return False
         return True
 
     def _nothing_shown_above(self, vbid: int) -> bool:
         if self.source.selection:
-            if not self.mirror.consumer.shown.streams:  # it waits for collections that there are none of
+            if not self.mirror.consumer.collections.resolved.streams:  # it waits for collections that there are none of
                 return True
             line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
             state = self.mirror.writer_of(vbid).state(vbid)
@@ -721,9 +722,9 @@ class World:
             if any(vbucket.rows for vbucket in group.writer._vbuckets.values()):
                 self.counts["open snapshots written down"] += 1
             try:
-                self.mirror.consumer.commits.commit(group, flush_open=True)
+                group.commit(flush_open=True)
             except StorageError as error:
-                self.mirror.consumer.commits.failed(group, error)
+                group.failed(error)
 
     # --- the mirror's fate
 
@@ -787,7 +788,7 @@ class World:
     def operator_rolls_back(self) -> None:
         vbid = self.vbid()
         watched = self.checker.watched[vbid]
-        if self.mirror.consumer._group_of[vbid].error is None:
+        if self.mirror.actors[vbid].group.error is None:
             try:
                 boundary = self.mirror.roll_back(vbid, self.rng.randint(0, watched.seqno))
             except StorageError:

@@ -281,7 +281,7 @@ def test_both_ends_of_every_dialogue_agree_on_every_step(recordings: list[Record
         states = [{o: s.state for o, s in end.streams.items()} for end in (consumer, producer)]
         assert states[0] == states[1], recording.name
         assert consumer.stale_count == 0
-        assert consumer.ledger.outstanding == producer.window.outstanding, recording.name
+        assert consumer.ledger.unacked == producer.window.outstanding, recording.name
     assert broke == ILLEGAL
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import fetch_manifest
-from mirror.feed.connection.session import NodeSession
 from mirror.ingest.selection import Resolved, Selection, SourceManifest
 from mirror.log import get_logger
 
@@ -32,44 +32,34 @@ PAUSE_MIN_S = 0.2
 """Between two looks at the manifest, for all callers."""
 
 
-class CollectionOwner(Protocol):
-    """Whose collections these are."""
-
-    def ready_sessions(self) -> Sequence[NodeSession]:
-        """Connections that can be queried."""
-        ...
-
-    @property
-    def has_system_collections(self) -> bool:
-        """Whether the cluster map says that there are collections of the server's own."""
-        ...
-
-    def on_collections(self, waiting: set[int]) -> None:
-        """There is something to request that was not requested before; these vbuckets wait for it in particular."""
-        ...
-
-
 class CollectionWatch:
     """Follows the source's manifest for one selection."""
 
-    def __init__(self, selection: Selection, mirroring: CollectionOwner, settings: Settings, clock: Clock) -> None:
-        """Nothing is known yet; a whole bucket needs nothing to begin."""
+    def __init__(
+        self,
+        selection: Selection,
+        connections: Connections,
+        maps: MapFollower,
+        settings: Settings,
+        clock: Clock,
+        on_news: Callable[[set[int]], None],
+    ) -> None:
+        """`on_news` is called when there is something to request that was not requested before, with the vbuckets that
+        wait for it in particular. A whole bucket needs nothing to begin.
+        """
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
         self.hidden = False
         """The server's own collections are left out, since this user may not see them."""
-        self._mirroring = mirroring
+        self._connections = connections
+        self._maps = maps
+        self._on_news = on_news
         self._settings = settings
         self._clock = clock
         self._wake = asyncio.Event()
         self._waiting: set[int] = set()
         self._turn = 0
         self._said: tuple[str, ...] = ()
-
-    @property
-    def streams(self) -> bool:
-        """True if there is something to ask for."""
-        return self.resolved.streams
 
     @property
     def text(self) -> str:
@@ -114,7 +104,7 @@ class CollectionWatch:
 
     async def _look_once(self) -> None:
         """Ask one node, each time another first, until one answers."""
-        sessions = list(self._mirroring.ready_sessions())
+        sessions = self._connections.ready_sessions()
         self._turn += 1
         turn = self._turn % max(1, len(sessions))
         for session in sessions[turn:] + sessions[:turn]:
@@ -140,7 +130,8 @@ class CollectionWatch:
         if manifest.uid < before.uid:
             return
         self.resolved = self.selection.resolve(manifest)
-        hidden = self._mirroring.has_system_collections and manifest.hides_system
+        current = self._maps.current
+        hidden = current is not None and current.system_collections and manifest.hides_system
         if hidden and not self.hidden and self.selection.whole:
             log.warning("collections-hidden", text=HIDDEN)
         self.hidden = hidden
@@ -155,4 +146,4 @@ class CollectionWatch:
 
     def _notify(self) -> None:
         waiting, self._waiting = self._waiting, set()
-        self._mirroring.on_collections(waiting)
+        self._on_news(waiting)

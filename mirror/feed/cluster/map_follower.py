@@ -35,10 +35,6 @@ SHARED_MAP_S = 5.0
 class MapUser(Protocol):
     """What moves its streams to where a map says."""
 
-    def session_at(self, address: NodeAddress) -> NodeSession | None:
-        """The open session of a node, if there is one."""
-        ...
-
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Judge a map that is newer, or of another bucket. Raises MirrorError where it makes going on impossible."""
         ...
@@ -65,6 +61,8 @@ class MapFollower:
     ) -> None:
         """`maps` says which bucket is meant, and which maps are too old. `on_defect`: see MapPoller."""
         self.maps = maps
+        self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
+        """The open session of a node, if there is one."""
         self._access = access
         self._clock = clock
         self._user = user
@@ -177,10 +175,6 @@ class MapFollower:
         self._poller.wake()
 
     # -- what the poller and the sessions call --------------------------------------------------------------------
-
-    def session_at(self, address: NodeAddress) -> NodeSession | None:
-        """The open session of a node, if there is one."""
-        return self._user.session_at(address)
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """A node sent its map."""

@@ -103,21 +103,15 @@ class Access:
         return None if port is None else NodeAddress(node.host, port)
 
 
-@dataclass(frozen=True, slots=True)
 class Handshake:
     """What a node granted."""
 
-    features: frozenset[int]
-
-    @property
-    def collections(self) -> bool:
+    def __init__(self, features: frozenset[int]) -> None:
+        self.features = features
+        self.collections = Feature.COLLECTIONS in features
         """Keys carry their collection id."""
-        return Feature.COLLECTIONS in self.features
-
-    @property
-    def by_mirror(self) -> bool:
+        self.by_mirror = Feature.MIRROR in features
         """The node is a mirror's DCP port (docs/protocol.md 4.7)."""
-        return Feature.MIRROR in self.features
 
 
 async def enter(

@@ -44,7 +44,7 @@ from mirror.wire.constants import (
     Status,
     status_name,
 )
-from mirror.wire.errors import ProtocolError, RemoteProtocolError
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
 from mirror.wire.frame import encode as encode_frame
@@ -65,23 +65,29 @@ StreamAnswer = StreamAccepted | StreamRollback | StreamRefused
 Accepted = bool
 
 
+class StreamOwner(Protocol):
+    """The vbucket that a stream was requested for."""
+
+    vbid: int
+
+    def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
+        """Take data, in stored form. It is accepted (or given up) when this returns."""
+        ...
+
+    def on_event(self, event: ev.Event | KeyRefused) -> None:
+        """Take any other message of the stream; after StreamEnd its opaque is dead."""
+        ...
+
+    def on_answer(self, answer: StreamAnswer) -> None:
+        """Take the answer to the stream request."""
+        ...
+
+
 class SessionOwner(Protocol):
-    """Who works on what the streams bring."""
-
-    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Data of a live stream, in stored form. Accepted (or given up) when this returns."""
-        ...
-
-    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
-        """Any other message of a live stream; after StreamEnd its opaque is dead."""
-        ...
-
-    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
-        """The answer to a stream request."""
-        ...
+    """What is notified of the end of a session."""
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """The connection is over; no stream of it lives any more."""
+        """No stream of the session lives any more."""
         ...
 
 
@@ -140,11 +146,10 @@ class NodeSession:
         self._clock = clock
         self._opaques = opaques
         self._link: Link | None = None
-        self._streams: dict[int, int] = {}  # opaque -> vbid
+        self._streams: dict[int, StreamOwner] = {}  # by opaque
         self._watch: asyncio.Task[None] | None = None
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
-        self._counted_bytes = 0
         self.backfill_at = self.received_at = self._acked_at
         """When data of a source's disk snapshot came last, for anyone who watches the streams."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
@@ -302,8 +307,8 @@ class NodeSession:
         """Streams that were requested and have not ended."""
         return len(self._streams)
 
-    def request_stream(self, request: RequestStream, row_prefix: bytes) -> int:
-        """Send a stream request and return its opaque; the answer comes through `on_answer`."""
+    def request_stream(self, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
+        """Send a stream request and return its opaque."""
         link = self.link
         opaque = link.next_opaque()
         stream_filter = dict(self.stream_filter)
@@ -324,12 +329,12 @@ class NodeSession:
                 opaque=opaque,
             )
         )
-        self._streams[opaque] = request.vbid
+        self._streams[opaque] = owner
         link.routes[opaque] = row_prefix
 
         def settle(outcome: Frame | ClusterError) -> None:
             if isinstance(outcome, Frame):
-                self._stream_answered(request.vbid, opaque, outcome)
+                self._stream_answered(owner, opaque, outcome)
 
         self._ask(frame, settle, f"the stream request of vb {request.vbid}")
         return opaque
@@ -340,7 +345,7 @@ class NodeSession:
         Without an opaque: whatever stream of the vbucket the node believes to be open on this connection.
         """
         if opaque is not None:
-            if self._streams.get(opaque) != vbid:
+            if opaque not in self._streams:
                 return  # it has ended meanwhile
             self._forget(opaque)
         if self.ready:
@@ -388,42 +393,31 @@ class NodeSession:
     # -- what the link brings -------------------------------------------------------------------------------------
 
     def on_batch(self, items: list[Run | Frame]) -> None:
-        """Everything that one read brought: noops first, then all in order, then the ack that is due."""
+        """Take everything that one read brought: noops first, then all in order, then send the ack that is due."""
         link = self.link
+        byte_count = 0
         for item in items:
-            if isinstance(item, Frame) and item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
+            if isinstance(item, Run):
+                byte_count += item.byte_count
+            elif item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
                 link.send(encode_frame(response(item)))
                 self.figures.noops_answered += 1
+            else:
+                byte_count += counted_size(item)
         self.received_at = link.last_received
-        self._counted_bytes += sum(item.byte_count if isinstance(item, Run) else counted_size(item) for item in items)
         try:
             for item in items:
-                if link.closed:
+                if link.error is not None:
                     return
                 if isinstance(item, Run):
                     self._on_run(item)
                 else:
                     self._on_frame(item)
-        except ProtocolError as error:
-            if isinstance(error, RemoteProtocolError):
-                self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
-                return
-            raise
-        if self.ledger.received_total != self._counted_bytes and not link.closed:
-            self._ledger_is_off()
+        except RemoteProtocolError as error:
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+            return
+        self.ledger.received(byte_count)
         self._ack(force=False)
-
-    def _ledger_is_off(self) -> None:
-        """Bytes that are never acknowledged would close the window in the end, and every stream would stand still."""
-        off = self._counted_bytes - self.ledger.received_total
-        log.error("flow-control-off", node=str(self.address), off_bytes=off)
-        self.close(
-            SourceTimeout(
-                f"flow control with {self.address} is off by {off} bytes",
-                hint="a defect of this program, report it with this line; the connection is recreated",
-                node=str(self.address),
-            )
-        )
 
     def on_lost(self, error: ClusterError) -> None:
         """The connection is over."""
@@ -436,42 +430,40 @@ class NodeSession:
             self._owner.on_closed(self, error)
 
     def _on_run(self, run: Run) -> None:
-        if self._streams.get(run.opaque) == run.vbid:
+        stream = self._streams.get(run.opaque)
+        if stream is not None and stream.vbid == run.vbid:
             rows = run.rows if self.handshake.collections else [_with_collection(row) for row in run.rows]
-            self._owner.on_rows(run.vbid, run.opaque, rows, run.byte_count)
+            stream.on_rows(run.opaque, rows, run.byte_count)
         else:
             self.figures.dropped_bytes += run.byte_count
-        self.ledger.received(run.byte_count)
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.magic not in (Magic.REQUEST, Magic.FLEX_REQUEST) or frame.opcode == Opcode.DCP_NOOP:
             return
-        size = counted_size(frame)
-        vbid = self._streams.get(frame.opaque)
-        if vbid is None or vbid != frame.vbucket:
-            self.figures.dropped_bytes += size
+        stream = self._streams.get(frame.opaque)
+        if stream is None or stream.vbid != frame.vbucket:
+            self.figures.dropped_bytes += counted_size(frame)
         elif is_data(frame):
-            self._on_data(vbid, frame, size)
+            self._on_data(stream, frame)
         elif DCP_OPCODE_FIRST <= frame.opcode <= DCP_OPCODE_LAST:
             event = decode(frame)
             if frame.opcode == Opcode.DCP_STREAM_END:
                 self._forget(frame.opaque)
-            self._owner.on_event(vbid, event)
-        self.ledger.received(size)
+            stream.on_event(event)
 
-    def _on_data(self, vbid: int, frame: Frame, size: int) -> None:
-        """A data message that the scanner did not make a row of."""
+    def _on_data(self, stream: StreamOwner, frame: Frame) -> None:
+        """Make a row of a data message that the scanner did not make one of."""
         collections = self.handshake.collections
         problem = key_problem(frame.key, prefixed=collections)
         if problem is not None:
             seqno = int.from_bytes(frame.extras[:8])
-            self._owner.on_event(vbid, KeyRefused(frame.opaque, f"at seqno {seqno} {problem}"))
+            stream.on_event(KeyRefused(frame.opaque, f"at seqno {seqno} {problem}"))
             return
         row = row_of(frame, self.link.routes[frame.opaque], b"" if collections else DEFAULT_COLLECTION_PREFIX)
-        self._owner.on_rows(vbid, frame.opaque, [row], size)
+        stream.on_rows(frame.opaque, [row], counted_size(frame))
 
-    def _stream_answered(self, vbid: int, opaque: int, frame: Frame) -> None:
-        if self._streams.get(opaque) != vbid:
+    def _stream_answered(self, stream: StreamOwner, opaque: int, frame: Frame) -> None:
+        if opaque not in self._streams:
             return  # closed by us meanwhile
         answer: StreamAnswer
         try:
@@ -489,7 +481,7 @@ class NodeSession:
                 answer = StreamRollback(opaque, event.rollback_seqno)
             else:
                 answer = StreamRefused(opaque, event.status, event.value)
-        self._owner.on_answer(vbid, answer)
+        stream.on_answer(answer)
 
     def _forget(self, opaque: int) -> None:
         self._streams.pop(opaque, None)

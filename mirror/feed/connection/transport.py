@@ -113,7 +113,7 @@ class Link(asyncio.BufferedProtocol):
         self._need = 0
         self._opaques = opaques or Opaques()
         self._pending: dict[int, OnAnswer] = {}
-        self._error: ClusterError | None = None
+        self.error: ClusterError | None = None
 
     # -- asyncio's side -------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Link(asyncio.BufferedProtocol):
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Scan what came; keep the start of an incomplete frame."""
-        if self._error is not None:
+        if self.error is not None:
             return
         self.last_received = self._clock.monotonic()
         self.received_bytes += len(data)
@@ -173,7 +173,7 @@ class Link(asyncio.BufferedProtocol):
     @property
     def closed(self) -> bool:
         """True when nothing more will come."""
-        return self._error is not None
+        return self.error is not None
 
     @property
     def secure(self) -> bool:
@@ -205,7 +205,7 @@ class Link(asyncio.BufferedProtocol):
 
     def send(self, data: bytes) -> None:
         """Send bytes that get no answer (or one that is answered already)."""
-        if self._error is not None or self._transport is None:
+        if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
             self.close(SourceTimeout(f"{self.address} does not read what it is sent", node=str(self.address)))
@@ -216,7 +216,7 @@ class Link(asyncio.BufferedProtocol):
 
     def ask(self, frame: Frame, on_answer: OnAnswer) -> None:
         """Send a request (its opaque from `next_opaque`); `on_answer` is called once, never from within this call."""
-        error = self._error
+        error = self.error
         if error is None and len(self._pending) >= PENDING_REQUESTS_MAX:
             error = SourceTimeout(f"{self.address} left {len(self._pending)} requests unanswered")
         if error is not None:
@@ -231,7 +231,7 @@ class Link(asyncio.BufferedProtocol):
     def expect(self, opaque: int, on_answer: OnAnswer) -> None:
         """Another answer with this opaque is to come (STAT); to be called while one of them is handed over."""
         assert opaque not in self._pending, "one waits at a time"
-        if self._error is None:
+        if self.error is None:
             self._pending[opaque] = on_answer
 
     async def request(
@@ -268,9 +268,9 @@ class Link(asyncio.BufferedProtocol):
 
     def close(self, error: ClusterError | None = None) -> None:
         """End the connection; the waiter gets the reason."""
-        if self._error is not None:
+        if self.error is not None:
             return
-        self._error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
+        self.error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
         if self._transport is not None:
             if error is None and self.secure:
                 self._transport.close()  # sends close_notify at once: servers log its absence as an error
@@ -279,9 +279,9 @@ class Link(asyncio.BufferedProtocol):
         self._pieces = []
         self.routes = {}
         for on_answer in pending.values():
-            on_answer(self._error)
+            on_answer(self.error)
         if self.receiver is not None:
-            self.receiver.on_lost(self._error)
+            self.receiver.on_lost(self.error)
 
     def _dispatch(self, items: list[Run | Frame]) -> None:
         """Answers to the requester, the rest to the receiver, in the order in which they came."""
@@ -294,7 +294,7 @@ class Link(asyncio.BufferedProtocol):
                 if batch:
                     self._deliver(batch)
                     batch = []
-                if self._error is None:
+                if self.error is None:
                     on_answer(item)
             elif isinstance(item, Frame) and item.magic == Magic.SERVER_REQUEST:
                 if self.on_push is not None:
@@ -305,7 +305,7 @@ class Link(asyncio.BufferedProtocol):
             self._deliver(batch)
 
     def _deliver(self, batch: list[Run | Frame]) -> None:
-        if self.receiver is not None and self._error is None:
+        if self.receiver is not None and self.error is None:
             self.receiver.on_batch(batch)
 
 

@@ -7,7 +7,7 @@ store is committed before it is rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from mirror.errors import ConfigError, MirrorError
@@ -21,22 +21,22 @@ from storage.errors import StorageError
 class ConsumerCommands:
     """Executes the commands for one consumer's vbuckets."""
 
-    def __init__(
-        self,
-        vbuckets: Mapping[int, MirroredVbucket],
-        group_of: Mapping[int, Group],
-        commits: GroupCommits,
-        attach: Callable[[int, NodeSession], None],
-    ) -> None:
+    def __init__(self, commits: GroupCommits, attach: Callable[[MirroredVbucket, NodeSession], None]) -> None:
         """`attach` lets a vbucket ask for its stream over a session."""
-        self._vbuckets = vbuckets
-        self._group_of = group_of
         self._commits = commits
         self._attach = attach
 
     def request(self, command: RollBack | Resync) -> dict[str, Any]:
-        """Execute a command; returns what it did. Raises ConfigError, MirrorError, StorageError."""
+        """Execute a command; return what it did. Raises ConfigError, MirrorError, StorageError."""
         return self._roll_back(command) if isinstance(command, RollBack) else self._resync(command)
+
+    def _of(self, vbid: int) -> tuple[Group, MirroredVbucket] | None:
+        for group in self._commits.groups:
+            if (vbucket := group.vbuckets.get(vbid)) is not None:
+                if group.error is not None:
+                    raise group.error
+                return group, vbucket
+        return None
 
     def _roll_back(self, command: RollBack) -> dict[str, Any]:
         """Go back to the newest kept boundary at or below a seqno, and stream on from there.
@@ -44,16 +44,15 @@ class ConsumerCommands:
         At the published boundary there is nothing to take back, and nothing is changed.
         """
         vbid, to_seqno = command.vbid, command.to
-        if vbid not in self._vbuckets or to_seqno < 0:
+        found = self._of(vbid)
+        if found is None or to_seqno < 0:
             raise ConfigError(f"rollback of vb {vbid} to {to_seqno}", hint="give a vbucket of this worker and a seqno")
-        group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
-        if group.error is not None:
-            raise group.error
+        group, vbucket = found
         session = vbucket.session
         try:
-            self._commits.commit(group)
+            group.commit()
         except StorageError as error:
-            self._commits.failed(group, error)
+            group.failed(error)
             raise
         boundary = group.writer.check_rollback(vbid, to_seqno)
         state = group.writer.state(vbid)
@@ -65,12 +64,12 @@ class ConsumerCommands:
         try:
             result = group.writer.rollback(vbid, to_seqno)
         except StorageError as error:
-            self._commits.failed(group, error)
+            group.failed(error)
             raise
         vbucket.note_rollback(result)
         vbucket.start_machine()
         if session is not None and session.ready:
-            self._attach(vbid, session)
+            self._attach(vbucket, session)
         return {
             "vbid": vbid,
             "boundary_seqno": int(result.boundary_seqno),
@@ -82,22 +81,21 @@ class ConsumerCommands:
     def _resync(self, command: Resync) -> dict[str, Any]:
         """Fetch a vbucket again, next to its old copy, and swap it in when it is whole."""
         vbid = command.vbid
-        if vbid not in self._vbuckets:
+        found = self._of(vbid)
+        if found is None:
             raise ConfigError(f"resync of vb {vbid}", hint="vbid must be one of this worker")
-        group, vbucket = self._group_of[vbid], self._vbuckets[vbid]
-        if group.error is not None:
-            raise group.error
+        group, vbucket = found
         session = vbucket.session
         vbucket.drop_machine()
         try:
             vbucket.begin_resync("requested by an operator")
         except StorageError as error:
-            self._commits.failed(group, error)
+            group.failed(error)
             raise
         state = group.writer.state(vbid)
         vbucket.start_machine()
         if session is not None and session.ready:
-            self._attach(vbid, session)
+            self._attach(vbucket, session)
         if state.published_seqno and state.staging_branch == state.branch:
             raise MirrorError(f"vb {vbid} cannot be resynced", hint="free space on the disk for a second copy of it")
         return {"vbid": vbid, "staging_branch": int(state.staging_branch)}

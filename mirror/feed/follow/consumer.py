@@ -31,22 +31,19 @@ from mirror.feed.cluster.nodes import NodeKeeper, pause_s
 from mirror.feed.cluster.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.session import NodeSession
 from mirror.feed.follow.commands import ConsumerCommands
-from mirror.feed.follow.group_commits import Group, GroupCommits
+from mirror.feed.follow.group_commits import GroupCommits
 from mirror.feed.follow.status import ConsumerStatus
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.feed.follow.watch import SourceWatch
-from mirror.feed.stream.host import MachineEvent
 from mirror.ingest import events
-from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import VbucketStatus
-from mirror.ingest.selection import Resolved, Selection, check_streams
+from mirror.ingest.selection import Selection, check_streams
+from mirror.ingest.state import Phase
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
 from mirror.messages import ProcessReport, Resync, RollBack
-from mirror.wire import events as ev
-from storage.errors import StorageError
 from storage.model import Identity
 from storage.write.writer import GroupWriter
 
@@ -92,23 +89,22 @@ class Consumer:
         self.connections = Connections(
             self._access, self.clock, self, self.map_follower, name=name, on_defect=self._end
         )
+        self.map_follower.session_at = self.connections.session_at
         self.connections.with_prepares = settings.track_prepares
         self.connections.with_history = settings.change_streams
-        self.commits = GroupCommits([Group(writer) for writer in writers], settings, self.clock, self._attach_if_ready)
+        self.collections = CollectionWatch(
+            selection, self.connections, self.map_follower, settings, self.clock, self._on_collections
+        )
+        self.commits = GroupCommits(writers, settings, self.clock, self._attach_if_ready)
         self.vbuckets: dict[int, MirroredVbucket] = {}
-        self._group_of: dict[int, Group] = {}
+        self._gated = settings.publish == "persisted"
         for group in self.commits.groups:
             for vbid in group.writer.vbids:
-                gate = PersistenceGate() if settings.publish == "persisted" else None
-                self.vbuckets[vbid] = group.vbuckets[vbid] = MirroredVbucket(vbid, group.writer, self, gate)
-                self._group_of[vbid] = group
+                gate = PersistenceGate() if self._gated else None
+                self.vbuckets[vbid] = group.vbuckets[vbid] = MirroredVbucket(vbid, group, self, gate)
         self._node_of: dict[int, NodeAddress | None] = dict.fromkeys(self.vbuckets)
-        self._persistence = (
-            PersistencePoller(self._access, self.map_follower, self.clock) if settings.publish == "persisted" else None
-        )
-        self._collections = CollectionWatch(selection, self, settings, self.clock)
         self._source_watch = SourceWatch(self, settings, self.clock, self._task_ended)
-        self._commands = ConsumerCommands(self.vbuckets, self._group_of, self.commits, self._attach)
+        self._commands = ConsumerCommands(self.commits, self._attach)
         self._status = ConsumerStatus(self)
         self._was_ready = False
         self._ending: asyncio.Future[None] | None = None
@@ -129,7 +125,7 @@ class Consumer:
                 ("high seqnos", self._source_watch.run),
                 ("background work", self.commits.work_in_background),
                 ("persistence", self._poll_persistence),
-                ("collections", self._collections.run),
+                ("collections", self.collections.run),
             )
         ]
         for task in tasks:
@@ -171,17 +167,12 @@ class Consumer:
 
     # -- the map --------------------------------------------------------------------------------------------------
 
-    @property
-    def cluster_map(self) -> ClusterMap | None:
-        """The map that is followed."""
-        return self.map_follower.current
-
     async def _follow_maps(self) -> None:
         if self._first_map is not None:
             self.map_follower.check(self._first_map)
             self.follow(self._first_map)
         attempt = 0
-        while self.cluster_map is None:
+        while self.map_follower.current is None:
             try:
                 await self.map_follower.find_first()
             except ClusterError as error:
@@ -202,7 +193,7 @@ class Consumer:
                 f"bucket {self.identity.bucket_name} at the source has {found.vbucket_count} vbuckets, "
                 f"the data directory has {self.identity.vbucket_count}"
             )
-        if found.ephemeral and self._persistence is not None:
+        if found.ephemeral and self._gated:
             raise NotSupported(
                 f"bucket {self.identity.bucket_name} is ephemeral: nothing of it is ever persisted",
                 hint="set publish to received",
@@ -217,7 +208,7 @@ class Consumer:
         if self._ends_on_refusal:
             self._end(error)
             return
-        for session in self.ready_sessions():
+        for session in self.connections.ready_sessions():
             session.close(error if isinstance(error, ClusterError) else None)
 
     def follow(self, found: ClusterMap) -> None:
@@ -234,48 +225,36 @@ class Consumer:
     def _move(self, vbid: int, address: NodeAddress | None) -> None:
         vbucket = self.vbuckets[vbid]
         self._node_of[vbid] = address
-        vbucket.forget_high_seqno()
+        vbucket.polled = None
         if address is None:
-            self.guarded(vbid, partial(vbucket.detach, events.NoActiveNode()))
-            node = self.cluster_map.node_of(vbid) if self.cluster_map is not None else None
+            vbucket.guarded(partial(vbucket.detach, events.NoActiveNode()))
+            current = self.map_follower.current
+            node = current.node_of(vbid) if current is not None else None
             if node is not None:
                 how = "with TLS" if self._source.tls else "without TLS"
                 vbucket.report(VbucketStatus.WAITING, f"its node {node.host} offers the data service nowhere {how}")
             return
-        self.guarded(vbid, partial(vbucket.detach, events.Stop(f"moved to {address}")))
+        vbucket.guarded(partial(vbucket.detach, events.Stop(f"moved to {address}")))
         keeper = self.connections.keep(address)
         if keeper.session is not None and keeper.ready:
-            self._attach(vbid, keeper.session)
-
-    def refresh_map(self, config: bytes, vbid: int) -> None:
-        """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
-        self.map_follower.refresh_map(config, vbid)
+            self._attach(vbucket, keeper.session)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
-    def session_at(self, address: NodeAddress) -> NodeSession | None:
-        """The open session of a node, if there is one."""
-        return self.connections.session_at(address)
-
-    def ready_sessions(self) -> list[NodeSession]:
-        """Connections that can be queried."""
-        return self.connections.ready_sessions()
-
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open: its vbuckets may ask for their streams, and how far they are behind is known soon."""
+        """Let the node's vbuckets ask for their streams, and find out soon how far they are behind."""
         self._was_ready = True
         assert keeper.session is not None
-        for vbid in self._vbids_at(keeper.address):
-            if self._group_of[vbid].error is None:
-                self._attach(vbid, keeper.session)
+        for vbucket in self.vbuckets_at(keeper.address):
+            if vbucket.group.error is None:
+                self._attach(vbucket, keeper.session)
         self._source_watch.look()
-        self._collections.look()
+        self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
         """A refusal at the very start ends the consumer; later failures are waited out and shown."""
         self.map_follower.wake()
-        for vbid in self._vbids_at(keeper.address):
-            vbucket = self.vbuckets[vbid]
+        for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
                 vbucket.report(VbucketStatus.WAITING if error.retryable else VbucketStatus.REFUSED, str(error))
         if self._was_ready or not self._ends_on_refusal:
@@ -284,138 +263,49 @@ class Consumer:
         if all(one is not None and not one.retryable for one in errors):
             self._end(error)
 
-    def _attach(self, vbid: int, session: NodeSession) -> None:
+    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
+        """Have the vbuckets of a session that is over wait for the next."""
+        for vbucket in self.vbuckets.values():
+            if vbucket.session is session:
+                vbucket.guarded(partial(vbucket.detach, events.ConnectionLost(str(error))))
+
+    def vbuckets_at(self, address: NodeAddress) -> list[MirroredVbucket]:
+        return [self.vbuckets[vbid] for vbid, at in self._node_of.items() if at == address]
+
+    def _attach(self, vbucket: MirroredVbucket, session: NodeSession) -> None:
         """Let a vbucket ask for its stream, if there is something to ask for."""
-        vbucket = self.vbuckets[vbid]
-        if self._collections.streams:
-            self.guarded(vbid, partial(vbucket.attach, session))
+        if self.collections.resolved.streams:
+            vbucket.guarded(partial(vbucket.attach, session))
         else:
-            vbucket.report(VbucketStatus.WAITING, self._collections.text)
+            vbucket.report(VbucketStatus.WAITING, self.collections.text)
 
     def _attach_if_ready(self, vbucket: MirroredVbucket) -> None:
         session = self.connections.session_at(self._node_of[vbucket.vbid])
         if session is not None:
-            self._attach(vbucket.vbid, session)
+            self._attach(vbucket, session)
 
-    def _vbids_at(self, address: NodeAddress) -> list[int]:
-        return [vbid for vbid, at in self._node_of.items() if at == address]
-
-    # -- what streams bring ---------------------------------------------------------------------------------------
-
-    def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """A session is over: its vbuckets wait for the next."""
-        for vbid, vbucket in self.vbuckets.items():
-            if vbucket.session is session:
-                self.guarded(vbid, partial(vbucket.detach, events.ConnectionLost(str(error))))
-
-    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Data: staged when this returns, and the fullest group is written down first where all hold enough."""
-        commits = self.commits
-        try:
-            self.vbuckets[vbid].handle_rows(opaque, rows, byte_count)
-            commits.free_bytes -= byte_count
-            if commits.free_bytes <= 0:
-                commits.flush_over_budget()
-        except StorageError as error:
-            commits.failed(self._group_of[vbid], error)
-
-    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
-        """Any other message of a stream."""
-        self.vbuckets[vbid].progressed()
-        self.enter(vbid, event)
-        if isinstance(event, (ev.Prepare, ev.Commit, ev.SystemEvent)):  # they bring as much as rows do
-            self.commits.flush_over_budget()
-
-    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
-        """The answer to a stream request."""
-        self.enter(vbid, answer)
-
-    def enter(self, vbid: int, event: MachineEvent) -> None:
-        """Hand an event to a vbucket, with the group's errors handled."""
-        group = self._group_of[vbid]
-        try:
-            self.vbuckets[vbid].handle(event)
-        except StorageError as error:
-            self.commits.failed(group, error)
-        self.commits.schedule(group)
-
-    def guarded(self, vbid: int, work: Callable[[], None]) -> None:
-        """Do something for a vbucket that may fail as its store fails."""
-        try:
-            work()
-        except StorageError as error:
-            self.commits.failed(self._group_of[vbid], error)
-
-    def schedule_commit(self, vbid: int) -> None:
-        """Something waits in the vbucket's group: commit before long."""
-        self.commits.schedule(self._group_of[vbid])
-
-    def commit_group(self, vbid: int) -> None:
-        """Commit the vbucket's group now. Raises what the store raises."""
-        self.commits.commit(self._group_of[vbid])
-
-    # -- how far the source is ------------------------------------------------------------------------------------
-
-    @property
-    def keepers(self) -> Mapping[NodeAddress, NodeKeeper]:
-        """The nodes."""
-        return self.connections.keepers
-
-    @property
-    def polled_collections(self) -> Sequence[int] | None:
-        """The collections whose high seqnos count; None: the bucket's."""
-        return self._collections.polled_collections
-
-    def vbuckets_at(self, address: NodeAddress) -> list[MirroredVbucket]:
-        """The vbuckets whose node that is."""
-        return [self.vbuckets[vbid] for vbid in self._vbids_at(address)]
-
-    def reopen(self, vbid: int, cause: str) -> None:
+    def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
         """Ask for a vbucket's stream again, over the connection that it has."""
-        vbucket = self.vbuckets[vbid]
         session = vbucket.session
         if session is not None:
-            self.guarded(vbid, partial(vbucket.detach, events.Stop(cause)))
-            self._attach(vbid, session)
+            vbucket.guarded(partial(vbucket.detach, events.Stop(cause)))
+            self._attach(vbucket, session)
 
     async def _poll_persistence(self) -> None:
-        if self._persistence is not None:
-            await self._persistence.run(self.vbuckets.values())
+        if self._gated:
+            await PersistencePoller(self._access, self.map_follower, self.clock).run(self.vbuckets.values())
 
-    # -- which collections ----------------------------------------------------------------------------------------
-
-    @property
-    def collections(self) -> CollectionWatch:
-        """Which collections are mirrored."""
-        return self._collections
-
-    @property
-    def shown(self) -> Resolved:
-        """What of the bucket streams request."""
-        return self._collections.resolved
-
-    @property
-    def has_system_collections(self) -> bool:
-        """Whether the cluster map says that there are collections of the server's own."""
-        return self.cluster_map is not None and self.cluster_map.system_collections
-
-    def refresh_collections(self, vbid: int) -> None:
-        """A vbucket's stream names an unknown collection, or all that it had is gone."""
-        self._collections.look(vbid)
-
-    def on_collections(self, waiting: set[int]) -> None:
-        """There is something to request that was not requested before."""
+    def _on_collections(self, waiting: set[int]) -> None:
+        """Ask for the streams of collections that were not requested before."""
         for vbid, vbucket in self.vbuckets.items():
-            if self._group_of[vbid].error is not None:
-                continue
-            if self._collections.selection.whole and not (vbid in waiting and vbucket.refused):
-                continue
-            self._attach_if_ready(vbucket)
+            refused = vbucket.machine is not None and vbucket.machine.phase is Phase.REFUSED
+            if vbucket.group.error is None and (not self.collections.selection.whole or (vbid in waiting and refused)):
+                self._attach_if_ready(vbucket)
 
     # -- status and commands --------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """True once every vbucket of ours in `targets` has an open stream and has published its target."""
+        """Return True once every vbucket of ours in `targets` has an open stream and has published its target."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()
@@ -431,7 +321,7 @@ class Consumer:
         }
 
     def standing(self) -> tuple[bool, bool]:
-        """True if every vbucket streams, and true if every one has caught up."""
+        """Return whether every vbucket streams, and whether every one has caught up."""
         return self._status.standing()
 
     def status(self) -> ProcessReport:

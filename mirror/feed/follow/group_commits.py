@@ -1,6 +1,6 @@
 """The commits of a worker's groups, and what follows when the store of one fails.
 
-Knows groups, their writers and vbuckets, when a commit is due (`pace`), and background work of the store; must never
+Knows groups, their writers and vbuckets, when a commit is due, and background work of the store; must never
 know connections or maps. Invariants:
 - groups with something that waits commit in turn, at once while commits take less than their share of the time, after
   `commit_interval_ms` at the latest, or at once when all groups together have `batch_bytes_max` staged;
@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.feed.follow.pace import CommitPace
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
@@ -34,10 +33,37 @@ idle sync is as late as this.
 """
 STEP_SHARE_S = 0.002
 """Pause between two slices of background work, in which sockets are served."""
+COMMIT_SHARE = 1 / 2
+"""Of a worker's time for scheduled commits; half is left for receiving."""
 REOPEN_FACTOR_MAX = 16
 """Times `storage_retry_interval_s` that a group waits at most which cannot be opened again."""
 FREE_BYTES_TO_RESUME = 2
 """Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
+
+
+class CommitPace:
+    """When the next group may commit.
+
+    Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t divided
+    by `COMMIT_SHARE` of the worker's time, and the next one waits until the ones before it are paid for. Time without
+    commits pays in advance, for as long as a group may wait: so all groups of a worker that was idle commit at once,
+    and a timer that is late does not delay the commits after it. Commits take more than their share, averaged over that
+    interval, only if groups would otherwise wait for longer than they may. Only commits that were scheduled count:
+    writing rows down because memory is full is the work itself.
+    """
+
+    def __init__(self, wait_max_s: float) -> None:
+        """`wait_max_s`: no group waits for longer because of what commits cost."""
+        self._wait_max_s = wait_max_s
+        self._paid_at = 0.0
+
+    def delay_s(self, now: float, waiting_since: float) -> float:
+        """Return how long a group must still wait that has something to commit since then."""
+        return max(0.0, min(self._paid_at, waiting_since + self._wait_max_s) - now)
+
+    def committed(self, started: float, ended: float) -> None:
+        """Account for a scheduled commit."""
+        self._paid_at = max(self._paid_at, started - self._wait_max_s) + (ended - started) / COMMIT_SHARE
 
 
 class Group:
@@ -46,6 +72,7 @@ class Group:
     __slots__ = (
         "commit_waits",
         "commits",
+        "count",
         "error",
         "full_count",
         "reopen_count",
@@ -55,9 +82,9 @@ class Group:
         "writer",
     )
 
-    def __init__(self, writer: GroupWriter) -> None:
-        """A healthy group without vbuckets."""
+    def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
+        self.commits = commits
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self.commit_waits = False
         self.waiting_since = 0.0
@@ -65,7 +92,8 @@ class Group:
         self.error: StorageError | None = None
         self.full_count = 0
         self.reopen_count = 0
-        self.commits = 0
+        self.count = 0
+        """Commits since the worker began."""
 
     @property
     def may_be_retried(self) -> bool:
@@ -75,60 +103,147 @@ class Group:
             return False
         return self.error.retryable or (self.writer.lost and type(self.error) is StorageError)
 
+    def schedule(self) -> None:
+        """Commit before long: something waits."""
+        if not self.commit_waits and self.error is None:
+            self.commit_waits = True
+            self.commits.enqueue(self)
+
+    def commit(self, *, flush_open: bool = False) -> None:
+        """Commit now. Raises what the store raises."""
+        result = self.writer.commit(flush_open=flush_open)
+        self.count += 1
+        self.full_count = 0
+        self.commits.committed(self)
+        for vbid, seqno in result.published:
+            self.vbuckets[vbid].published(seqno)
+
+    def failed(self, error: StorageError) -> None:
+        """Stop the group's streams; start them again from what is stored, later if the disk is full."""
+        if self.error is not None:
+            return
+        self.error = error
+        if self.commit_waits:
+            self.commit_waits = False
+            self.commits.queue.remove(self)
+        log.error("store-failed", group=self.writer.group, error=str(error))
+        guilty: MirroredVbucket | None = None
+        for vbucket in self.vbuckets.values():
+            vbucket.drop_machine()
+            vbucket.report(VbucketStatus.WAITING, f"the store failed: {error}")
+            vbucket.last_error = str(error)
+            if isinstance(error, SeqnoOrder) and error.vbid == vbucket.vbid:
+                guilty = vbucket
+        delay_s = self.commits.settings.storage_retry_interval_s
+        if isinstance(error, Full):
+            self.full_count += 1
+        elif guilty is not None:
+            guilty.violations += 1
+            delay_s = min(delay_s, 0.1 * 2 ** min(guilty.violations, 10))
+        elif not self.may_be_retried:
+            self._give_up()
+            return
+        self._retry_later(delay_s)
+
+    def _give_up(self) -> None:
+        """Leave the group: it is damaged, locked or taken over, which no waiting changes. The others go on."""
+        status = VbucketStatus.DAMAGED if isinstance(self.error, CorruptedError) else VbucketStatus.REFUSED
+        for vbucket in self.vbuckets.values():
+            vbucket.report(status, f"the store failed: {self.error}")
+        self.writer.give_up()
+
+    def _retry_later(self, delay_s: float) -> None:
+        self.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry)
+
+    def _retry(self) -> None:
+        self.retry_timer = None
+        interval_s = self.commits.settings.storage_retry_interval_s
+        try:
+            self.writer.reopen()
+        except StorageError as error:
+            self.error = error
+            self.reopen_count += 1
+            log.warning("store-not-reopened", group=self.writer.group, error=str(error))
+            if self.may_be_retried:
+                self._retry_later(interval_s * min(2**self.reopen_count, REOPEN_FACTOR_MAX))
+            else:
+                self._give_up()
+            return
+        self.reopen_count = 0
+        if isinstance(self.error, Full):
+            free_bytes = shutil.disk_usage(self.writer.path).free
+            if free_bytes < FREE_BYTES_TO_RESUME * self.commits.settings.batch_bytes_max:
+                self._retry_later(interval_s)
+                return
+        log.info("store-retried", group=self.writer.group)
+        self.error = None
+        for vbucket in self.vbuckets.values():
+            vbucket.start_machine()
+            self.commits.on_reopened(vbucket)
+
+    def step(self) -> bool:
+        """Do a slice of the group's background work; return whether more of it waits."""
+        if self.error is not None:
+            return False
+        try:
+            waiting = self.writer.step()
+            if self.writer.has_pending:
+                self.schedule()
+        except StorageError as error:
+            self.failed(error)
+            return False
+        return waiting
+
 
 class GroupCommits:
-    """Commits the groups of one worker. Everything is to be called on one event loop."""
+    """The commits of one worker's groups. Everything is to be called on one event loop."""
 
     def __init__(
-        self, groups: Sequence[Group], settings: Settings, clock: Clock, on_reopened: Callable[[MirroredVbucket], None]
+        self,
+        writers: Sequence[GroupWriter],
+        settings: Settings,
+        clock: Clock,
+        on_reopened: Callable[[MirroredVbucket], None],
     ) -> None:
         """`on_reopened` is called for each vbucket of a group that works again: its stream is to be requested."""
-        self.groups = groups
+        self.groups = [Group(writer, self) for writer in writers]
+        self.queue: deque[Group] = deque()
+        """The groups that wait for their commit, the one that waits longest first."""
         self.free_bytes = 0
         """How much may be received before the groups' pending bytes must be summed: never too much."""
         self.on_committed: Callable[[Group], None] | None = None
-        """Called after each commit of a group."""
-        self._settings = settings
+        self.on_reopened = on_reopened
+        self.settings = settings
         self._clock = clock
-        self._on_reopened = on_reopened
         self._pace = CommitPace(settings.commit_interval_ms / 1000)
-        self._queue: deque[Group] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._has_work = asyncio.Event()
 
     # -- commits --------------------------------------------------------------------------------------------------
 
-    def schedule(self, group: Group) -> None:
-        """Something waits in the group: commit before long."""
-        if not group.commit_waits and group.error is None:
-            group.commit_waits = True
-            group.waiting_since = self._clock.monotonic()
-            self._queue.append(group)
+    def enqueue(self, group: Group) -> None:
+        group.waiting_since = self._clock.monotonic()
+        self.queue.append(group)
+        if self._timer is None:
             self._schedule_next()
 
-    def commit(self, group: Group, *, flush_open: bool = False) -> None:
-        """Commit now. Raises what the store raises."""
-        result = group.writer.commit(flush_open=flush_open)
-        group.commits += 1
-        group.full_count = 0
+    def committed(self, group: Group) -> None:
         if group.writer.is_indexing:
             self._has_work.set()
         if self.on_committed is not None:
             self.on_committed(group)
-        for vbid, seqno in result.published:
-            group.vbuckets[vbid].published(seqno)
 
     def flush_over_budget(self) -> None:
         """Write the fullest group's rows to the file when all groups together hold as much as the worker may."""
-        limit_bytes = self._settings.batch_bytes_max
+        limit_bytes = self.settings.batch_bytes_max
         pending_bytes = sum(group.writer.pending_bytes for group in self.groups)
         self.free_bytes = limit_bytes - pending_bytes
         if pending_bytes >= limit_bytes:
             fullest = max(self.groups, key=lambda group: group.writer.pending_bytes)
             try:
-                self.commit(fullest, flush_open=True)
+                fullest.commit(flush_open=True)
             except StorageError as error:
-                self.failed(fullest, error)
+                fullest.failed(error)
 
     def close(self) -> None:
         """Commit what is complete, and schedule nothing more."""
@@ -145,111 +260,32 @@ class GroupCommits:
 
     def _schedule_next(self) -> None:
         """Have the group commit that has waited longest."""
-        if self._timer is None and self._queue:
-            delay_s = self._pace.delay_s(self._clock.monotonic(), self._queue[0].waiting_since)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
+        delay_s = self._pace.delay_s(self._clock.monotonic(), self.queue[0].waiting_since)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
 
     def _commit_due(self) -> None:
         self._timer = None
-        if self._queue:
-            group = self._queue.popleft()
-            group.commit_waits = False
-            started = self._clock.monotonic()
-            try:
-                self.commit(group)
-            except StorageError as error:
-                self.failed(group, error)
-            finally:
-                self._pace.committed(started, self._clock.monotonic())
+        if not self.queue:
+            return
+        group = self.queue.popleft()
+        group.commit_waits = False
+        started = self._clock.monotonic()
+        try:
+            group.commit()
+        except StorageError as error:
+            group.failed(error)
+        finally:
+            self._pace.committed(started, self._clock.monotonic())
+            if self._timer is None and self.queue:
                 self._schedule_next()
 
-    # -- background work ------------------------------------------------------------------------------------------
-
     async def work_in_background(self) -> None:
-        """Background work of the store (key rows, syncs), in slices between which sockets are served."""
+        """Do background work of the store (key rows, syncs), in slices between which sockets are served."""
         while True:
-            if any(self.step(group) for group in self.groups):  # one at a time: memory has space for one snapshot's
+            if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self._has_work.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STEP_IDLE_S):
                     await self._has_work.wait()
-
-    def step(self, group: Group) -> bool:
-        """Do a slice of a group's background work; returns whether more of it waits."""
-        if group.error is not None:
-            return False
-        try:
-            waiting = group.writer.step()
-            if group.writer.has_pending:
-                self.schedule(group)
-        except StorageError as error:
-            self.failed(group, error)
-            return False
-        return waiting
-
-    # -- failures of the store ------------------------------------------------------------------------------------
-
-    def failed(self, group: Group, error: StorageError) -> None:
-        """Stop the group's streams; start them again from what is stored, later where the disk is full."""
-        if group.error is not None:
-            return
-        group.error = error
-        if group.commit_waits:
-            group.commit_waits = False
-            self._queue.remove(group)
-        log.error("store-failed", group=group.writer.group, error=str(error))
-        guilty: MirroredVbucket | None = None
-        for vbucket in group.vbuckets.values():
-            vbucket.drop_machine()
-            vbucket.report(VbucketStatus.WAITING, f"the store failed: {error}")
-            vbucket.last_error = str(error)
-            if isinstance(error, SeqnoOrder) and error.vbid == vbucket.vbid:
-                guilty = vbucket
-        delay_s = self._settings.storage_retry_interval_s
-        if isinstance(error, Full):
-            group.full_count += 1
-        elif guilty is not None:
-            guilty.violations += 1
-            delay_s = min(delay_s, 0.1 * 2 ** min(guilty.violations, 10))
-        elif not group.may_be_retried:
-            self._give_up(group)
-            return
-        self._retry_later(group, delay_s)
-
-    def _give_up(self, group: Group) -> None:
-        """The group is damaged, locked or taken over, which no waiting changes. The others go on."""
-        status = VbucketStatus.DAMAGED if isinstance(group.error, CorruptedError) else VbucketStatus.REFUSED
-        for vbucket in group.vbuckets.values():
-            vbucket.report(status, f"the store failed: {group.error}")
-        group.writer.give_up()
-
-    def _retry_later(self, group: Group, delay_s: float) -> None:
-        group.retry_timer = asyncio.get_running_loop().call_later(delay_s, self._retry, group)
-
-    def _retry(self, group: Group) -> None:
-        group.retry_timer = None
-        try:
-            group.writer.reopen()
-        except StorageError as error:
-            group.error = error
-            group.reopen_count += 1
-            log.warning("store-not-reopened", group=group.writer.group, error=str(error))
-            if not group.may_be_retried:
-                self._give_up(group)
-                return
-            factor = min(2**group.reopen_count, REOPEN_FACTOR_MAX)
-            self._retry_later(group, self._settings.storage_retry_interval_s * factor)
-            return
-        group.reopen_count = 0
-        if isinstance(group.error, Full):
-            free_bytes = shutil.disk_usage(group.writer.path).free
-            if free_bytes < FREE_BYTES_TO_RESUME * self._settings.batch_bytes_max:
-                self._retry_later(group, self._settings.storage_retry_interval_s)
-                return
-        log.info("store-retried", group=group.writer.group)
-        group.error = None
-        for vbucket in group.vbuckets.values():
-            vbucket.start_machine()
-            self._on_reopened(vbucket)

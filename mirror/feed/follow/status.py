@@ -15,6 +15,7 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.cluster.nodes import NodeKeeper
 from mirror.feed.follow.group_commits import Group, GroupCommits
 from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from mirror.messages import ProcessReport
 from mirror.wire.constants import ControlKey
@@ -31,33 +32,28 @@ class Reporting(Protocol):
     commits: GroupCommits
     connections: Connections
     map_follower: MapFollower
+    collections: CollectionWatch
     vbuckets: dict[int, MirroredVbucket]
-
-    @property
-    def collections(self) -> CollectionWatch:
-        """Which collections are mirrored."""
-        ...
 
 
 class ConsumerStatus:
     """Makes the reports of one consumer."""
 
     def __init__(self, consumer: Reporting) -> None:
-        """Nothing was reported yet."""
         self._consumer = consumer
         self._clock_step_count = 0
 
     def standing(self) -> tuple[bool, bool]:
-        """True if every vbucket streams, and true if every one has caught up."""
+        """Return whether every vbucket streams, and whether every one has caught up."""
         vbuckets = self._consumer.vbuckets.values()
         streaming = all(vbucket.streaming and vbucket.in_contact for vbucket in vbuckets)
-        return streaming, streaming and all(vbucket.caught_up for vbucket in vbuckets)
+        return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)
 
     def report(self) -> ProcessReport:
         """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         consumer = self._consumer
         histories = self._histories()
-        rows = [vbucket.row(histories.get(vbid)) for vbid, vbucket in consumer.vbuckets.items()]
+        rows = [_vbucket_row(vbucket, histories.get(vbid)) for vbid, vbucket in consumer.vbuckets.items()]
         followed = consumer.map_follower.current
         collections = consumer.collections
         return {
@@ -68,7 +64,7 @@ class ConsumerStatus:
                 "received_documents": sum(row["received_documents"] for row in rows),
                 "received_bytes": sum(row["received_bytes"] for row in rows),
                 "requested_again_bytes": sum(row["requested_again_bytes"] for row in rows),
-                "commits": sum(group.commits for group in consumer.commits.groups),
+                "commits": sum(group.count for group in consumer.commits.groups),
                 "stalls": sum(row["stalls"] for row in rows),
                 "retries": sum(vbucket.retries for vbucket in consumer.vbuckets.values()),
             },
@@ -81,7 +77,6 @@ class ConsumerStatus:
         }
 
     def _refused_controls(self) -> list[str]:
-        """What a node does not offer that the settings ask for."""
         if not self._consumer.settings.change_streams:
             return []
         name = ControlKey.CHANGE_STREAMS.decode()
@@ -92,7 +87,7 @@ class ConsumerStatus:
         ]
 
     def _clock_warnings(self) -> list[str]:
-        """That the wall clock was set, which times of publication then show; each step is also logged, once."""
+        """Warn that the wall clock was set, which times of publication then show; each step is also logged, once."""
         steps = [group.writer.clock_steps() for group in self._consumer.commits.groups]
         count, step_ms = max(steps, default=(0, 0))
         if count > self._clock_step_count:
@@ -106,7 +101,6 @@ class ConsumerStatus:
         ]
 
     def _histories(self) -> dict[int, History]:
-        """Of the groups that can be read."""
         found: dict[int, History] = {}
         for group in self._consumer.commits.groups:
             if group.error is None:
@@ -117,6 +111,79 @@ class ConsumerStatus:
         return found
 
 
+def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str, Any]:
+    """The row of a vbucket; `history` of the last commit, if the store can be read."""
+    state = vbucket.sink.state()
+    high = vbucket.source_high_seqno
+    published = int(state.published_seqno)
+    failing = vbucket.machine.shown.failing_text if vbucket.machine is not None else None
+    contact, status, text = _contact(vbucket), vbucket.status, vbucket.text
+    if vbucket.streaming and not vbucket.in_contact:
+        status, text = VbucketStatus.WAITING, contact["last_error"]
+    return {
+        "vbid": vbucket.vbid,
+        "state": "stalled" if vbucket.stalled_streams else "failing" if failing else str(status),
+        "text": vbucket.stall_text if vbucket.stalled_streams else failing or text,
+        "branch": int(state.branch),
+        "vbuuid": int(state.failover_log.newest_vbuuid),
+        "failover_log": [list(entry) for entry in state.failover_log],
+        "published_seqno": published,
+        "staged_seqno": int(state.staged_seqno),
+        "source_high_seqno": high,
+        "lag_seqnos": _lag(vbucket),
+        "received_documents": vbucket.documents,
+        "received_bytes": vbucket.bytes,
+        "requested_again_bytes": vbucket.requested_again_bytes,
+        "stalls": vbucket.stalls,
+        "open_prepares": len(vbucket.writer.open_prepares(vbucket.vbid)),
+        "rollback_count": state.rollback_count,
+        "last_rollback_ms": state.last_rollback_ms,
+        "last_rollback": vbucket.sink.last_rollback,
+        "resync_count": history.resync_count if history is not None else None,
+        "last_resync_ms": history.last_resync_ms if history is not None else None,
+        "resyncs_begun": vbucket.sink.resyncs_begun,
+        "resync_why": vbucket.sink.resync_why,
+        "persisted_seqno": vbucket.gate.persisted_seqno if vbucket.gate is not None else None,
+        "held_snapshots": vbucket.gate.waiting if vbucket.gate is not None else 0,
+        "stale": state.staging_branch != state.branch and published > 0,
+        "history_floor_seqno": int(state.history_floor_seqno),
+        "local_purge_seqno": int(state.local_purge_seqno),
+        "history_floor_ms": history.floor_ms if history is not None else None,
+        "boundaries": history.boundaries if history is not None else None,
+        "versions": history.versions if history is not None else None,
+        "row_bytes": history.row_bytes if history is not None else None,
+        "key_bytes": history.key_bytes if history is not None else None,
+    } | contact
+
+
+def _lag(vbucket: MirroredVbucket) -> int | None:
+    """Seqnos that readers lack; None while the source's high seqno is unknown.
+
+    Rows served from an older history do not count. Received rows do: the high seqno of a filtered mirror does not cover
+    the end of a collection.
+    """
+    high_seqno = vbucket.source_high_seqno
+    if high_seqno is None:
+        return None
+    state = vbucket.sink.state()
+    return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
+
+
+def _contact(vbucket: MirroredVbucket) -> dict[str, Any]:
+    """The contact with the vbucket's node: none while that answers nothing."""
+    session = vbucket.session
+    if session is None or not session.ready:
+        return {"node": None, "silent_ms": None, "last_error": vbucket.last_error}
+    silent_ms = round(session.silent_s * 1000)
+    if vbucket.source_silent_ms is not None:
+        silent_ms += vbucket.source_silent_ms
+        error = f"{session.address}, a mirror, has no contact with its source"
+        return {"node": None, "silent_ms": silent_ms, "last_error": error}
+    if session.answers:
+        return {"node": str(session.address), "silent_ms": silent_ms, "last_error": vbucket.last_error}
+    return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}
+
+
 def _node_row(keeper: NodeKeeper) -> dict[str, Any]:
     session = keeper.session
     return {
@@ -125,7 +192,7 @@ def _node_row(keeper: NodeKeeper) -> dict[str, Any]:
         "error": str(keeper.error) if keeper.error is not None else None,
         "reconnects": keeper.reconnects,
         "streams": session.stream_count if session is not None else 0,
-        "unacked_bytes": session.ledger.outstanding if session is not None else 0,
+        "unacked_bytes": session.ledger.unacked if session is not None else 0,
         "received_bytes": session.ledger.received_total if session is not None else 0,
         "acked_bytes": session.ledger.acked_total if session is not None else 0,
         "dropped_bytes": session.figures.dropped_bytes if session is not None else 0,

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
+from mirror.feed.cluster.collection_watch import CollectionWatch
+from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.nodes import NodeKeeper
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_contact
 from mirror.feed.connection.connection_string import NodeAddress
@@ -41,25 +43,14 @@ collections take longer turns."""
 class Watched(Protocol):
     """Whose streams these are."""
 
-    @property
-    def keepers(self) -> Mapping[NodeAddress, NodeKeeper]:
-        """The nodes."""
-        ...
-
-    @property
-    def polled_collections(self) -> Sequence[int] | None:
-        """The collections whose high seqnos count; None: the bucket's."""
-        ...
+    connections: Connections
+    collections: CollectionWatch
 
     def vbuckets_at(self, address: NodeAddress) -> Iterable[MirroredVbucket]:
         """The vbuckets whose node that is."""
         ...
 
-    def guarded(self, vbid: int, work: Callable[[], None]) -> None:
-        """Do something that may fail as the store fails."""
-        ...
-
-    def reopen(self, vbid: int, cause: str) -> None:
+    def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
         """Ask for the vbucket's stream again."""
         ...
 
@@ -91,7 +82,7 @@ class SourceWatch:
                 self._polled.clear()
                 self._poll_new_sessions()
                 self.judge()
-                collections = self._watched.polled_collections or ()
+                collections = self._watched.collections.polled_collections or ()
                 interval_s = max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
@@ -108,7 +99,7 @@ class SourceWatch:
         """Poll the nodes that were not polled yet over their session. One that is slow to answer keeps no other
         waiting.
         """
-        for address, keeper in self._watched.keepers.items():
+        for address, keeper in self._watched.connections.keepers.items():
             if address not in self._polls and (address not in self._polled or self._polled[address] != keeper.session):
                 self._polled[address] = keeper.session
                 task = asyncio.create_task(self._poll(keeper))
@@ -124,7 +115,7 @@ class SourceWatch:
         if session is None or not session.ready:
             return
         try:
-            seqnos = await fetch_high_seqnos(session.link, self._settings, self._watched.polled_collections)
+            seqnos = await fetch_high_seqnos(session.link, self._settings, self._watched.collections.polled_collections)
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
@@ -135,24 +126,25 @@ class SourceWatch:
             return
         for vbucket in self._watched.vbuckets_at(keeper.address):
             vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
-            if vbucket.vbid in seqnos or self._watched.polled_collections is None:
-                vbucket.note_high_seqno(session, seqnos.get(vbucket.vbid))
+            if vbucket.vbid in seqnos or self._watched.collections.polled_collections is None:
+                seqno = seqnos.get(vbucket.vbid)
+                vbucket.polled = None if seqno is None else (session, seqno)
             if vbucket.vbid in seqnos:
-                self._watched.guarded(vbucket.vbid, partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
+                vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
         """A stream that is open and brings nothing although its source is ahead is requested again."""
-        for address in list(self._watched.keepers):
+        for address in list(self._watched.connections.keepers):
             for vbucket in list(self._watched.vbuckets_at(address)):
                 self._judge(vbucket)
 
     def _judge(self, vbucket: MirroredVbucket) -> None:
         now = self._clock.monotonic()
-        high, session = vbucket.source_high_seqno, vbucket.session
-        if session is None or high is None or not vbucket.streaming:
+        high, session, machine = vbucket.source_high_seqno, vbucket.session, vbucket.machine
+        if session is None or high is None or machine is None or not vbucket.streaming:
             return
         is_behind = vbucket.writer.staged_seqno(vbucket.vbid) < high
-        if not is_behind and not vbucket.waits_for_end:
+        if not is_behind and not machine.waits_for_end:
             vbucket.progressed()
             return
         limit_s = self._settings.stall_timeout_s
@@ -173,4 +165,4 @@ class SourceWatch:
                 )
             )
         else:
-            self._watched.reopen(vbucket.vbid, "stalled")
+            self._watched.reopen(vbucket, "stalled")

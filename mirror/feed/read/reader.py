@@ -34,16 +34,14 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.cluster.nodes import NodeKeeper
 from mirror.feed.cluster.queries import SourceQueries
 from mirror.feed.connection.bootstrap import Access
-from mirror.feed.connection.connection_string import NodeAddress, parse
-from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.connection.connection_string import parse
+from mirror.feed.connection.session import NodeSession
 from mirror.feed.connection.transport import Tap
 from mirror.feed.read.reading import BoundedRead, ReadVbucket
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.read.spool import SpoolFile
 from mirror.ingest import events
-from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
-from mirror.wire import events as ev
 from storage.env.map_record import MapRecord
 from storage.model import FailoverLog
 
@@ -278,6 +276,7 @@ class _Core:
         self.connections = Connections(
             access, clock, self, self.maps, name=f"dcp-mirror:reader:{clock.unique()}", on_defect=self._fail
         )
+        self.maps.session_at = self.connections.session_at
         self.queries = SourceQueries(self.maps, self.connections, access.settings, clock, timeout_s)
 
     @property
@@ -386,10 +385,6 @@ class _Core:
         """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
         self.maps.refresh_map(config, vbid)
 
-    def session_at(self, address: NodeAddress) -> NodeSession | None:
-        """The open session of a node, if there is one."""
-        return self.connections.session_at(address)
-
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Refuse the map of another bucket. Raises ClusterError."""
         current = self.maps.current
@@ -448,21 +443,3 @@ class _Core:
         for vbucket in self._streamed():
             if vbucket.session is session:
                 vbucket.detach(events.ConnectionLost(error.what))
-
-    def on_rows(self, vbid: int, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Data of a live stream."""
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.handle_rows(opaque, rows, byte_count)
-
-    def on_event(self, vbid: int, event: ev.Event | KeyRefused) -> None:
-        """Any other message of a live stream."""
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.on_event(event)
-
-    def on_answer(self, vbid: int, answer: StreamAnswer) -> None:
-        """The answer to a stream request."""
-        if (vbucket := self._vbucket(vbid)) is not None:
-            vbucket.on_answer(answer)
-
-    def _vbucket(self, vbid: int) -> ReadVbucket | None:
-        return None if self._reading is None else self._reading.vbucket(vbid)

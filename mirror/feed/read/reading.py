@@ -23,7 +23,7 @@ from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.read.spool import Spool, SpoolFile
 from mirror.feed.read.spool_sink import SpoolSink
-from mirror.feed.stream.host import MachineEvent, VbucketHost
+from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import VbucketStatus
@@ -168,28 +168,21 @@ class ReadVbucket(VbucketHost):
         """That of the reader."""
         return self._reading.stream_filter
 
-    def enter(self, event: MachineEvent) -> None:
-        """Hand an event to the machine."""
-        self.handle(event)
-
-    def handle_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Hand data to the machine and execute what it returns."""
+    def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         self.progress_at = self._clock.monotonic()
-        super().handle_rows(opaque, rows, byte_count)
+        super().on_rows(opaque, rows, byte_count)
 
     def on_answer(self, answer: StreamAnswer) -> None:
-        """The answer to a stream request."""
         if isinstance(answer, events.StreamRefused) and answer.status == WireStatus.EACCESS:
             self._reading.fail(PrivilegeMissing("the user may not stream this bucket"))
             return
         self.handle(answer)
-        if isinstance(answer, events.StreamAccepted) and self.running:
+        if isinstance(answer, events.StreamAccepted) and self.machine is not None:
             self.progress_at = self._clock.monotonic()
             if self.until is not None and self.sink.position.seqno >= self.until:
                 self._end("complete")
 
     def on_event(self, event: ev.Event | events.KeyRefused) -> None:
-        """Any other message of the stream."""
         self.progress_at = self._clock.monotonic()
         if isinstance(event, ev.StreamEnd) and event.reason == StreamEndReason.FILTER_EMPTY:
             self._end("every requested collection is dropped")

@@ -1,9 +1,12 @@
 """The host of one vbucket: its machine, its sink, and the session that carries its stream.
 
-Knows how to hand events to the machine and have its instructions executed, requests of a stream, and the pause before a
-retry; must never know how rows are kept, nor how connections are made. Invariants: the machine gets events one at a
-time and in order; an opaque of another session, or of a stream that was closed, never reaches it; after `drop_machine`
-nothing is sent and no pause is running.
+Knows how to hand events to the machine and execute its instructions, how to request a stream, and the pause before a
+retry; must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`): the machine
+gets events one at a time and in order; its instructions are executed in list order; an answer is handed to the machine,
+and what it returns is executed, before the next instruction of the list; what the sink refuses ends its list; an opaque
+of another session, or of a stream that was closed, never reaches the machine; after `drop_machine` nothing is sent and
+no pause is running. Errors of the store pass through: the group's owner drops its machines and starts them again from
+what is stored.
 """
 
 from __future__ import annotations
@@ -11,17 +14,16 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
-from mirror.feed.connection.session import NodeSession
-from mirror.feed.stream.executor import execute
+from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.stream.sink import Sink
 from mirror.ingest import events
+from mirror.ingest import instructions as ins
 from mirror.ingest.backoff import delay_s
-from mirror.ingest.events import Row
-from mirror.ingest.instructions import Instruction, RequestStream, RetryReason, VbucketStatus
+from mirror.ingest.events import KeyRefused, PrepareMissing, Row, StagingRefused
 from mirror.ingest.machine import VbucketMachine
 from mirror.ingest.state import Phase
 from mirror.wire import events as ev
@@ -32,14 +34,13 @@ from mirror.wire.frame import Frame
 from storage.model import FailoverLog, Vbid
 
 MachineEvent = events.LocalEvent | ev.Event
-"""What a machine is handed: it ignores what is of no concern to it."""
+NOT_CONNECTED = "there is no connection to the node"
 
 
 class VbucketHost(ABC):
     """One vbucket that is streamed, once it has a machine and a session. A subclass says what a stream requests."""
 
     def __init__(self, vbid: int, sink: Sink, clock: Clock) -> None:
-        """Idle: without a machine and without a session."""
         self.vbid = vbid
         self.sink = sink
         self.session: NodeSession | None = None
@@ -52,16 +53,12 @@ class VbucketHost(ABC):
 
     @abstractmethod
     def start_event(self, session: NodeSession) -> events.Start:
-        """Returns the event with which the machine asks for streams over a session."""
+        """Return the event with which the machine asks for streams over a session."""
 
     @property
     @abstractmethod
     def stream_filter(self) -> dict[str, Any]:
-        """What a stream request says in its JSON value."""
-
-    @abstractmethod
-    def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of a timer or of an answer, and handle what the sink raises."""
+        """The JSON value of stream requests."""
 
     @abstractmethod
     def refresh_map(self, config: bytes) -> None:
@@ -72,24 +69,17 @@ class VbucketHost(ABC):
         """Ask which collections there are now."""
 
     @abstractmethod
-    def report(self, status: VbucketStatus, text: str) -> None:
+    def report(self, status: ins.VbucketStatus, text: str) -> None:
         """Note what the vbucket does."""
 
-    @property
-    def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None where it is not polled."""
-        return None
+    def enter(self, event: MachineEvent) -> None:
+        """Hand in an event of a timer or of an answer, and handle what the sink raises."""
+        self.handle(event)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     @property
-    def running(self) -> bool:
-        """True while there is a machine."""
-        return self.machine is not None
-
-    @property
     def streaming(self) -> bool:
-        """True while a stream is open."""
         return self.machine is not None and self.machine.phase is Phase.STREAMING
 
     def start_machine(self) -> None:
@@ -106,13 +96,13 @@ class VbucketHost(ABC):
         self._cancel_retry()
 
     def attach(self, session: NodeSession) -> None:
-        """The session of its node is ready: ask for a stream."""
+        """Ask for a stream over the session of the vbucket's node."""
         self.session = session
         self.opaque = None
         self.handle(self.start_event(session))
 
     def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
-        """The session is gone, or no longer the right one."""
+        """Leave the session: it is over, or no longer the right one."""
         if self.session is None and not isinstance(event, events.NoActiveNode):
             return
         self._cancel_retry()
@@ -120,52 +110,114 @@ class VbucketHost(ABC):
         self.session = None
         self.opaque = None
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- what the stream brings -----------------------------------------------------------------------------------
 
     def handle(self, event: MachineEvent) -> None:
-        """Hand an event to the machine and execute what it returns."""
         if self.machine is not None:
             self.execute(self.machine.handle(event))
 
-    def handle_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Hand data to the machine and execute what it returns."""
+    def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         if self.machine is not None:
             self.execute(self.machine.handle_run(opaque, rows, byte_count))
 
-    def execute(self, instructions: Sequence[Instruction]) -> None:
-        """Execute instructions of the machine, in order."""
-        execute(self, instructions)
+    def on_event(self, event: ev.Event | KeyRefused) -> None:
+        self.enter(event)
 
-    # -- what the executor asks for -------------------------------------------------------------------------------
+    def on_answer(self, answer: StreamAnswer) -> None:
+        self.enter(answer)
 
-    def answered(self, answer: events.Answer) -> Sequence[Instruction]:
-        """Hand the answer of an instruction to the machine; returns what follows from it."""
+    # -- instructions ---------------------------------------------------------------------------------------------
+
+    def execute(self, instructions: Sequence[ins.Instruction]) -> None:
+        """Execute instructions of the machine. Raises StorageError, but no SeqnoOrder of a staging."""
+        for instruction in instructions:
+            if self.machine is None:
+                return
+            answer = self._execute_one(instruction)
+            if answer is None:
+                continue
+            self.execute(self.answered(answer))
+            if isinstance(answer, (StagingRefused, PrepareMissing)):
+                return  # the rest of the list relied on what was refused
+
+    def _execute_one(self, instruction: ins.Instruction) -> events.Answer | None:
+        """Execute one instruction; return its answer, if there is one already. The most frequent ones come first."""
+        sink = self.sink
+        match instruction:
+            case ins.StageRows():
+                return sink.stage_rows(instruction)
+            case ins.PublishSnapshot():
+                return sink.publish(instruction)
+            case ins.Advance():
+                return sink.advance(instruction)
+            case ins.AnswerMarker():
+                self.answer_marker(instruction.opaque)
+            case ins.StageSystemEvent():
+                return sink.stage_system_event(instruction)
+            case ins.StagePrepare():
+                return sink.stage_prepare(instruction)
+            case ins.CommitPrepare():
+                return sink.commit_prepare(instruction)
+            case ins.AbortPrepare():
+                return sink.abort_prepare(instruction)
+            case ins.ReportStatus():
+                self.report(instruction.status, instruction.text)
+            case ins.SaveFailoverLog():
+                sink.save_failover_log(instruction)
+            case ins.SaveFilter():
+                sink.save_filter(instruction)
+            case ins.RequestStream():
+                opaque = self.request_stream(instruction)
+                return events.ConnectionLost(NOT_CONNECTED) if opaque is None else events.StreamRequested(opaque)
+            case ins.CloseStream():
+                self.close_stream(instruction.opaque)
+            case ins.GetFailoverLog():
+                return None if self.get_failover_log() else events.ConnectionLost(NOT_CONNECTED)
+            case ins.RollbackTo():
+                return sink.roll_back(instruction)
+            case ins.AbandonStaged():
+                return sink.abandon(instruction)
+            case ins.BeginResync():
+                return sink.begin_resync(instruction.cause)
+            case ins.RefreshMap():
+                self.refresh_map(instruction.config)
+            case ins.RefreshCollections():
+                self.refresh_collections()
+            case ins.Reconnect():
+                self.reconnect(instruction.cause)
+            case ins.RetryAfter():
+                self.retry_after(instruction.reason, instruction.attempt)
+            case _:
+                assert_never(instruction)
+        return None
+
+    def answered(self, answer: events.Answer) -> Sequence[ins.Instruction]:
+        """Hand the answer of an instruction to the machine; return what follows from it."""
         return self.machine.handle(answer) if self.machine is not None else ()
 
-    def request_stream(self, request: RequestStream) -> int | None:
-        """Send a stream request; returns its opaque, or None without a connection."""
+    def request_stream(self, request: ins.RequestStream) -> int | None:
+        """Send a stream request; return its opaque, or None without a connection."""
         session = self.session
         if session is None or not session.ready:
             return None
         session.stream_filter = self.stream_filter  # other vbuckets' may differ
-        self.opaque = session.request_stream(request, self.sink.row_prefix())
+        self.opaque = session.request_stream(request, self.sink.row_prefix(), self)
         return self.opaque
 
     def close_stream(self, opaque: int | None) -> None:
-        """Send CLOSE_STREAM."""
         if self.session is not None:
             self.session.close_stream(self.vbid, opaque)
         self.opaque = None
 
     def get_failover_log(self) -> bool:
-        """Ask for the failover log; False without a connection."""
+        """Ask for the failover log; return False without a connection."""
         session = self.session
         if session is None or not session.ready:
             return False
 
         def settle(outcome: Frame | Exception) -> None:
             if self.session is session and isinstance(outcome, Frame):
-                self.enter(failover_log_event(outcome, self.source_high_seqno))
+                self.enter(failover_log_event(outcome))
 
         session.get_failover_log(self.vbid, settle)
         return True
@@ -180,17 +232,16 @@ class VbucketHost(ABC):
         if self.session is not None:
             asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
 
-    def retry_after(self, reason: RetryReason, attempt: int) -> None:
-        """Hand in RetryDue after a pause."""
+    def retry_after(self, reason: ins.RetryReason, attempt: int) -> None:
         self._cancel_retry()
         delay = delay_s(reason, attempt, self._clock.jitter())
         self._retry = asyncio.get_running_loop().call_later(delay, self._retry_due)
 
     def _retry_due(self) -> None:
         self._retry = None
-        self.enter(self._after_pause())
+        self.enter(self.event_after_pause())
 
-    def _after_pause(self) -> events.RetryDue | events.Start:
+    def event_after_pause(self) -> events.RetryDue | events.Start:
         return events.RetryDue()
 
     def _cancel_retry(self) -> None:
@@ -199,14 +250,11 @@ class VbucketHost(ABC):
             self._retry = None
 
 
-def failover_log_event(
-    answer: Frame, high_seqno: int | None = None
-) -> events.FailoverLogReceived | events.FailoverLogRefused:
-    """What an answer to GET_FAILOVER_LOG is to a vbucket's machine."""
+def failover_log_event(answer: Frame) -> events.FailoverLogReceived | events.FailoverLogRefused:
+    """Turn an answer to GET_FAILOVER_LOG into an event of the machine."""
     if answer.status != WireStatus.SUCCESS:
         return events.FailoverLogRefused(answer.status)
     try:
-        log = FailoverLog.of(decode_failover_log(answer.value))
+        return events.FailoverLogReceived(FailoverLog.of(decode_failover_log(answer.value)))
     except RemoteProtocolError:
         return events.FailoverLogRefused(WireStatus.EINTERNAL)
-    return events.FailoverLogReceived(log, high_seqno)
