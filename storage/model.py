@@ -1,8 +1,7 @@
 """The nouns of the store: identifiers, documents, boundaries and the state of a vbucket.
 
-Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable and may cross any border of the
-program; `ingest` sees this module and nothing else of `storage`. Identifiers are `NewType`s of int, minted by `ingest`
-(for what comes from the source) and by request validation (for what readers ask).
+Knows plain values only: no LMDB, no sockets, no clock. Everything here is immutable; `ingest` sees this module and
+nothing else of `storage`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ ManifestUid = NewType("ManifestUid", int)
 Branch = NewType("Branch", int)
 
 NO_VBUUID = Vbuuid(0)
-"""Names no history: of a stream request from 0, and of what lies below a failover log."""
+"""No history: that of a stream request from 0, and of seqnos below a failover log."""
 
 SEQNO_MAX = 2**64 - 1
-"""Largest sequence number: 64 bit unsigned."""
-
 DEFAULT_COLLECTION = 0
 """Collection id of `_default._default`."""
 
 
 class Kind(IntEnum):
-    """What a stored row is. The values are the DCP opcodes of the messages that carry them."""
+    """Kind of a stored row. The values are the DCP opcodes of the messages."""
 
     MUTATION = 0x57
     DELETION = 0x58
@@ -38,15 +35,13 @@ class Kind(IntEnum):
 
 
 class BranchReason(IntEnum):
-    """Why a branch was opened."""
-
     FIRST = 1
     ROLLBACK = 2
     RESYNC = 3
     ABANDONED = 4
     DEFERRED_ROLLBACK = 6
     MERGING = 7
-    """Whatever it was opened for: it is history, and its rows are being moved to its parent."""
+    """The branch is history, and its rows are being moved to its parent."""
 
 
 class FailoverEntry(NamedTuple):
@@ -63,18 +58,17 @@ class FailoverLog(tuple[FailoverEntry, ...]):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
-        """The log of these (vbuuid, seqno) pairs, newest first."""
+        """Make a log of (vbuuid, seqno) pairs, newest first."""
         return cls([FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in pairs])
 
     @property
     def newest_vbuuid(self) -> Vbuuid:
-        """The newest history; NO_VBUUID where the log is empty."""
+        """NO_VBUUID if the log is empty."""
         return self[0].vbuuid if self else NO_VBUUID
 
     def vbuuid_at(self, seqno: int) -> Vbuuid:
-        """The history that a seqno belongs to: the newest entry that began at or below it.
-
-        NO_VBUUID where there is none, and for seqno 0, which is of every history.
+        """Return the history of a seqno: the newest entry that began at or below it. NO_VBUUID if there is none, and
+        for seqno 0, which is of every history.
         """
         if seqno:
             for entry in self:
@@ -83,7 +77,7 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return NO_VBUUID
 
     def end_of(self, vbuuid: int, high_seqno: int) -> int | None:
-        """Last seqno that the history `vbuuid` shares with the log's owner; None where the log does not have it."""
+        """Return the last seqno that the history `vbuuid` shares with the log's owner; None if the log lacks it."""
         end_seqno = high_seqno
         for entry in self:
             if entry.vbuuid == vbuuid:
@@ -92,10 +86,10 @@ class FailoverLog(tuple[FailoverEntry, ...]):
         return None
 
     def pruned(self, seqno: int, vbuuid: int | None = None) -> FailoverLog:
-        """What is left after a rollback to a boundary at `seqno`.
+        """Return what is left after a rollback to a boundary at `seqno`.
 
-        Where that is nothing, the log begins at the boundary, with the vbuuid that is kept with it: what came before it
-        may be of an older history.
+        If that is nothing, the log begins at the boundary with the boundary's `vbuuid`: rows before it may be of an
+        older history.
         """
         kept = [entry for entry in self if entry.seqno <= seqno]
         if not kept and seqno and vbuuid:
@@ -114,7 +108,7 @@ class SnapshotRange:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """A collection as it stands at some seqno of a vbucket. Documents with seqno <= `begin_seqno` are not of it."""
+    """A collection at some seqno of a vbucket. Documents with seqno <= `begin_seqno` are not in it."""
 
     collection_id: int
     scope_id: int
@@ -133,7 +127,7 @@ class Manifest:
 
     @staticmethod
     def initial() -> Manifest:
-        """The manifest of a bucket nobody has touched: `_default._default` alone, from seqno 0."""
+        """Return the manifest of a new bucket: `_default._default` alone, from seqno 0."""
         default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
@@ -145,12 +139,12 @@ class Manifest:
         }
 
     def has(self, collection_id: int, seqno: int) -> bool:
-        """False for a row of a collection that was dropped, or flushed after the row."""
+        """Return False for a row of a collection that was dropped, or flushed after the row."""
         collection = self.collections.get(collection_id)
         return collection is not None and seqno > collection.begin_seqno
 
     def changed(self, *changes: ManifestChange) -> Manifest:
-        """The manifest after some changes, oldest first."""
+        """Return the manifest after some changes, oldest first."""
         uid, scopes, collections = self.uid, dict(self.scopes), dict(self.collections)
         for change in changes:
             if change.whole:
@@ -171,15 +165,15 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class ManifestChange:
-    """What makes one manifest out of another; what is None there is no more."""
+    """The difference between two manifests; None stands for what ended."""
 
     uid: ManifestUid
     scopes: dict[int, str | None]
     collections: dict[int, Collection | None]
     emptied: tuple[int, ...] = ()
-    """Collections that were there before and lost their documents: they ended or were flushed."""
+    """Collections of the first manifest that ended or were flushed."""
     whole: bool = False
-    """All of the manifest, so that what came before need not be known."""
+    """True if it holds all of the second manifest, so that the first need not be known."""
 
     @staticmethod
     def between(
@@ -188,7 +182,7 @@ class ManifestChange:
         scope_ids: Iterable[int] | None = None,
         collection_ids: Iterable[int] | None = None,
     ) -> ManifestChange:
-        """How they differ: in these scopes and collections, and in no others; None: wherever they do."""
+        """Compare two manifests, in these scopes and collections only (None: in all)."""
         old, new = before.collections, after.collections
         scope_ids = [*before.scopes, *after.scopes] if scope_ids is None else scope_ids
         collection_ids = [*old, *new] if collection_ids is None else collection_ids
@@ -200,12 +194,12 @@ class ManifestChange:
         return ManifestChange(after.uid, scopes, collections, emptied)
 
     def as_whole(self, after: Manifest) -> ManifestChange:
-        """The same change, with all that the manifest holds after it."""
+        """Return the same change as a whole one."""
         return replace(self, scopes=dict(after.scopes), collections=dict(after.collections), whole=True)
 
     @property
     def byte_count(self) -> int:
-        """Roughly what it takes in memory."""
+        """A rough estimate of its memory."""
         return 256 * (1 + len(self.scopes) + len(self.collections))
 
 
@@ -215,7 +209,7 @@ def _begin(collection: Collection | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A published snapshot end that is kept: a vbucket can be read as of it, and rolled back to it."""
+    """A kept end of a published snapshot: a vbucket can be read as of it, and rolled back to it."""
 
     branch: Branch
     seqno: Seqno
@@ -224,40 +218,40 @@ class Boundary:
     time_ms: int
     """Wall clock when it was published, milliseconds since 1970."""
     history_ms: int = 0
-    """The history clock when it was published (`history_clock`): by this its age is known."""
+    """The history clock (`history_clock`) when it was published; its age is measured by it."""
     ordinal: int = 0
-    """How many boundaries its chain had up to and with this one, those included that are gone."""
+    """Boundaries of its chain up to and with this one, purged ones included."""
     row_bytes: int = 0
-    """How many bytes the rows of its chain had up to here, those included that are gone."""
+    """Bytes of the rows of its chain up to here, purged ones included."""
     history_id: int = field(default=0, compare=False)
-    """Which history of the mirror the position is of; `Token` explains it."""
+    """The history of the mirror that the position is of; `Token` explains it."""
 
 
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
     """Return the purge seqno of a served copy: the newest tombstone that it may lack (docs/protocol.md 4.6).
 
-    The floor bounds only a missing_seqno that is not known: that of a mirror made by a version that did not store it.
+    The floor bounds only an unknown missing_seqno: that of a mirror made by a version that did not store it.
     """
     return max(local_purge_seqno, min(missing_seqno, floor_seqno))
 
 
 class VbucketState(NamedTuple):
-    """Everything that resuming a vbucket needs; stored in the same transaction as the rows it speaks of."""
+    """Everything that resuming a vbucket needs; stored in the same transaction as its rows."""
 
-    # A tuple because each commit makes one per vbucket, and `_replace` takes an eighth of `dataclasses.replace`.
+    # A tuple because each commit makes one for each vbucket: `_replace` takes an eighth of `dataclasses.replace`.
 
     vbid: Vbid
     branch: Branch
-    """The served branch: what readers see."""
+    """The served branch."""
     published_seqno: Seqno
     history_floor_seqno: Seqno
     staging_branch: Branch
-    """Where rows are written; not `branch` while a resync or a deferred rollback is under way."""
+    """The branch that rows are written to; not `branch` while a resync or a deferred rollback is under way."""
     staged_seqno: Seqno
-    """Position on the staging branch: rows (or seqno advances) received and accepted, published or not."""
+    """Rows (or seqno advances) of the staging branch were accepted up to here, published or not."""
     staging_published_seqno: Seqno
-    """Newest published end on the staging branch: `published_seqno`; when the branches differ 0, or where a deferred
-    rollback went back to.
+    """Newest published end on the staging branch: `published_seqno`; if the branches differ 0, or the boundary that a
+    deferred rollback went back to.
     """
     open_snapshot: SnapshotRange | None
     """The snapshot that staged rows above the newest complete end belong to; None between snapshots."""
@@ -270,26 +264,26 @@ class VbucketState(NamedTuple):
     rollback_count: int = 0
     last_rollback_ms: int | None = None
     stream_filter: str | None = None
-    """What the streams of the staging branch were filtered to, in the words of the requester; None: to nothing."""
+    """The filter of the staging branch's streams, in the words of the requester; None: no filter."""
     missing_seqno: int = 0
     """Tombstones of the staging branch up to here may never have come: the source had purged them when it sent the
-    first snapshot. SEQNO_MAX, until that snapshot is published: the source does not say what it had purged.
+    first snapshot. SEQNO_MAX until that snapshot is published if the source does not say what it had purged.
     """
 
     @property
     def purge_seqno(self) -> int:
-        """`purge_seqno_of` the served copy, unless it is being resynced."""
+        """That of the served copy, unless it is being resynced."""
         return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 
     @property
     def rollback_deferred(self) -> bool:
-        """True while the staging branch continues an older boundary of the served one, and readers do not see that."""
+        """True while the staging branch continues an older boundary of the served one, unseen by readers."""
         return self.staging_branch != self.branch and self.staging_published_seqno > 0
 
     @property
     def is_whole(self) -> bool:
-        """True once something complete is served. That the source has nothing is something complete, too: it was
-        published at 0, and a failover log without anything of its history says so.
+        """True once something complete is served. An empty vbucket is complete: it was published at 0, and has a
+        failover log but no rows.
         """
         if self.published_seqno:
             return True
@@ -300,7 +294,7 @@ class VbucketState(NamedTuple):
 class Document(NamedTuple):
     """A document as readers get it. `value` is the body, decompressed and without xattrs, unless `raw` was given."""
 
-    # A tuple because it is made once per read: a frozen dataclass of these fields takes three times as long to build.
+    # A tuple because each read makes one: a frozen dataclass of these fields takes three times as long to build.
 
     vbid: Vbid
     collection_id: int
@@ -311,9 +305,9 @@ class Document(NamedTuple):
     cas: int
     flags: int
     expiry: int
-    """Seconds since 1970; 0: never. For tombstones: the delete time where the source gave one."""
+    """Seconds since 1970; 0: never. For tombstones: the delete time, if the source gave one."""
     datatype: int
-    """Bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR; describes `value` as it stands in this object."""
+    """Of `value` as it is here; bits as on the wire: 1 JSON, 2 Snappy, 4 XATTR."""
     value: bytes
     kind: Kind = Kind.MUTATION
     branch: Branch = Branch(0)
@@ -326,7 +320,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which bucket a data directory mirrors; every environment's `meta` must match `mirror.json`."""
+    """The bucket that a data directory mirrors; every environment's `meta` must match `mirror.json`."""
 
     cluster_uuid: str
     bucket_name: str
@@ -334,13 +328,12 @@ class Identity:
     vbucket_count: int
     group_count: int
     held: tuple[int, int] | None = None
-    """The first and the last vbucket that this mirror holds, where other mirrors hold the rest; None: it holds all."""
+    """The first and the last vbucket that this mirror holds, if other mirrors hold the rest; None: it holds all."""
     selection: str = ""
-    """What of the bucket is mirrored, in the words of anyone who made the mirror; empty: all of it."""
+    """The mirrored part of the bucket, in the words of the person who made the mirror; empty: all of it."""
 
     @property
     def vbids(self) -> range:
-        """The vbuckets that this mirror holds."""
         if self.held is None:
             return range(self.vbucket_count)
         return range(self.held[0], self.held[1] + 1)

@@ -1,11 +1,10 @@
-"""What a version of a document is, in a few bytes: for telling two copies of a bucket apart without moving values.
+"""Fingerprints of document versions, to compare two copies of a bucket without moving values.
 
-Knows documents as they are stored (`raw`) and how to sort more of their fingerprints than memory holds; must never know
-where the other copy is. A fingerprint says the key with its collection id, seqno, rev_seqno, cas, whether it is a
-tombstone, and a digest of all else that a reader can see: value and xattrs (decompressed, so that it does not matter
-how they travelled), flags, expiry, and the datatype without its Snappy bit. Not part of it: the delete time of a
-tombstone, which a source knows only of what it reads from disk, and whether it was deleted or expired.
-Invariant: two copies of one version have equal fingerprints, whichever way each took.
+Knows documents as they are stored (`raw`) and how to sort more fingerprints than memory holds; must never know where
+the other copy is. A fingerprint has the key with its collection id, seqno, rev_seqno, cas, whether it is a tombstone,
+and a digest of all else that a reader can see: value and xattrs, decompressed, flags, expiry, and the datatype without
+its Snappy bit. It has neither the delete time of a tombstone, which a source knows only of what it reads from disk, nor
+whether it was deleted or expired. Invariant: two copies of one version have equal fingerprints.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(document: Document) -> Fingerprint:
-    """Of a document that was read `raw`. Raises CorruptedError when its value cannot be decompressed."""
+    """Return the fingerprint of a document that was read `raw`. Raises CorruptedError if its value is damaged."""
     _, collection_id, key, seqno, rev_seqno, cas, flags, expiry, datatype, value, kind, _ = document
     deleted = kind is not _MUTATION
     if datatype & DATATYPE_SNAPPY:
@@ -61,42 +60,38 @@ def fingerprint(document: Document) -> Fingerprint:
 
 
 class Digest:
-    """Of many versions, in rising order of their keys: equal for equal sets."""
+    """Digest of many versions, added in rising order of their keys."""
 
     def __init__(self) -> None:
-        """Of none."""
         self._hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.count = 0
 
     def add(self, each: Fingerprint) -> None:
-        """The next version."""
         self.count += 1
         key, seqno, rev_seqno, cas, deleted, digest = each
         self._hasher.update(_VERSION.pack(len(key), seqno, rev_seqno, cas, deleted) + key + digest)
 
     def hex(self) -> str:
-        """The digest so far."""
         return self._hasher.hexdigest()
 
 
 class Runs:
-    """Fingerprints put in any order, taken out by key: of each key the one with the highest seqno."""
+    """Sorter of fingerprints. Runs of `run_rows` go to nameless files in `folder` (None: the system's)."""
 
     def __init__(self, folder: str | None = None, run_rows: int = RUN_ROWS) -> None:
-        """Sorted runs of `run_rows` go to nameless files in `folder` (the system's folder for temporary files)."""
         self._folder = folder
         self._run_rows = run_rows
         self._run: list[Fingerprint] = []
         self._spilled: list[IO[bytes]] = []
 
     def add(self, each: Fingerprint) -> None:
-        """Put one in. Raises OSError when the folder takes no more."""
+        """Raises OSError if the folder takes no more."""
         self._run.append(each)
         if len(self._run) >= self._run_rows:
             self._spill()
 
     def newest(self) -> Iterator[Fingerprint]:
-        """The newest of each key, in the order of keys. Nothing may be put in meanwhile."""
+        """Yield the fingerprint with the highest seqno of each key, in the order of keys. Add none meanwhile."""
         self._run.sort()
         for file in self._spilled:
             file.seek(0)
@@ -105,7 +100,6 @@ class Runs:
             yield deque(versions, maxlen=1)[0]
 
     def close(self) -> None:
-        """Forget all."""
         for file in self._spilled:
             file.close()
         self._spilled, self._run = [], []

@@ -1,8 +1,7 @@
-"""Keys and fixed structs: how identifiers become bytes that sort as numbers do.
+"""Keys and fixed structs (FORMAT.md, "Keyspaces"), big-endian so that LMDB's order of bytes is that of numbers.
 
-Knows layouts only (FORMAT.md, "Keyspaces"); everything is big-endian so that LMDB's memcmp order is numeric order.
-Invariant: a row key is 12 bytes, a boundary key is the 12 bytes of its seqno and one 0x01, so a boundary sorts right
-after the row with the same seqno and before the next row.
+Invariant: a row key has 12 bytes; a boundary key is the row key of its seqno and one 0x01, so a boundary sorts right
+behind the row of the same seqno.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ DB_PREPARE = b"prepare"
 DB_META = b"meta"
 SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_PREPARE, DB_META)
 LATER_DBS = (DB_PREPARE,)
-"""Trees that a mirror of an earlier version of this program lacks until a writer opens it."""
+"""Trees that a mirror of an earlier version lacks until a writer opens it."""
 
 
 def rows_db(vbid: int) -> bytes:
-    """Name of the append log of a vbucket."""
+    """Return the name of a vbucket's tree of rows."""
     return b"v%d" % vbid
 
 
 def keys_db(vbid: int) -> bytes:
-    """Name of the key tree of a vbucket."""
+    """Return the name of a vbucket's tree of key references."""
     return b"k%d" % vbid
 
 
 def encode_collection_id(collection_id: int) -> bytes:
-    """Unsigned LEB128 of a collection id, canonical form (kv_engine docs/Collections.md, "Encoding")."""
+    """Return the canonical unsigned LEB128 of a collection id (kv_engine docs/Collections.md, "Encoding")."""
     if not 0 <= collection_id < 2**32:
         raise ValueError(f"collection id {collection_id} is not a 32 bit number")
     out = bytearray()
@@ -79,7 +78,7 @@ def encode_collection_id(collection_id: int) -> bytes:
 
 
 def split_key(wire_key: bytes) -> tuple[int, bytes]:
-    """Collection id and document key of a prefixed key. Raises ValueError when the prefix does not end."""
+    """Return collection id and document key of a prefixed key. Raises ValueError if the prefix does not end."""
     collection_id = shift = 0
     for index, byte in enumerate(wire_key[:5]):
         collection_id |= (byte & 0x7F) << shift
@@ -90,5 +89,5 @@ def split_key(wire_key: bytes) -> tuple[int, bytes]:
 
 
 def vbid_of(key: bytes, vbucket_count: int) -> int:
-    """The vbucket of a document key, as every Couchbase SDK computes it: CRC-32, bits 16 to 30, modulo the count."""
+    """Return the vbucket of a document key as every Couchbase SDK does: CRC-32, bits 16 to 30, modulo the count."""
     return ((zlib.crc32(key) >> 16) & 0x7FFF) % vbucket_count

@@ -1,8 +1,8 @@
-"""Values: how rows, states and the small records of the store are read and written.
+"""Values of the store: rows, states and small records as bytes (FORMAT.md, "Values").
 
-Knows byte layouts (FORMAT.md, "Values") and the model; never LMDB. A row is the DCP message as it came from the wire
-(24-byte header, extras, prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a
-msgpack array whose first element is the record's version.
+Knows byte layouts and the model; never LMDB. A row is the DCP message as it came from the wire (24-byte header, extras,
+prefixed key, value); its vbucket and opaque fields mean nothing here. Everything else is a msgpack array whose first
+element is the record's version.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from storage.model import (
     Seqno,
     SnapshotRange,
     Vbid,
+    Vbuuid,
 )
 
 HEADER = struct.Struct(">BBHBBHIIQ")
@@ -40,14 +41,14 @@ MAGIC = 0x80
 DATATYPE_SNAPPY = 0x02
 DATATYPE_XATTR = 0x04
 VALUE_LENGTH_MAX = 32 * 1024 * 1024
-"""A document of 20 MiB and its xattrs, and some more: nothing larger is accepted."""
+"""A document of 20 MiB, its xattrs, and a reserve."""
 
 _MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 _MUTATION_BYTES = _MUTATION.size
 _MUTATION_EXTRAS = 31
 _READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
 """opcode, key length, extras length, datatype, body length, cas, seqno, rev_seqno, flags, expiry, nmeta, first byte of
-the key: what a reader needs of a mutation.
+the key.
 """
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
 """The same without seqno and rev_seqno."""
@@ -57,7 +58,6 @@ _DELETION_V2 = struct.Struct(">QQIB")
 _EXPIRATION = struct.Struct(">QQI")
 _MUTATION_KIND = Kind.MUTATION
 _KINDS = {int(kind): kind for kind in Kind}
-
 
 MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(Kind.SYSTEM_EVENT)
 """Plain numbers for loops over rows: comparing with a member of an enum takes a tenth of a row's time."""
@@ -74,38 +74,34 @@ AFTER_BRANCH = slice(4, None)
 
 
 def row_key(prefix: bytes, seqno: int) -> bytes:
-    """Key of the row at a seqno of the branch whose `keys.PREFIX` is given."""
+    """Return the key of the row at a seqno of the branch with this `keys.PREFIX`."""
     return prefix + seqno.to_bytes(8, "big")
 
 
 def branch_of(row_key: bytes) -> int:
-    """Branch of the key of a row or boundary, or of a reference."""
     return int.from_bytes(row_key[:4], "big")
 
 
 def seqno_of(row_key: bytes) -> int:
-    """Seqno of the key of a row or boundary, or of a reference."""
     return int.from_bytes(row_key[4:12], "big")
 
 
 def kind_of(reference: bytes) -> int:
-    """Kind of the row that a reference names."""
     return reference[KIND]
 
 
 def is_system_event(frame: bytes) -> bool:
-    """Whether a message in stored form is a system event, which has no key row."""
     return frame[1] == SYSTEM_EVENT
 
 
 def key_of(frame: bytes) -> bytes:
-    """The prefixed key of a message in stored form. Loops over many rows write this out."""
+    """Return the prefixed key of a message in stored form. Loops over many rows write this out."""
     start = 24 + frame[4]
     return frame[start : start + (frame[2] << 8 | frame[3])]
 
 
 def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
+    """Return the key-tree rows of `rows` ((row key, frame) pairs), in their order; system events have none."""
     out = []
     for row_key, frame in rows:
         if frame[1] != SYSTEM_EVENT:
@@ -124,11 +120,10 @@ def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
 def decode_row(
     vbid: Vbid, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
-    """A stored row as a Document; `raw` leaves the value compressed and with its xattrs. With `lenient` a value that
-    cannot be taken apart stays as it is stored as well, and `datatype` says so. `tail_bytes` at the end of `frame` are
-    not of the message.
+    """Return a stored row as a Document. `raw` leaves the value compressed and with its xattrs, `lenient` does so if it
+    cannot be taken apart; `datatype` says which. `tail_bytes` at the end of `frame` are not of the message.
 
-    Raises CorruptedError when the bytes contradict the format.
+    Raises CorruptedError if the bytes contradict the format.
     """
     end = len(frame) - tail_bytes
     if end > _MUTATION_BYTES:
@@ -157,10 +152,7 @@ def decode_row(
 
 
 def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int, bytes]:
-    """Datatype, cas, flags, expiry and value, as it is stored, of a mutation: what an answer to a GET says.
-
-    Raises CorruptedError when the lengths contradict each other.
-    """
+    """Return datatype, cas, flags, expiry and value of a mutation, as they are stored. Raises CorruptedError."""
     key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
     end = len(frame) - tail_bytes
     if 24 + body_length != end or 55 + key_length + nmeta > end:
@@ -169,7 +161,7 @@ def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int
 
 
 def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
-    """Tombstones and system events; system events carry their name as key and collection id 0."""
+    """Decode a tombstone or a system event; the latter has its name as key and collection id 0."""
     try:
         _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)
         kind = _KINDS.get(opcode)
@@ -200,8 +192,8 @@ def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: 
 
 
 def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The document body alone: decompressed, without the xattr section; and the datatype that is left."""
-    if not value:  # streamed without values: the datatype is that of the value which was left out
+    """Return the document body, decompressed and without the xattr section, and the datatype that is left."""
+    if not value:  # streamed without values: the datatype is that of the omitted value
         return value, datatype & ~(DATATYPE_SNAPPY | DATATYPE_XATTR)
     if datatype & DATATYPE_SNAPPY:
         value = decompress(value)
@@ -215,7 +207,7 @@ def body_of(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The same; the value as it is stored, with its datatype, where it cannot be taken apart (see `value_problem`)."""
+    """As `body_of`, but return the value as it is stored if it cannot be taken apart (see `value_problem`)."""
     try:
         return body_of(value, datatype)
     except CorruptedError:
@@ -223,7 +215,7 @@ def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def value_problem(document: Document) -> str | None:
-    """Why the value of a document stayed as it is stored where its body was requested; None: it can be taken apart."""
+    """Return why the value of a document that was requested without `raw` is as it is stored; None: it is the body."""
     if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
         try:
             body_of(document.value, document.datatype)
@@ -233,7 +225,7 @@ def value_problem(document: Document) -> str | None:
 
 
 def decompressed_bytes(value: bytes) -> int:
-    """How many bytes a compressed value (Snappy, raw format) says that it has. Raises CorruptedError above a bound."""
+    """Return the length that a compressed value (Snappy, raw format) claims. Raises CorruptedError above a bound."""
     claimed = shift = 0
     for byte in value[:5]:
         claimed |= (byte & 0x7F) << shift
@@ -246,7 +238,7 @@ def decompressed_bytes(value: bytes) -> int:
 
 
 def decompress(value: bytes) -> bytes:
-    """Snappy (raw format). The length that the data claims is bounded before it is believed."""
+    """Decompress Snappy (raw format); the length that the data claims is bounded first."""
     decompressed_bytes(value)
     try:
         return bytes(cramjam.snappy.decompress_raw(value))
@@ -255,9 +247,7 @@ def decompress(value: bytes) -> bytes:
 
 
 def decompress_into(value: bytes | mmap, found: bytes | mmap) -> None:
-    """The same into memory of the length that the data claims, without the interpreter's lock: for a thread of its
-    own.
-    """
+    """Decompress into memory of the length that the data claims, without holding the interpreter's lock."""
     try:
         byte_count = cramjam.snappy.decompress_raw_into(value, found)
     except Exception as error:
@@ -278,7 +268,7 @@ def encode_mutation(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """A stored mutation, for benchmarks and tools that write rows without a source."""
+    """Return a stored mutation, for benchmarks and tools that write rows without a source."""
     wire_key = keys.encode_collection_id(collection_id) + key
     body_length = _MUTATION_EXTRAS + len(wire_key) + len(value)
     head = _MUTATION.pack(
@@ -291,7 +281,7 @@ def encode_mutation(
 def encode_deletion(
     key: bytes, seqno: int, *, collection_id: int = 0, rev_seqno: int = 2, cas: int = 1, expired: bool = False
 ) -> bytes:
-    """A stored tombstone without value, for benchmarks and tools that write rows without a source."""
+    """Return a stored tombstone without value, for the same."""
     wire_key = keys.encode_collection_id(collection_id) + key
     extras = _EXPIRATION.pack(seqno, rev_seqno, 0) if expired else _DELETION_V1.pack(seqno, rev_seqno, 0)
     opcode = Kind.EXPIRATION if expired else Kind.DELETION
@@ -303,7 +293,7 @@ _T = TypeVar("_T")
 
 
 def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
-    """Whatever the fields of a damaged record make of their reader is a CorruptedError that names the record."""
+    """Turn what the fields of a damaged record raise in their reader into a CorruptedError that names the record."""
 
     def wrap(read: Callable[[bytes | None], _T]) -> Callable[[bytes | None], _T]:
         @wraps(read)
@@ -341,7 +331,7 @@ those at or below its seqno.
 
 
 def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
-    """Which history a position is of; 0: of none that is known."""
+    """Return the history that a position is of; 0: of none that is known."""
     if not history_ids:
         return 0
     return history_ids[bisect_left(history_ids, seqno, 1, key=itemgetter(1)) - 1][0]
@@ -361,22 +351,20 @@ class Pub(NamedTuple):
 
     @property
     def manifest_key(self) -> tuple[int, int]:
-        """Where the row of its manifest lies."""
         return self.manifest_branch, self.manifest_seqno
 
     @property
     def is_stale(self) -> bool:
-        """Whether a resync is under way."""
+        """True while a resync is under way."""
         return bool(self.flags & keys.PUB_STALE)
 
     @property
     def is_unavailable(self) -> bool:
-        """Whether readers are refused until the resync has ended."""
+        """True while readers are refused until the resync has ended."""
         return bool(self.flags & keys.PUB_UNAVAILABLE)
 
 
 def decode_pub(data: bytes | None) -> Pub:
-    """A Pub from its bytes."""
     if data is None or len(data) != keys.PUB.size:
         raise CorruptedError("the pub record is missing or damaged")
     return Pub(*keys.PUB.unpack(data))
@@ -396,19 +384,16 @@ class BranchRow(NamedTuple):
     history_ms: int = 0
     """The history clock at `time_ms`."""
     first_branch: int = 0
-    """The lowest number whose place it took: nothing was published on those. 0: its own number is the only one."""
+    """The lowest number whose place it took: nothing was published on those numbers. 0: it took none."""
     history_ids: HistoryIds = ()
-    """Which history the positions on this branch are of."""
 
 
 def encode_branch(row: BranchRow) -> bytes:
-    """A row of `branch`."""
     return _pack(*row)
 
 
 @_reads("branch")
 def decode_branch(data: bytes | None) -> BranchRow:
-    """A BranchRow from its bytes."""
     *fields, history_ids = _unpack(data, "branch", 9)
     try:
         return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
@@ -417,7 +402,7 @@ def decode_branch(data: bytes | None) -> BranchRow:
 
 
 class StateRow(NamedTuple):
-    """A row of `state`: what the writer goes on from (`VbucketState` says what the fields mean)."""
+    """A row of `state`: what the writer goes on from. `VbucketState` explains the fields."""
 
     staging_branch: int
     staged_seqno: int
@@ -433,49 +418,28 @@ class StateRow(NamedTuple):
 
 
 def encode_state(row: StateRow) -> bytes:
-    """A row of `state`."""
-    staging_branch, staged, published, indexed, snapshot, log, purge, rollbacks, last, stream_filter, missing = row
-    return _pack(
-        staging_branch,
-        staged,
-        published,
-        indexed,
-        (snapshot.start_seqno, snapshot.end_seqno, snapshot.flags) if snapshot else None,
-        log,
-        purge,
-        rollbacks,
-        last,
-        stream_filter,
-        missing,
-    )
+    snapshot = row.open_snapshot
+    packed = (snapshot.start_seqno, snapshot.end_seqno, snapshot.flags) if snapshot else None
+    return _pack(*row[:4], packed, *row[5:])
 
 
 @_reads("state")
 def decode_state(data: bytes | None) -> StateRow:
-    """A StateRow from its bytes."""
     fields = _unpack(data, "state", 9, 11)
-    branch, staged, published, indexed, snapshot, log, purge, rollbacks, last = fields[:9]
-    return StateRow(
-        branch,
-        staged,
-        published,
-        indexed,
+    snapshot, log = fields[4:6]
+    fields[4:6] = (
         SnapshotRange(Seqno(snapshot[0]), Seqno(snapshot[1]), snapshot[2]) if snapshot else None,
         FailoverLog.of(log),
-        purge,
-        rollbacks,
-        last,
-        fields[9] if len(fields) > 9 else None,
-        fields[10] if len(fields) > 10 else SEQNO_MAX,
     )
+    fields += (None, SEQNO_MAX)[len(fields) - 9 :]  # an earlier version wrote 9
+    return StateRow(*fields)
 
 
 _MANIFEST_UID_END = 16
-"""Behind it in a row of `manifest`, whatever it is: it takes 9 bytes at most, behind two others."""
+"""The uid ends before it in a row of `manifest`: it has at most 9 bytes, behind two others."""
 
 
 def encode_manifest(change: ManifestChange) -> bytes:
-    """A row of `manifest`."""
     collections = [
         (cid,) if entry is None else (cid, entry.scope_id, entry.name, entry.begin_seqno, entry.max_ttl)
         for cid, entry in change.collections.items()
@@ -485,7 +449,6 @@ def encode_manifest(change: ManifestChange) -> bytes:
 
 @_reads("manifest")
 def decode_manifest(data: bytes | None) -> ManifestChange:
-    """A ManifestChange from its row."""
     uid, scopes, collections, emptied, whole = _unpack(data, "manifest", 5)
     return ManifestChange(
         ManifestUid(uid),
@@ -497,7 +460,7 @@ def decode_manifest(data: bytes | None) -> ManifestChange:
 
 
 def manifest_uid(data: bytes | None) -> int:
-    """The uid of a manifest from its row, of which nothing else is decoded."""
+    """Return the uid from a row of `manifest` and decode no more of it."""
     if data is None:
         raise CorruptedError("the manifest record is missing", hint="run `dcp-mirror check`")
     try:
@@ -520,13 +483,15 @@ def encode_rollback(
     time_ms: int,
     reached_seqno: int | None = None,
 ) -> bytes:
-    """A row of `rollback`. `reached_seqno`, of a deferred one: where readers went to in one step."""
+    """Return a row of `rollback`; `reached_seqno` is where readers went to in one step by a deferred one."""
     reached = () if reached_seqno is None else (reached_seqno,)
     return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
 
 
 @_reads("rollback")
-def decode_rollback(data: bytes | None) -> tuple[int, int, int, int, int, int, int, int | None]:
-    """The fields of `encode_rollback`, in its order."""
+def decode_rollback(
+    data: bytes | None,
+) -> tuple[Branch, Seqno, Branch, Seqno, Vbuuid, Vbuuid, int, Seqno | None]:
+    """Return the fields of `encode_rollback`, in its order."""
     a, b, c, d, e, f, g, *reached = _unpack(data, "rollback", 7, 8)
     return a, b, c, d, e, f, g, reached[0] if reached else None

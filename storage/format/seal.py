@@ -1,8 +1,7 @@
-"""Checksums of rows: a stored row is a message and the CRC-32C of it, so that a flipped bit is noticed.
+"""Checksums of rows: a stored row is a message followed by its CRC-32C. LMDB itself has no checksums.
 
-Knows bytes, and positions for its errors; never LMDB. LMDB has no checksums of its own. Little-endian on purpose: the
-CRC-32C of a message and its own CRC-32C is then the same number for all, so that a row is verified by one call on what
-LMDB returns. Invariant: nothing is given to a reader that the writer did not accept, unless it requested that.
+Knows bytes, and positions for its errors; never LMDB. The checksum is little-endian because the CRC-32C of a message
+and its own CRC-32C is then the same number for all messages, so one call verifies a row as LMDB returns it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from storage.errors import CorruptedError
 from storage.format import keys, records
 
 SIZE = 4
-"""Bytes of a checksum."""
 FRAME = slice(0, -SIZE)
-"""Where the message stands in a stored row."""
+"""The message in a stored row."""
 RESIDUE = 0x48674BC7
 """CRC-32C of any message that is followed by its CRC-32C."""
 
@@ -27,37 +25,30 @@ _pack = struct.Struct("<I").pack
 
 
 def sealed(frame: bytes) -> bytes:
-    """A message as it is stored."""
     return frame + _pack(crc32c(frame))
 
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Rows of messages as they are stored. No bytecode runs per row but the first list's: this is the ingest path."""
+    """Return rows as they are stored. This is the ingest path: only the first list runs bytecode for each row."""
     frames = [row[1] for row in rows]
     return list(zip(row_keys, map(add, frames, map(_pack, map(crc32c, frames))), strict=True))
 
 
 def frame_of(stored: bytes, row_key: bytes, vbid: int, path: str) -> bytes:
-    """The message of a stored row. Raises CorruptedError, which names vbucket, key and seqno."""
+    """Return the message of a stored row. Raises CorruptedError."""
     if crc32c(stored) != RESIDUE:
         raise damaged(stored, row_key, vbid, path)
     return stored[FRAME]
 
 
-def is_sound(stored: bytes) -> bool:
-    """True when a stored row is what was stored."""
-    return bool(crc32c(stored) == RESIDUE)
-
-
 def check_all(stored: Sequence[bytes], vbid: int, path: str) -> None:
-    """Raise CorruptedError unless all are what was stored."""
     if list(map(crc32c, stored)).count(RESIDUE) != len(stored):
         first = next(each for each in stored if crc32c(each) != RESIDUE)
         raise damaged(first, b"", vbid, path)
 
 
 def damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedError:
-    """The error of a row whose checksum does not match; of an empty one, which is missing."""
+    """Return the error of a row whose checksum does not match; an empty row is a missing one."""
     if not stored:
         return CorruptedError("a key points to a row that is missing", path=path, vbid=vbid)
     where = "a row"

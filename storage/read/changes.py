@@ -1,9 +1,9 @@
 """Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
 
-Knows the row tree, chains and rollback records; what a rollback takes back is found by `retractions`, what a reader is
-promised `validity` says. Invariants: every piece of rows is read in one transaction, with that promise, and holds
-`CHUNK_ROWS` rows at most; the events between two positions are always the same while all of it is kept, and a range
-that is not is refused before its first event.
+Knows the row tree, chains and rollback records; `retractions` finds what a rollback takes back, `validity` says what a
+reader is promised. Invariants: every piece of rows is read in one checked transaction, and holds `CHUNK_ROWS` rows at
+most; the events between two positions are always the same while they are kept, and a range that is not kept is refused
+before its first event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """How a reader of changes gets them that may have to release one which it cannot hold for now."""
+    """Pieces in which a reader gets changes. It may have to release one that it cannot hold for now."""
 
     bytes_max: int
     """Row bytes that are read at once; one document may be larger."""
@@ -38,8 +38,8 @@ class Pieces:
 class Rollback:
     """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
 
-    A deferred one (`publish=persisted`) took them in one step to `reached_seqno` of that branch: of what they had seen
-    above `to_seqno` it retracts only what the new history up to there has no version of.
+    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step: of what they had seen
+    above `to_seqno` it retracts only keys that the new history up to there has no version of.
     """
 
     vbid: Vbid
@@ -68,12 +68,12 @@ class Change:
 
 
 class Range(NamedTuple):
-    """What leads from one position to another."""
+    """The way from one position to another."""
 
     served: Served
     """The end: what is served now, or a position."""
     lost: chain.Chain
-    """The chain that the first position is on, where the end's does not see it; otherwise empty."""
+    """The chain of the first position, if the end's does not see it; otherwise empty."""
     after_seqno: Seqno
     """Up to here both positions have one history."""
     purged_before: int = 0
@@ -81,7 +81,6 @@ class Range(NamedTuple):
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
-    """Rollbacks of a vbucket, oldest first."""
     found = []
     with reader.environment.read() as txn:
         cursor = txn.cursor(keys.DB_ROLLBACK)
@@ -89,18 +88,13 @@ def rollbacks(reader: VbucketReader) -> list[Rollback]:
             for key, value in cursor.iternext():
                 if keys.ROLLBACK_KEY.unpack(key)[0] != reader.vbid:
                     break
-                a, b, c, d, e, f, g, h = records.decode_rollback(value)
-                reached = None if h is None else Seqno(h)
-                found.append(
-                    Rollback(reader.vbid, Branch(a), Seqno(b), Branch(c), Seqno(d), Vbuuid(e), Vbuuid(f), g, reached)
-                )
+                found.append(Rollback(reader.vbid, *records.decode_rollback(value)))
     return found
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:
-    """What leads from `start` (None: the beginning) to `end` (None: what is served now).
-
-    Raises ViewInvalidated where it is not kept, or a resync lies between.
+    """Return the way from `start` (None: the beginning) to `end` (None: what is served now). Raises ViewInvalidated if
+    it is not kept, or a resync lies between.
     """
     with reader.environment.read() as txn:
         served = reader.readable(txn) if end is None else validity.served_at(reader, txn, end)
@@ -120,7 +114,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:
-    """Up to where the chain of a token that is not on the served chain has the same history."""
+    """Return the seqno up to which the served chain has the history of a token that is not on it."""
     if start.seqno < lost[0].base_seqno:
         raise ViewInvalidated("the token was not given by this mirror", vbid=vbid)
     after = chain.common_seqno(served.links, lost)
@@ -134,7 +128,7 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
 def between(
     reader: VbucketReader, token: Token | None, end: Token | None, raw: bool, pieces: Pieces | None = None
 ) -> Iterator[Change]:
-    """Generate what leads from `token` (None: the beginning) to `end` (None: what is served now).
+    """Yield the changes from `token` (None: the beginning) to `end` (None: what is served now).
 
     The generator holds no more than one piece, and none of the documents that it returned.
     """
@@ -162,8 +156,8 @@ def between(
 def _rollback_from(
     reader: VbucketReader, served: Served, token: Token, common_seqno: int
 ) -> tuple[Rollback, chain.Chain]:
-    """The rollback that took readers from the history of `token` to the one that is served; and where it was a
-    deferred one, the chain as they first saw it then, as far as it is still served.
+    """Return the rollback that took readers from the history of `token` to the served one; and after a deferred one the
+    chain as they first saw it then, as far as it is still served.
     """
     rising = [link for link in reversed(served.links) if link.branch > token.branch]
     while rising[0].base_seqno != common_seqno:
@@ -194,9 +188,9 @@ def _after_rollback(
     *,
     always: bool,
 ) -> Iterator[Change]:
-    """The rollback and what it undid; the last of these has the first token of the new history.
+    """Yield the rollback and what it undid; the last of these has the first token of the new history.
 
-    Nothing, without `always`, where nothing was undone (a deferred rollback that lost nothing the reader had).
+    Without `always` nothing is yielded if nothing was undone (a deferred rollback of nothing that the reader had).
     """
     child = next(link for link in served.links if link.branch == record.to_branch)
     end = Token(reader.vbid, record.to_branch, record.to_seqno, child.history_id(record.to_seqno))
@@ -204,7 +198,7 @@ def _after_rollback(
     def change(each: retractions.Undone, at: Token) -> Change:
         return Change(each.kind, at, retractions.document_of(reader, each, raw))
 
-    # Only the last event has a token of the new history, so one is looked ahead: as a position, not as a document.
+    # Only the last event has a token of the new history: look one position ahead, without its document.
     following = next(undone, None)
     if following is None and not always:
         return
@@ -215,7 +209,7 @@ def _after_rollback(
 
 
 def _repeated(change: Callable[[], Change], pieces: Pieces | None) -> Iterator[Change]:
-    """A change, and again for as long as its reader has to release it."""
+    """Yield a change, and yield it again as long as its reader releases it."""
     yield change()
     while pieces is not None and pieces.again:
         pieces.again = False

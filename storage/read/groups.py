@@ -21,7 +21,6 @@ class Groups:
     """Opens groups when they are first read. `close` releases them."""
 
     def __init__(self, path: str, *, map_size: int, stale_reads: bool, verify_reads: bool) -> None:
-        """Read the identity of the mirror in the data directory `path`."""
         self.path = path
         self.identity: Identity = directory.load(path)
         self.count = self.identity.group_count
@@ -32,11 +31,11 @@ class Groups:
         self._map_size = map_size
         self._environments: dict[int, Environment] = {}
         self.readers: dict[int, VbucketReader] = {}
-        """Those of vbuckets that were read: not to be used from `look_at` of their environment on."""
+        """Of vbuckets that were read. From `look_at` of their environment on `reader` must be called again."""
         self._closed: str | None = None
 
     def reader(self, vbid: int) -> VbucketReader:
-        """The reader of a vbucket. Raises Closed, NotHeld, StorageError."""
+        """Return the reader of a vbucket. Raises Closed, NotHeld, StorageError."""
         reader = self.readers.get(vbid)
         if reader is not None and (
             monotonic() < reader.environment.look_at or reader.environment.writable or not reader.environment.look()
@@ -48,7 +47,7 @@ class Groups:
         return reader
 
     def environment(self, vbid: int) -> Environment:
-        """The environment of a vbucket's group. Raises Closed, NotHeld, StorageError."""
+        """Return the environment of a vbucket's group. Raises Closed, NotHeld, StorageError."""
         if self._closed:
             raise Closed(self._closed, path=self.path)
         if vbid not in self.vbids:
@@ -82,9 +81,8 @@ class Groups:
         return environment
 
     def _leave_replaced(self) -> None:
-        """Release files that were moved, removed or replaced; what is at their path now is opened at the next use.
-
-        Other threads may be reading the old ones, so these are closed when the last of them has released them.
+        """Release files that were moved, removed or replaced; the next use opens what is at their path then. Other
+        threads may be reading the old ones: the last that releases one closes it.
         """
         identity = directory.load(self.path)
         if identity != self.identity:
@@ -97,7 +95,6 @@ class Groups:
         self.readers.clear()
 
     def close(self) -> None:
-        """Release the environments; later calls raise Closed."""
         self._closed = self._closed or "the view is closed"
         self.readers.clear()
         for environment in self._environments.values():

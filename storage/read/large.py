@@ -1,9 +1,8 @@
 """A large document, read in pieces: LMDB gives a row as a whole, and copying 20 MiB takes some 20 ms.
 
 Knows rows of mutations and the map that LMDB reads them from; never who reads. Rows do not change, so each piece is
-read in a transaction of its own and none is held meanwhile. Invariants: the document is described before anything of
-its value is read; all pieces together are the value as it is stored, and a checksum that does not match is an error
-after the last one, so a reader uses none of them before it has all.
+read in a transaction of its own. Invariant: all pieces together are the value as it is stored. A wrong checksum is an
+error after the last piece, so a reader uses none of them before it has all.
 """
 
 from __future__ import annotations

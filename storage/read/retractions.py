@@ -1,15 +1,14 @@
 """What a rollback undoes: the newest lost version of each key, and the version that is visible again in its place.
 
-Knows both trees of a vbucket, the chain that was lost and the one that is served; never who reads. A retraction is
-followed by its restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest
-lost version; a document of a collection that the lost history had dropped or flushed, and that what is served then has,
-is restored even where no lost event names it.
+Knows both trees of a vbucket, the lost chain and the served one; never who reads. A retraction is followed by its
+restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest lost version; a
+collection that the lost history had dropped or flushed is restored whole, also documents that no lost event names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from storage.env.transaction import Transaction
@@ -25,12 +24,11 @@ _GONE = "what was rolled back is gone from history"
 _FROM_BEGINNING = "read it from the beginning"
 
 UNDONE_BYTES = 1024
-"""What the positions of a row that was rolled back, and of the one in its place, take in memory: their key is twice 250
-bytes at most."""
+"""Memory for the positions of a row that was rolled back and of the one in its place; a key has at most 250 bytes."""
 
 
 class Undone(NamedTuple):
-    """A version that a rollback took back (`retraction`), or made visible again (`restoration`): where its row is."""
+    """The position of a version that a rollback took back (`retraction`) or made visible again (`restoration`)."""
 
     kind: str
     wire_key: bytes
@@ -38,10 +36,7 @@ class Undone(NamedTuple):
 
 
 def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
-    """What a rollback to `to_seqno` would do now: its boundary, then its retractions and restorations.
-
-    Raises NoSuchBoundary below the history floor.
-    """
+    """Return what `View.retracted_by` does."""
     with reader.environment.read() as txn:
         served = reader.served(txn)
         boundary = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
@@ -63,20 +58,18 @@ def undone(
     replacing: chain.Chain = (),
     bytes_max: int | None = None,
 ) -> Iterator[Undone]:
-    """Generate a retraction for each key that `lost` changed above `common_seqno`, and restorations.
+    """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. At most `bytes_max`
+    bytes of positions are held at once.
 
-    With `replacing`, the chain that readers went to in one step, only of keys that it has no version of above
-    `common_seqno`, and whose collection it has not dropped or flushed since. No more of them are held at once than
-    `bytes_max` bytes.
+    `replacing` is the chain that readers went to in one step: keys that it has a version of above `common_seqno`, and
+    keys whose collection it has dropped or flushed since, are left out.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
 
 
 def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
-    """The document that was taken back or is visible again. Raises ViewInvalidated where the purger has removed it
-    since it was found.
-    """
+    """Read an undone document. Raises ViewInvalidated if the purger has removed it since it was found."""
     with reader.environment.read() as txn:
         if txn.raw.get(undone.reference[records.ROW_KEY], db=reader.rows) is None:
             cursor = txn.raw.cursor(reader.keys)
@@ -86,7 +79,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
 
 
 def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.Chain) -> dict[int, Seqno]:
-    """Collections that the lost history had dropped or flushed and `links` has, and where they begin."""
+    """Return the begin of each collection that the lost history had dropped or flushed and that `links` has."""
     with reader.environment.read() as txn:
         before, after = (reader.manifest_on(txn, each) for each in (lost, links))
     return {
@@ -96,29 +89,22 @@ def restored_collections(reader: VbucketReader, lost: chain.Chain, links: chain.
     }
 
 
+@dataclass(slots=True)
 class _RetractionWalk:
-    """One walk over lost rows."""
+    """One walk over lost rows; its fields are the arguments of `undone`."""
 
-    def __init__(
-        self,
-        reader: VbucketReader,
-        served: Served,
-        lost: chain.Chain,
-        common_seqno: int,
-        replacing: chain.Chain,
-        rows_max: int,
-    ) -> None:
-        self.reader = reader
-        self.served = served
-        self.lost = lost
-        self.common_seqno = common_seqno
-        self.replacing = replacing
-        self.rows_max = rows_max
-        self.restored_links = chain.recut(served.links, common_seqno)
-        self.back: dict[int, Seqno] = {}
-        """All that these hold is visible again, whether or not the lost history has an event of it."""
+    reader: VbucketReader
+    served: Served
+    lost: chain.Chain
+    common_seqno: int
+    replacing: chain.Chain
+    rows_max: int
+    restored_links: chain.Chain = ()
+    back: dict[int, Seqno] = field(default_factory=dict)
+    """Collections that are restored whole, and their begin."""
 
     def run(self) -> Iterator[Undone]:
+        self.restored_links = chain.recut(self.served.links, self.common_seqno)
         self.back = restored_collections(self.reader, self.lost, self.replacing or self.restored_links)
         for link in reversed(self.lost):
             yield from self._of_link(link)
@@ -135,7 +121,6 @@ class _RetractionWalk:
                 yield from (Undone("restoration", wire_key, dup) for wire_key, dup in found)
 
     def _of_link(self, link: chain.ChainLink) -> Iterator[Undone]:
-        """Of the rows of one branch."""
         vbid = self.reader.vbid
         position = max(link.base_seqno, self.common_seqno)
         prefix = keys.PREFIX.pack(link.branch)
@@ -153,7 +138,6 @@ class _RetractionWalk:
                 break
 
     def _retracted(self, txn: Transaction, key_rows: list[tuple[bytes, bytes]]) -> list[Undone]:
-        """Each retracted version and what is visible again in its place; but collections of `back` return whole."""
         found = []
         cursor = txn.raw.cursor(self.reader.keys)
         manifest = self.reader.manifest_on(txn, self.replacing or self.restored_links)
@@ -176,10 +160,10 @@ class _RetractionWalk:
 
 
 class NewToReader:
-    """Whether an event is new to a reader that came from a lost history: a filter over rising seqnos.
+    """Filter for a reader that came from a lost history: true for events that are new to it. Seqnos must rise.
 
-    What ended since in the new history (a collection that was dropped, what it held before a flush) is not: the reader
-    may have the event that ended it, is not given that again, and would keep what came before.
+    What ended since in the new history (a dropped collection, documents before a flush) is not new: the reader may
+    have the event that ended it, does not get that again, and would keep what came before.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
@@ -189,14 +173,13 @@ class NewToReader:
         self._replacing = replacing
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
-        """What the reader was given of these it dropped again: with the last event of them that it was given."""
+        """Collections whose documents the reader had and dropped with the last event of them that it was given."""
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
-        """Keys of which the reader has been given an older version, in place of one that it had."""
+        """Keys of which the reader was given an older version in place of its own."""
 
     def __call__(self, document: Document) -> bool:
-        """True unless the reader has this very version, as the newest that it was given, or it ended since."""
         if document.seqno > self._lost[0].cut:
             return True
         if document.kind is Kind.SYSTEM_EVENT:
@@ -213,7 +196,7 @@ class NewToReader:
         return True
 
     def _lasts(self, seqno: int) -> bool:
-        """False for the event with which a scope or collection begins, if the last manifest has not that beginning."""
+        """Return False for the first event of a scope or collection that the last manifest no longer has."""
         with self._reader.environment.read() as txn:
             before, after = (
                 self._reader.manifest_on(txn, chain.recut(self._replacing, at)) for at in (seqno - 1, seqno)
@@ -223,7 +206,6 @@ class NewToReader:
         return begun == kept and after.scopes.keys() - before.scopes.keys() <= self._manifest.scopes.keys()
 
     def _was_given(self, document: Document) -> bool:
-        """True if the lost history has this very version."""
         reader = self._reader
         link = next(link for link in reversed(self._lost) if document.seqno <= link.cut)
         row_key = keys.ROW.pack(link.branch, document.seqno)

@@ -21,7 +21,18 @@ from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
 from storage.history import branches, chain
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, Vbid
+from storage.model import (
+    DEFAULT_COLLECTION,
+    SEQNO_MAX,
+    Boundary,
+    Branch,
+    Document,
+    Kind,
+    Manifest,
+    Seqno,
+    Vbid,
+    VbucketState,
+)
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
 """Kinds of rows that have a reference. No two that differ in one bit mean different things to a reader."""
@@ -206,6 +217,10 @@ class VbucketReader:
     def manifest_on(self, txn: Transaction, links: chain.Chain) -> Manifest:
         """Return the newest manifest that a chain sees."""
         return self.manifest(txn, branches.manifest_key_on(txn, self.vbid, links))
+
+    def state(self, txn: Transaction) -> VbucketState:
+        self.manifest(txn, txn.pub(self.vbid).manifest_key)  # so that it is remembered
+        return branches.load(txn, self.vbid, self.remembered(txn).manifests).state
 
     # -- what is served -------------------------------------------------------------------------------------------
 

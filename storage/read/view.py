@@ -22,7 +22,7 @@ import lmdb
 from storage.env.environment import MAP_SIZE
 from storage.format.keys import PUB_STALE, vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
-from storage.history import branches, chain, extent
+from storage.history import chain, extent
 from storage.history.extent import History
 from storage.model import Boundary, Branch, Document, Identity, Manifest, Seqno, Vbid, VbucketState
 from storage.read import changes as events
@@ -210,8 +210,7 @@ class View(PointReads):
         """Return the stored state of a vbucket."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
-            reader.manifest(txn, reader.served(txn).manifest_key)  # so that it is remembered
-            return branches.load(txn, reader.vbid, reader.remembered(txn).manifests).state
+            return reader.state(txn)
 
     def states(self) -> list[VbucketState]:
         """Return the stored states of `vbids`, in that order."""
@@ -265,7 +264,7 @@ class View(PointReads):
         Raises WriteLost as soon as a failover of the source is known to have undone the write, and NotPublished after
         `timeout_s` seconds. No transaction is held meanwhile.
         """
-        wait.wait_for(self, token, timeout_s)
+        wait.wait_for(self.groups, token, timeout_s)
 
     # -- changes --------------------------------------------------------------------------------------------------
 

@@ -535,10 +535,10 @@ def test_a_write_is_neither_visible_nor_lost_while_a_rollback_is_deferred(gated:
     with gated.view() as view:
         for vbuuid in (0xA, 0xB):
             assert (
-                wait.write_status(view, MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.WriteStatus.WAITING
+                wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.WriteStatus.WAITING
             )
     gated.snapshot(82, 90, {90: (b"d", b"7")})
     gated.persisted(0xB, 90)
     with gated.view() as view:
-        assert wait.write_status(view, MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.WriteStatus.PUBLISHED
-        assert wait.write_status(view, MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.WriteStatus.LOST
+        assert wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.WriteStatus.PUBLISHED
+        assert wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.WriteStatus.LOST

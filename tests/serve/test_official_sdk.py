@@ -216,7 +216,7 @@ def test_observe_seqno_shows_when_a_write_is_there_and_when_it_is_lost(
     assert (seen.vbuuid, seen.persisted_seqno) == (token.vbuuid, seen.current_seqno)
     source.call(lambda: source.cluster.failover(token.vbid, lose=1))
     with open_view(mirror.path) as view:
-        until("the loss is known here", lambda: write_status(view, token) is WriteStatus.LOST)
+        until("the loss is known here", lambda: write_status(view.reader(token.vbid), token) is WriteStatus.LOST)
         with pytest.raises(WriteLost):
             view.wait_for(token, 20)
     seen = mirror.run(observe_in_thread(observe, 2**63))

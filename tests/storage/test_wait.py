@@ -10,8 +10,9 @@ import pytest
 from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
 from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
+from storage.read import wait
 from storage.read.view import View
-from storage.read.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for, write_status
+from storage.read.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.test_writer import open_writer, publish
@@ -26,6 +27,10 @@ def log_of(*entries: tuple[int, int]) -> FailoverLog:
 
 def token(vbuuid: int, seqno: int, vbid: int = 0) -> MutationToken:
     return MutationToken(Vbid(vbid), Vbuuid(vbuuid), Seqno(seqno))
+
+
+def write_status(view: View, token: MutationToken) -> WriteStatus:
+    return wait.write_status(view.reader(token.vbid), token)
 
 
 @pytest.fixture
@@ -134,7 +139,7 @@ def test_pauses_grow_up_to_the_interval_of_commits(view: View) -> None:
         now[0] += seconds
 
     with pytest.raises(NotPublished):
-        wait_for(view, token(OLD, 11), 0.2, sleep=sleep, monotonic=lambda: now[0])
+        wait_for(view.groups, token(OLD, 11), 0.2, sleep=sleep, monotonic=lambda: now[0])
     assert pauses[0] == POLL_MIN_S
     assert pauses[:-1] == sorted(pauses[:-1])
     assert max(pauses) == POLL_MAX_S

@@ -415,7 +415,7 @@ class Service:
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:
         """Whether all are published. Raises Problem when one is lost."""
         for token in tokens:
-            now = write_status(self.view, token)
+            now = write_status(self.view.reader(token.vbid), token)
             if now is WriteStatus.LOST:
                 raise Problem(
                     "write-lost",
