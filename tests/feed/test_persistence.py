@@ -532,13 +532,13 @@ def test_without_the_setting_a_deferred_rollback_ends_with_the_next_snapshot(gat
 
 def test_a_write_is_neither_visible_nor_lost_while_a_rollback_is_deferred(gated: GatedVbucket) -> None:
     promoted(gated)
-    with gated.view() as view:
-        for vbuuid in (0xA, 0xB):
-            assert (
-                wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84))) is wait.WriteStatus.WAITING
-            )
+
+    def status(vbuuid: int) -> wait.WriteStatus:
+        with gated.view() as view:
+            return wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84)))
+
+    assert [status(vbuuid) for vbuuid in (0xA, 0xB)] == [wait.WriteStatus.WAITING] * 2
     gated.snapshot(82, 90, {90: (b"d", b"7")})
     gated.persisted(0xB, 90)
-    with gated.view() as view:
-        assert wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(0xB), Seqno(84))) is wait.WriteStatus.PUBLISHED
-        assert wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(0xA), Seqno(84))) is wait.WriteStatus.LOST
+    assert status(0xB) is wait.WriteStatus.PUBLISHED
+    assert status(0xA) is wait.WriteStatus.LOST
