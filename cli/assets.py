@@ -15,13 +15,12 @@ import typer
 from mirror.errors import ConfigError
 
 ASSETS = {"alerts.yml": "dcp-mirror-alerts.yml", "dashboard.json": "dcp-mirror-dashboard.json"}
-"""Files of the package, and their names where they are used, among those of other programs."""
 
 
 def assets(
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory for the files; made where it is missing.")],
 ) -> None:
-    """Write Prometheus alert rules and a Grafana dashboard for this version's metrics into a directory."""
+    """Write Prometheus alert rules and a Grafana dashboard for this version's metrics."""
     try:
         to.mkdir(parents=True, exist_ok=True)
         texts = {to / name: (files("mirror.serve") / "assets" / own).read_text() for own, name in ASSETS.items()}

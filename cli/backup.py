@@ -46,7 +46,7 @@ def backup(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Copy the mirror, also while its service runs: each group as of one commit, with a checksum for each file."""
+    """Copy the mirror, also while its service runs: each group as of one commit, each file with a checksum."""
     path = str(options.data_directory(data, config))
     moment = as_of_from(as_of)
     if isinstance(moment, int):
@@ -78,7 +78,7 @@ def backup(
 def to_tar(
     path: str, file: IO[bytes], *, time_ms: int, as_of_ms: int | None, progress: store_backup.Progress
 ) -> store_backup.Summary:
-    """Write the backup as a tar. Raises SupervisionError where nobody reads it to its end."""
+    """Write the backup as a tar. Raises SupervisionError if stdout is closed before its end."""
     try:
         with closing(archive.TarSink(file, time_s=time_ms // 1000)) as sink:
             summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
@@ -91,7 +91,6 @@ def to_tar(
 
 
 def summary_object(summary: store_backup.Summary) -> dict[str, Any]:
-    """What a backup holds, in the shape of cli/JSON.md."""
     return {
         "bucket": summary.identity.bucket_name,
         "bucket_uuid": summary.identity.bucket_uuid,
@@ -106,7 +105,6 @@ def summary_object(summary: store_backup.Summary) -> dict[str, Any]:
 
 
 def in_words(summary: store_backup.Summary) -> str:
-    """The same for people."""
     when = "" if summary.as_of_ms is None else f", as of {render.moment(summary.as_of_ms)}"
     return (
         f"bucket {summary.identity.bucket_name}, {len(summary.published)} vbuckets, {summary.parts} files, "

@@ -24,14 +24,14 @@ from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
 
 POLL_INTERVAL_S = 0.1
-"""How soon a new event is seen with --follow; a look at all vbuckets costs well below a millisecond a hundred."""
+"""Delay until --follow sees a new event; looking at 100 vbuckets takes well below 1 ms."""
 CURSOR_INTERVAL_S = 1.0
-"""Between two writes of the cursor file: each is a sync of the disk."""
+"""Shortest time between two writes of the cursor file, each with a sync to disk."""
 NOW = "now"
 
 
 def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
-    """Tokens by vbucket. Raises ConfigError."""
+    """Return the tokens by vbucket. Raises ConfigError."""
     tokens: dict[int, Token] = {}
     for text in texts:
         try:
@@ -44,7 +44,7 @@ def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
 
 
 def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> tuple[list[int], dict[int, Token]]:
-    """Which vbuckets to print, and after which tokens. Raises ConfigError."""
+    """Return the vbuckets to print and the tokens to begin after. Raises ConfigError."""
     every = list(view.vbids) if vbid is None else [vbid]
     if file is not None and file.exists():
         return every, {each: token for each, token in cursor.load(file).items() if each in every}
@@ -59,7 +59,6 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
 
 
 def print_change(change: Change, *, as_json: bool) -> None:
-    """One event, one line."""
     if as_json:
         output.print_json(output.change_object(change))
         return
@@ -74,7 +73,7 @@ def print_change(change: Change, *, as_json: bool) -> None:
 
 
 class Pump:
-    """Prints what vbuckets have after their tokens, and moves the tokens."""
+    """Prints the changes of vbuckets after their tokens, and moves the tokens."""
 
     def __init__(
         self,
@@ -86,9 +85,7 @@ class Pump:
         limit: int | None = None,
         file: Path | None = None,
     ) -> None:
-        """`collection`: print the documents of this one and rollbacks only. `limit`: events to print. `file`: a cursor
-        file to keep up to date.
-        """
+        """`collection` selects documents; rollbacks are always printed. `file` is a cursor file to keep up to date."""
         self.tokens = tokens
         self._view = view
         self._as_json = as_json
@@ -100,11 +97,10 @@ class Pump:
 
     @property
     def done(self) -> bool:
-        """True when the limit is reached."""
         return self._left == 0
 
     def pump(self, vbid: int) -> None:
-        """Print what a vbucket has, as far as the limit allows."""
+        """Print the changes of a vbucket up to the limit."""
         before = self.tokens.get(vbid)
         while True:
             try:
@@ -125,7 +121,7 @@ class Pump:
                 return
 
     def _collection_id(self, vbid: int) -> int | None:
-        """None where the vbucket does not know the collection (yet)."""
+        """None if the vbucket does not know the collection (yet)."""
         if self._collection is None or isinstance(self._collection, int):
             return self._collection
         manifest = self._view.manifest(vbid)
@@ -147,7 +143,7 @@ class Pump:
         return change.document.kind is not Kind.SYSTEM_EVENT and change.document.collection_id == collection_id
 
     def flush(self, *, at_once: bool = False) -> None:
-        """Flush what was printed, then let the cursor file say so: once a second at most, or `at_once`."""
+        """Flush the output, then write the cursor file: at most once a second unless `at_once`."""
         sys.stdout.flush()
         if self._file is None or self._saved == self.tokens:
             return
@@ -189,7 +185,7 @@ def changes(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print published events in order of each vbucket, every one with its token."""
+    """Print published events in the order of each vbucket, each with its token."""
     with open_view(str(options.data_directory(data, config))) as view:
         vbids, tokens = start(view, vbid, since or [], file)
         chosen = options.collection_from(collection)
@@ -201,7 +197,6 @@ def changes(
 
 
 def run(view: View, vbids: list[int], pump: Pump, *, follow: bool) -> None:
-    """Print until there is no more, or the limit is reached; or, to follow, until Ctrl-C."""
     seen: dict[int, Token] = {}
     while True:
         for each in vbids:

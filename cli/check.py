@@ -23,7 +23,7 @@ def check(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Check every invariant of the stored data. Exit code 3 when one does not hold."""
+    """Check every invariant of the stored data. Exit code 3 if one is broken."""
     path = str(options.data_directory(data, config))
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
 

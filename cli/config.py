@@ -59,14 +59,14 @@ app = typer.Typer(help=HELP, no_args_is_help=True)
 
 @app.callback(help=HELP)
 def config() -> None:
-    """Group the commands on settings."""
+    pass
 
 
 @app.command()
 def show(
     config: options.ConfigOption = None, pairs: options.SetOption = None, as_json: options.JsonOption = False
 ) -> None:
-    """Print the settings in force and where each value comes from; secrets are masked."""
+    """Print the settings in force and the origin of each value. Secrets are masked."""
     rows = options.settings_from({}, config=config, pairs=pairs).rows()
     if as_json:
         output.print_json([{"name": name, "value": value, "from": origin} for name, value, origin in rows])
@@ -84,7 +84,7 @@ def explain(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print what each setting means: values, unit, bounds, default, and when a change takes effect."""
+    """Explain each setting: values, unit, bounds, default, and when a change takes effect."""
     known = {each.name: each for each in describe()}
     for name in names or ():
         if name not in known:
@@ -99,12 +99,10 @@ def explain(
 
 
 def takes_effect(name: str) -> str:
-    """Say what a change of the setting needs."""
     return "new data directory" if name in FIXED_BY_DIRECTORY else effect_of(name)
 
 
 def facts(setting: Description) -> dict[str, str]:
-    """Return the short facts on a setting, by their headings."""
     return {
         "values": setting.values,
         "default": setting.default or "not set",
@@ -113,7 +111,6 @@ def facts(setting: Description) -> dict[str, str]:
 
 
 def markdown_page(settings: list[Description]) -> str:
-    """Return docs/settings.md."""
     parts = [INTRODUCTION]
     for section, members in groupby(settings, key=lambda each: each.section):
         parts.append(f"\n## {section}\n")

@@ -16,12 +16,12 @@ from mirror.ownership import private_file
 from storage.read.view import Token
 
 FILE_BYTES_MAX = 16 << 20
-"""A token of each of 65,536 vbuckets is a third of it."""
+"""Three times the tokens of 65,536 vbuckets."""
 _HEAD = "# dcp-mirror: a token of each vbucket; `changes --since` this file goes on after them\n"
 
 
 def load(path: Path) -> dict[int, Token]:
-    """The tokens in a cursor file by vbucket. Raises ConfigError."""
+    """Return the tokens of a cursor file by vbucket. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())
@@ -39,7 +39,7 @@ def load(path: Path) -> dict[int, Token]:
 
 
 def save(path: Path, tokens: Iterable[Token]) -> None:
-    """Replace a cursor file; it is on the disk when this returns. Raises SupervisionError."""
+    """Replace a cursor file and sync it to disk. Raises SupervisionError."""
     text = _HEAD + "".join(f"{token}\n" for token in sorted(tokens, key=lambda token: token.vbid))
     temporary = path.with_name(path.name + ".new")
     try:

@@ -29,18 +29,18 @@ from storage.read.view import open_view
 LOOK_INTERVAL_S = 0.5
 PLAIN_INTERVAL_S = 3.0
 STEP_TIMEOUT_S = 90.0
-"""No step takes this long unless something is broken; then the demo says so instead of waiting for ever."""
+"""A step that takes longer is broken; then the demo ends with an error."""
 DEFAULT_LENGTH_S = 30.0
-"""Without --seconds the steps take this time; then the mirror runs on until Ctrl-C."""
+"""Time of all steps without --seconds; then the mirror runs on until Ctrl-C."""
 LOST_CHANGES = 20
-"""Changes that each vbucket of the failed node loses; fewer where some vbucket has no boundary so far back."""
+"""Changes that each vbucket of the failed node loses; fewer if a vbucket has no boundary so far back."""
 
 
 class Story:
-    """What happens, step by step: a generator that goes on with each new status."""
+    """The steps of the demo: a generator that advances with each new status."""
 
     def __init__(self, stage: Stage, length_s: float) -> None:
-        """The killing begins after a third of `length_s`, the failover after two thirds."""
+        """The worker is killed after a third of `length_s`; the node fails over after two thirds."""
         self.lines: list[str] = []
         self.facts: dict[str, Any] = {}
         self.finished = False
@@ -53,15 +53,12 @@ class Story:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the beginning."""
         return time.monotonic() - self._began_s
 
     def say(self, line: str) -> None:
-        """Add a line."""
         self.lines.append(f"{self.elapsed_s:5.1f} s  {line}")
 
     def go_on(self, status: dict[str, Any]) -> None:
-        """One look further."""
         self._status = status
         if not self.finished:
             try:
@@ -148,7 +145,7 @@ class Story:
         return bool(worker["phase"] == "running" and worker["pid"] != victim["pid"])
 
     def _requests(self, vbid: int) -> list[int]:
-        """Where each accepted stream of a vbucket began, as the source counts them."""
+        """The start seqno of each accepted stream of a vbucket, as the source recorded it."""
         requests: list[int] = self._stage.ask_source("vbucket", vbid=vbid)["stream_requests"]
         return requests
 
@@ -189,7 +186,7 @@ class Story:
         return node
 
     def reckon(self, counter: DocumentCounter) -> bool:
-        """Silence the source, let the mirror arrive, compare; then end the service and check what it left."""
+        """Stop the writes, wait for the mirror, compare, stop the service and check its data."""
         self._stage.ask_source("rate", rate=0)
         until_s = time.monotonic() + STEP_TIMEOUT_S
         documents = sent = -1
@@ -228,7 +225,7 @@ def demo(
     ] = "0",
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show it all: a source with live writes, its mirror, a killed worker, a failover with rollback."""
+    """Show a mirror at work: live writes, a killed worker, a failover with rollback."""
     if data is not None and directory.exists(str(data)):
         raise ConfigError(f"{data} holds a mirror already", hint="the demo makes a new one: give it an empty directory")
     end_by_sigterm()
@@ -252,7 +249,7 @@ def demo(
 def run_story(
     stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None
 ) -> None:
-    """Look, go on with the story, draw; until the time is over and all steps are done."""
+    """Follow the story until the time is over and all steps are done."""
     rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
     said = 0
     while seconds is None or story.elapsed_s < seconds or not story.finished:
@@ -271,7 +268,6 @@ def run_story(
 
 
 def finish(story: Story, ok: bool, data: Path | None, *, as_json: bool) -> None:
-    """The summary."""
     if as_json:
         output.print_json({"ok": ok, "elapsed_s": round(story.elapsed_s, 1), **story.facts})
         return

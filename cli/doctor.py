@@ -32,8 +32,8 @@ def doctor(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Examine a source, step by step: names, TLS, login, privileges, what the server takes, and (with --data) what
-    resuming the mirror there would come to. Each line says what to do. Nothing is changed.
+    """Examine a source step by step: names, TLS, login, privileges, features and, with --data, whether the mirror can
+    resume there. Each finding says what to do. Nothing is changed.
     """
     loaded = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)
     settings = options.with_source(loaded)
@@ -60,7 +60,6 @@ def doctor(
 
 
 def finding_object(finding: Finding) -> dict[str, Any]:
-    """A finding, as `cli/JSON.md` promises it."""
     return {
         "step": finding.step,
         "verdict": str(finding.verdict),
@@ -70,7 +69,6 @@ def finding_object(finding: Finding) -> dict[str, Any]:
 
 
 def say(finding: Finding) -> None:
-    """A finding for people."""
     remedy = f" ({finding.remedy})" if finding.remedy else ""
     verdict = typer.style(
         f"{finding.verdict:<4}", fg=COLOURS[finding.verdict], bold=finding.verdict is not StepVerdict.OK

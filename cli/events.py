@@ -18,7 +18,7 @@ from mirror.supervise.events.log import read_events
 from storage.env import directory
 
 LOOK_INTERVAL_S = 0.5
-"""How often `--follow` looks for new events."""
+"""Interval of `--follow`."""
 
 
 def events(
@@ -36,7 +36,7 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events until Ctrl-C.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show what happened: rollbacks, resyncs, the source lost and back, full disks, processes that died, and so on.
+    """Show past events: rollbacks, resyncs, a lost source, full disks, processes that died, and so on.
 
     Works with the service up or down.
     """

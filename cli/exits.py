@@ -23,36 +23,32 @@ from mirror.errors import ExitCode, MirrorError
 from storage.errors import StorageError
 
 UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
-"""Root of what typer says about a command line; named by way of a child, as typer does not export it."""
+"""Base class of typer's usage errors, which typer does not export."""
 
 
 class Absent(Exception):
-    """The requested document is not there: exit 5."""
+    """The requested document does not exist: exit code 5."""
 
 
 class CommandEnded(Exception):
-    """The command's own verdict, already printed: its exit code, no line."""
+    """Ends a command that has printed its own verdict."""
 
     def __init__(self, code: int) -> None:
-        """End with `code`."""
         super().__init__(code)
         self.code = code
 
 
 def complain(text: str) -> None:
-    """One line on stderr."""
     typer.echo(f"dcp-mirror: {' '.join(text.split())}", err=True)
 
 
 def end_by_sigterm() -> None:
-    """Let SIGTERM end this command as Ctrl-C does, with its processes and temporary files; also in the background of a
-    script, where the shell has Ctrl-C ignored.
-    """
+    """Let SIGTERM end this command as Ctrl-C does, also in the background of a script, where shells ignore Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
-    """Exit code and line for whatever ended a command; an empty line says nothing."""
+    """Return the exit code and line of an error; an empty line prints nothing."""
     from mirror.wire.errors import ProtocolError  # the protocol's tables, which most commands never need
 
     if isinstance(error, CommandEnded):
@@ -83,7 +79,6 @@ def _message_of(error: BaseException) -> str:
 
 
 def guarded(command: Callable[[], Any]) -> int:
-    """Run a command to its exit code."""
     try:
         result = command()
         sys.stdout.flush()
@@ -103,6 +98,6 @@ def guarded(command: Callable[[], Any]) -> int:
 
 
 def _reader_left() -> int:
-    """Anyone who read our output has had enough, as `head` does: that is no failure."""
+    """End well: the reader of stdout left early, as `head` does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE

@@ -68,7 +68,7 @@ def export(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write every document of one moment with its metadata: the lines of `scan --json`, with the collection's name."""
+    """Write every document of one moment with its metadata: the lines of `scan --json` with the collection's name."""
     if file_format != "jsonl":
         raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
     moment = as_of_from(as_of)
@@ -105,7 +105,7 @@ def export(
 
 
 def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:
-    """The names of the collections to export, by id, of each vbucket. Raises UnknownCollection."""
+    """Return the names of the collections to export by vbucket and id. Raises UnknownCollection."""
     found = {}
     for pin in pins:
         names = bulk.collection_names(view, pin)
@@ -120,7 +120,7 @@ def collection_ids(view: View, pins: list[Pin], collection: str | int | None) ->
 
 
 def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: str, *, xattrs: bool) -> int:
-    """Write the documents of all pins; returns how many there are."""
+    """Write the documents of all pins and return their number."""
     count = 0
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
@@ -141,7 +141,7 @@ def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: st
 
 @contextlib.contextmanager
 def opened(to: str) -> Iterator[IO[bytes]]:
-    """Stdout, or a file that gets its name when all was written. Raises OSError."""
+    """Open stdout, or a file that gets its name once it is complete. Raises OSError."""
     if to == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -161,7 +161,7 @@ def opened(to: str) -> Iterator[IO[bytes]]:
 
 
 def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Iterator[bytes]:
-    """The documents of a vbucket that are alive as of its pin, one line each. Raises ViewInvalidated."""
+    """Yield the live documents of a vbucket as of its pin, one line each. Raises StorageError."""
     try:
         for chunk in bulk.documents(view, pin, names):
             head = b'{"collection":' + dumps(names[chunk.collection_id]) + b","
@@ -179,7 +179,7 @@ def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Itera
 
 
 def with_xattrs(raw: Document) -> bytes:
-    """A document as JSON whose extended attributes are a member `xattrs`; one that cannot be taken apart as it is."""
+    """Return a document as JSON with a member `xattrs`; a malformed one stays as it is."""
     try:
         value, datatype = values.inflate(raw.value, raw.datatype)
         found, body = values.split(value, datatype)

@@ -20,7 +20,7 @@ from storage.read.view import AsOf, Time, View, open_view
 
 
 def as_of_from(text: str | None) -> AsOf:
-    """Digits are a seqno; anything else is a time in ISO 8601, local where it names no zone. Raises ConfigError."""
+    """Parse digits as a seqno, anything else as a time in ISO 8601 (local without a zone). Raises ConfigError."""
     if text is None:
         return None
     if text.isascii() and text.isdigit():
@@ -34,7 +34,7 @@ def as_of_from(text: str | None) -> AsOf:
 
 
 def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
-    """The kept boundary that an as-of read of a vbucket uses."""
+    """Return the kept boundary that an as-of read of a vbucket uses."""
     for boundary in view.boundaries(vbid):
         if (boundary.time_ms <= as_of.ms) if isinstance(as_of, Time) else (as_of is None or boundary.seqno <= as_of):
             return boundary
@@ -42,14 +42,13 @@ def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
 
 
 def announce(boundary: Boundary | None, vbid: int) -> None:
-    """Say on stderr which boundary is read."""
+    """Print the boundary to stderr."""
     if boundary is not None:
         when = render.moment(boundary.time_ms)
         typer.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
 
 
 def meta_facts(document: Document) -> dict[str, str]:
-    """What is known of a document besides its value."""
     datatypes = [name for bit, name in ((1, "json"), (2, "snappy"), (4, "xattr")) if document.datatype & bit]
     return {
         "vbid": str(document.vbid),
@@ -73,7 +72,7 @@ def get(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print one document. Exit code 5 when there is none."""
+    """Print one document. Exit code 5 if it does not exist."""
     moment = as_of_from(as_of)
     key_bytes = key.encode(errors="surrogateescape")
     with open_view(str(options.data_directory(data, config))) as view:

@@ -35,10 +35,10 @@ from mirror.log import set_up_logs
 
 UNIT = "dcp-mirror@.service"
 UNIT_PATH = ("/opt/dcp-mirror/bin", "/usr/local/bin", "/usr/bin", "/bin")
-"""Where the unit looks for the program."""
+"""Directories where the unit looks for the program."""
 WIDTH = 100
 ATTEMPTS_MAX = 3
-"""Passwords that are tried: sources may lock a user after some."""
+"""Attempts with a typed password: sources may lock a user after several."""
 
 
 def init(
@@ -63,9 +63,9 @@ def init(
     check: Annotated[bool, typer.Option("--check/--no-check", help="Try the source first.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
 ) -> None:
-    """Write a commented settings file for a source that was tried, and say what comes next. Asks for what is missing.
+    """Try a source, write a commented settings file, and print the next commands. Asks for missing values.
 
-    The password is taken from DCP_MIRROR_PASSWORD or a file, or typed in and kept in a file of its own.
+    The password comes from DCP_MIRROR_PASSWORD or a file, or is typed in and kept in its own file.
     """
     source = source or prompt_for("Source (couchbases://user@host/bucket)", "--source", parse)
     bucket = parse(source).bucket
@@ -101,10 +101,7 @@ def init(
 
 
 def prompt_for(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
-    """An answer from the terminal, which is requested until `judge` raises no ConfigError.
-
-    Raises ConfigError where there is no terminal.
-    """
+    """Ask on the terminal until `judge` accepts the answer. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{option} is not given", hint=f"give {option}, or call it on a terminal")
 
@@ -119,22 +116,20 @@ def prompt_for(question: str, option: str, judge: Callable[[str], object], defau
 
 
 def check_directory(text: str) -> None:
-    """Refuse what cannot be a data directory. Raises ConfigError."""
+    """Raise ConfigError if this cannot be a data directory."""
     if Path(text).exists() and not Path(text).is_dir():
         raise ConfigError(f"{text} is no directory", hint="name a new one, or that of a mirror")
 
 
 def password_for(settings: Settings, bucket: str) -> str | None:
-    """A password that was typed; None where the usual places have one, or nobody can type it. For this process it is
-    then in the environment, where `doctor` looks.
-    """
+    """Return a typed password; None if one is configured or nobody can type it."""
     if PasswordSource.of(settings).origin() is not None or not sys.stdin.isatty():
         return None
     return typed_password(f"Password for bucket {bucket} (kept in a file of its own): ")
 
 
 def typed_password(question: str) -> str:
-    """A password from the terminal, which is not echoed."""
+    """Read a password without echo, and put it into the environment, where `doctor` looks."""
     try:
         password = getpass.getpass(question)
     except EOFError:  # Ctrl-D
@@ -144,8 +139,9 @@ def typed_password(question: str) -> str:
 
 
 def try_source(settings: Settings, source: str, password: str | None) -> str | None:
-    """Let `doctor` look at the source. A typed password that is refused is requested again, a few times; returns the
-    one that was accepted. Raises CommandEnded with the exit code of the first failure.
+    """Run `doctor`. Ask again for a typed password that is refused, a few times, and return the accepted one.
+
+    Raises CommandEnded with the exit code of the first failure.
     """
     for attempts_left in reversed(range(ATTEMPTS_MAX)):
         work = Doctor(settings, source, None, service=False)
@@ -161,7 +157,7 @@ def try_source(settings: Settings, source: str, password: str | None) -> str | N
 
 
 def settings_text(given: Mapping[str, Any]) -> str:
-    """A settings file with what is given, and every other setting as a comment."""
+    """Return a settings file with the given values, and every other setting as a comment."""
     lines = ["# Settings of a mirror. `dcp-mirror config explain` says more. No password belongs in here."]
     section = ""
     defaults = Settings()
@@ -179,14 +175,13 @@ def settings_text(given: Mapping[str, Any]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """As TOML writes it."""
     if isinstance(value, bool | int | float):
         return str(value).lower()
     return json.dumps(list(value) if isinstance(value, tuple) else str(value), ensure_ascii=False)
 
 
 def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
-    """The unit, the user that it runs as and its directories, where systemd looks for them. Raises ConfigError."""
+    """Return the unit, its user and its directories at the places where systemd looks. Raises ConfigError."""
     places = (Path(__file__).parents[1] / "systemd", Path(sysconfig.get_path("data"), "share/doc/dcp-mirror/systemd"))
     folder = next((place for place in places if (place / UNIT).exists()), None)
     if folder is None:
@@ -206,7 +201,6 @@ def unit_files(root: Path) -> dict[Path, tuple[str, int]]:
 
 
 def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
-    """Write the files; all that is there is looked at first. Raises ConfigError."""
     try:
         for path, (text, _) in files.items():
             if path.exists() and not force and path.read_text() != text:
@@ -223,7 +217,6 @@ def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
 
 
 def next_commands(to: Path, systemd: str | None) -> tuple[str, str]:
-    """What to type now."""
     if systemd is None:
         return f"dcp-mirror run --config {shlex.quote(str(to))}", f"dcp-mirror status --config {shlex.quote(str(to))}"
     prepare = "systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload"

@@ -17,15 +17,14 @@ from typing import Any, Self
 
 
 class Keyboard:
-    """Keys as they are pressed, without Enter. Use it as a context manager."""
+    """Reads keys as they are pressed, without Enter. Use it as a context manager."""
 
     def __init__(self) -> None:
-        """Nothing is changed yet."""
         self._descriptor = -1
         self._before: list[Any] = []
 
     def __enter__(self) -> Self:
-        """Have the terminal give each key at once, unless this process runs in the background."""
+        """Switch the terminal to single keys, unless this process runs in the background."""
         try:
             descriptor = sys.stdin.fileno()
             if os.isatty(descriptor) and _in_foreground(descriptor):
@@ -39,12 +38,11 @@ class Keyboard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
         if self._descriptor >= 0:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
     def wait(self, seconds: float) -> str:
-        """The key that was pressed within `seconds`; empty: none was."""
+        """Return the key pressed within `seconds`; empty if none was."""
         if self._descriptor < 0:
             time.sleep(seconds)
             return ""
@@ -57,7 +55,7 @@ class Keyboard:
 
 
 def _in_foreground(descriptor: int) -> bool:
-    """False where changing the terminal would stop this process (SIGTTOU)."""
+    """False if a change of the terminal would stop this process (SIGTTOU)."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
     except OSError:  # not the controlling terminal: it stops nobody

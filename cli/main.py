@@ -78,23 +78,21 @@ EXAMPLES = {
     "assets": "dcp-mirror assets --to /tmp/monitoring",
     "config": "dcp-mirror config explain history_s",
 }
-"""One example of each command, below its help."""
+"""One example of each command, printed below its help."""
 MODULES = {"top": "status", "stop": "service", "reload": "service"}
-"""Modules that are not called as their command."""
+"""Modules of commands that are not named like their command."""
 
 
 class CommandGroup(TyperGroup):
-    """The commands, listed in the sections of `COMMANDS`."""
+    """Lists the commands in the sections of `COMMANDS`."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each kind of command."""
         for title, lines in COMMANDS.items():
             with formatter.section(title):
                 formatter.write_dl(list(lines.items()))
 
 
 def show_version(requested: bool) -> None:
-    """Print the version and end."""
     if requested:
         typer.echo(f"dcp-mirror {__version__}")
         raise typer.Exit
@@ -109,9 +107,9 @@ def options(
 
 
 def application(named: str) -> typer.Typer:
-    """Return the application with the command that is named; of all others it has the name and the line of help.
+    """Return the application. Only the named command is imported; the others have their line of help.
 
-    With "" it has them all: for a process that is forked for many commands.
+    With "" all are imported: for a process that is forked for many commands.
     """
     app = typer.Typer(
         name="dcp-mirror",
@@ -147,13 +145,12 @@ def _mount(app: typer.Typer, name: str) -> None:
 
 
 def named_command(arguments: Sequence[str]) -> str:
-    """The command that a command line names, or that a shell completes; "--help" if there is none."""
+    """Return the command that the arguments name or a shell completes; "--help" without one."""
     completed = os.environ.get("COMP_WORDS", "").split() or os.environ.get("_TYPER_COMPLETE_ARGS", "").split()
     return next((each for each in (*completed[1:], *arguments) if not each.startswith("-")), "--help")
 
 
 def main() -> None:
-    """Entry of the installed command."""
     if not __debug__:
         exits.complain("asserts are switched off (python -O, PYTHONOPTIMIZE): they guard the data, so nothing runs")
         sys.exit(2)

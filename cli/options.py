@@ -22,7 +22,7 @@ from mirror.messages import GetSource
 
 
 def one_of(*values: str) -> Callable[[], list[str]]:
-    """Return what completes an option with these values."""
+    """Return a function that completes an option with these values."""
     return lambda: list(values)
 
 
@@ -92,7 +92,7 @@ def setting_names() -> list[str]:
 
 
 def flags_from(pairs: list[str] | None) -> dict[str, Any]:
-    """Take `--set name=value` apart. Raises ConfigError."""
+    """Parse `--set name=value`. Raises ConfigError."""
     flags: dict[str, Any] = {}
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
@@ -105,16 +105,16 @@ def flags_from(pairs: list[str] | None) -> dict[str, Any]:
 def settings_from(
     flags: dict[str, Any], *, config: Path | None = None, pairs: list[str] | None = None
 ) -> LoadedSettings:
-    """All settings in force. Raises ConfigError."""
+    """Return the settings in force. Raises ConfigError."""
     return load(
         flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config
     )
 
 
 def with_source(loaded: LoadedSettings) -> Settings:
-    """The settings; where they name no source, the running service of the data directory says how to reach its own.
+    """Return the settings. Without a source, take it from the running service of the data directory.
 
-    Raises ConfigError where neither does.
+    Raises ConfigError if neither names one.
     """
     settings = loaded.settings
     if settings.source is not None:
@@ -131,7 +131,7 @@ def with_source(loaded: LoadedSettings) -> Settings:
 
 
 def data_directory(data: Path | None, config: Path | None = None) -> Path:
-    """The data directory a reading command works on. Raises ConfigError."""
+    """Return the data directory of a reading command. Raises ConfigError."""
     found = settings_from({"data": data}, config=config).settings.data
     if found is None:
         raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
@@ -139,7 +139,7 @@ def data_directory(data: Path | None, config: Path | None = None) -> Path:
 
 
 def moment_ms(text: str, option: str) -> int:
-    """Read a moment: a time in ISO 8601, local unless it names a zone, or an age such as `2h`. Raises ConfigError."""
+    """Parse a time in ISO 8601 (local without a zone) or an age such as `2h`. Raises ConfigError."""
     try:
         if text[-1:].isalpha() and text[:1].isdigit() and not text.endswith("Z"):
             return int((time.time() - units.seconds(text)) * 1000)
@@ -151,7 +151,7 @@ def moment_ms(text: str, option: str) -> int:
 
 
 def collection_from(text: str | None) -> str | int | None:
-    """A collection as the store takes it: a number is an id, a bare name lies in the default scope."""
+    """Parse a collection: a number is an id, a bare name lies in the default scope."""
     if text is None:
         return None
     if text.isdigit():

@@ -24,12 +24,11 @@ __all__ = [
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on one line of stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def for_people(data: bytes, limit: int = 200) -> str:
-    """Bytes as one readable line: UTF-8 where it is, an excerpt where it is long."""
+    """Return bytes as one readable line: UTF-8 if possible, shortened if long."""
     text = data[: limit * 4].decode(errors="backslashreplace").translate({10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"})
     text = "".join(character if character.isprintable() else "." for character in text)
     return text if len(text) <= limit and len(data) <= limit * 4 else text[:limit] + "..."

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def private() -> None:
-    """Let what is written be this user's alone: libraries open the files."""
+    """Create files for this user alone: libraries open them."""
     os.umask(0o077)
 
 
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 REMEDY = "pip install 'dcp-mirror[spark]'"
 NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
-"""A collection, and the columns of its documents: `shop.orders=total double`."""
+"""A collection with its columns: `shop.orders=total double`."""
 PLAIN_INTERVAL_S = 5.0
 
 ToOption = Annotated[
@@ -129,7 +129,7 @@ ProcessesOption = Annotated[
 
 
 def need(*modules: str) -> None:
-    """Raise ConfigError with the remedy where packages of the extra are missing."""
+    """Raise ConfigError with the remedy if packages of the extra are missing."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -138,7 +138,7 @@ def need(*modules: str) -> None:
 
 
 def path_from(text: str | Path) -> Path:
-    """A path on this machine, from a path or `file:///path`. Raises ConfigError."""
+    """Return a local path from a path or `file:///path`. Raises ConfigError."""
     need("pyarrow", "deltalake")
     from mirror.spark.places import local_path
 
@@ -146,12 +146,12 @@ def path_from(text: str | Path) -> Path:
 
 
 def data_from(data: Path | None, config: Path | None) -> Path:
-    """The mirror's directory, as an absolute path. Raises ConfigError."""
+    """Return the mirror's directory as an absolute path. Raises ConfigError."""
     return path_from(options.data_directory(data, config))
 
 
 def rewrite_rate_from(text: str) -> int:
-    """Bytes a second. Raises ConfigError."""
+    """Parse bytes a second. Raises ConfigError."""
     from mirror.spark.source.options import byte_count
 
     try:
@@ -163,7 +163,7 @@ def rewrite_rate_from(text: str) -> int:
 def layouts_from(
     schemas: Sequence[str], per_collection: bool, reading: Reading, misfits_max: float, overwrite_schema: bool
 ) -> Layouts:
-    """The tables that `sync` keeps. Raises ConfigError."""
+    """Return the tables that `sync` keeps. Raises ConfigError."""
     from mirror.spark.tables.documents import Layout, Layouts
     from mirror.typed.ddl import fields_of
 
@@ -182,7 +182,7 @@ def layouts_from(
 
 
 def check_destination(text: str) -> None:
-    """Raise ConfigError for a destination that cannot be written, before anything is started or made."""
+    """Raise ConfigError for a destination that cannot be written, before any work begins."""
     need("pyarrow", "deltalake")
     from mirror.spark.places import folder_at
 
@@ -190,12 +190,12 @@ def check_destination(text: str) -> None:
 
 
 def under_spark_submit() -> bool:
-    """Whether spark-submit started this process: it says so in the environment of its child."""
+    """True if spark-submit started this process."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoch: str | None) -> Reading:
-    """How documents are read. Raises ConfigError."""
+    """Return how documents are parsed. Raises ConfigError."""
     from mirror.spark.source.options import reading_of
 
     if permissive and mode not in (None, "permissive"):
@@ -205,14 +205,14 @@ def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoc
 
 
 def collections_from(text: str | None) -> tuple[str, ...] | None:
-    """`--collection`: names with commas between; a bare name lies in the default scope."""
+    """Split names at commas; a bare name lies in the default scope."""
     if text is None:
         return None
     return tuple(name if "." in name else f"_default.{name}" for name in text.replace(" ", "").split(","))
 
 
 def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
-    """A session for a while; one that was there before goes on."""
+    """Use an existing session, or start one for a while."""
     need("pyspark", "pyarrow", "deltalake")
     from mirror.spark.session import lasting
 
@@ -221,7 +221,7 @@ def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def running(name: str, master: str | None, spark: bool, processes: int | None) -> Iterator[Runner]:
-    """Where the tasks of a pipeline run."""
+    """Yield the runner of a pipeline's tasks: this machine or Spark."""
     need("pyarrow", "deltalake")
     from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
     from mirror.supervise.processes.life import die_with_parent
@@ -237,7 +237,7 @@ def running(name: str, master: str | None, spark: bool, processes: int | None) -
 
 @contextmanager
 def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Tasks done, on stderr; not with JSON under spark-submit, which makes one stream of stderr and stdout."""
+    """Show finished tasks on stderr; not with JSON under spark-submit, which joins stderr and stdout."""
     if as_json and under_spark_submit():
         yield lambda _done, _of: None
         return
@@ -426,9 +426,10 @@ def sync(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Keep two Delta tables: TO/documents, what is current, and TO/changes, each event once. Goes on where it was.
+    """Keep two Delta tables: TO/documents with current documents, TO/changes with each event once. Resumes where it
+    ended.
 
-    With --schema documents has columns out of the body. Columns may be added later: they are filled in all rows.
+    With --schema, documents has columns from the body. Columns added later are filled in all rows.
     """
     need("pyspark", "pyarrow", "deltalake")
     source_options = {
@@ -495,7 +496,7 @@ def sync(
 
 
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
-    """Answer Prometheus at the address of --metrics, if one is given. Raises ConfigError."""
+    """Serve metrics for Prometheus at the address of --metrics, if given. Raises ConfigError."""
     if address is None:
         return nullcontext()
     from mirror.serve.listener import parse_addresses
@@ -508,7 +509,6 @@ def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContex
 
 
 def changed_rows(figures: BatchFigures | MergeFigures) -> str:
-    """The rows that a batch or a merge changed."""
     return ", ".join(
         f"{value:,} {name}"
         for name, value in (
@@ -522,13 +522,11 @@ def changed_rows(figures: BatchFigures | MergeFigures) -> str:
 
 
 def merge_line(figures: MergeFigures) -> str:
-    """One merge in one line."""
     cost = f"{render.size(figures.rewritten_bytes)} rewritten, {render.duration(figures.duration_ms / 1000)}"
     return f"merge up to batch {figures.batch} | {changed_rows(figures)} | {cost}"
 
 
 def batch_line(figures: BatchFigures) -> str:
-    """One batch in one line."""
     changed = changed_rows(figures)
     lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
     rate = f"{render.number(figures.events_per_s)}/s, {render.duration(figures.duration_ms / 1000)}"
@@ -537,7 +535,7 @@ def batch_line(figures: BatchFigures) -> str:
 
 @contextmanager
 def ending() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM: end after what is under way. A second Ctrl-C ends at once."""
+    """Yield an event that Ctrl-C or SIGTERM sets: finish the current work. A second Ctrl-C ends at once."""
     stop = threading.Event()
 
     def ask(number: int, _frame: object) -> None:
@@ -566,7 +564,7 @@ def compare(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Compare the mirror with its source, key by key, in many tasks; exit code 3 where they differ, 1 where unsure."""
+    """Compare the mirror with its source key by key, in many tasks. Exit code 3 if they differ, 1 if unsure."""
     loaded = options.settings_from({"data": data, "source": source}, config=config).settings
     path = data_from(data, config)
     with running("compare", master, spark, processes) as runner, tasks_shown("compare", as_json=as_json) as progress:
@@ -607,9 +605,9 @@ def backfill(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Pull a bucket by many tasks into a mirror's data directory, from which `run` goes on. Can be repeated.
+    """Copy a bucket in many tasks into a new data directory, from which `run` continues. Can be repeated.
 
-    What is mirrored (`collections`, `scope`, `vbuckets`) and how much history is kept are settings, as for `run`.
+    The selection (`collections`, `scope`, `vbuckets`) and the kept history are settings, as for `run`.
     """
     settings = options.settings_from({"source": source, "groups": groups}, config=config, pairs=pairs).settings
     target, place = path_from(to), None if scratch is None else str(path_from(scratch))
@@ -629,7 +627,6 @@ def backfill(
 
 
 def compared_object(done: Compared) -> dict[str, Any]:
-    """The verdict, in the shape of JSON.md."""
     rows = []
     for each in done.vbuckets:
         row = {name: value for name, value in asdict(each).items() if name != "differences"}
@@ -645,7 +642,7 @@ def compared_object(done: Compared) -> dict[str, Any]:
 
 
 def compared_lines(done: Compared) -> Iterator[str]:
-    """The same for people: what differs, then the sum."""
+    """Yield the differences, then a summary."""
     for each in done.vbuckets:
         if each.state != "equal":
             yield (
@@ -663,7 +660,7 @@ def compared_lines(done: Compared) -> Iterator[str]:
 
 
 def main() -> None:
-    """Entry under spark-submit."""
+    """Entry point under spark-submit."""
     sys.exit(exits.guarded(lambda: app(prog_name="pipeline", standalone_mode=False)))
 
 

@@ -47,9 +47,9 @@ def record(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Record a DCP session from the beginning: every frame, both directions, with its time; logins left out.
+    """Record a DCP session from the beginning: every frame in both directions with its time, without logins.
 
-    The file holds the documents: keep it as secret as the bucket.
+    The file contains the documents: keep it as secret as the bucket.
     """
     settings = options.settings_from({"source": source}, config=config, pairs=pairs).settings
     if settings.source is None:
@@ -93,7 +93,7 @@ def record(
 def record_into(
     recorder: Recorder, url: str, settings: Settings, seconds: float | None, requested: list[int] | None
 ) -> tuple[int, str]:
-    """Read the source into the recorder; how many snapshots, and what ended it."""
+    """Read the source into the recorder. Returns the number of snapshots and the reason of the end."""
     with (
         SourceReader(url, settings=settings, tap=recorder) as reader,
         render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,

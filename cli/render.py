@@ -40,28 +40,26 @@ BUSY_STATES = {
 }
 PLAIN_INTERVAL_S = 2.0
 TROUBLES_MAX = 8
-"""Troubles with an error that a summary shows: the worst."""
+"""Errors that a summary shows, worst first."""
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
 LEASES_SHOWN = 3
 SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
-"""Facts that are left out on a small terminal; `status` has them."""
+"""Facts that a small terminal leaves out; `status` has them."""
 
 
 def number(value: float | None) -> str:
-    """1,234,567 or a dash."""
     return DASH if value is None else f"{value:,.0f}"
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """`1 batch`, `1,234 batches`; `many` where it is not `one` with an s."""
+    """Return `1 batch`, `1,234 batches`; `many` is the plural if it is not `one` with an s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def size(value: float | None) -> str:
-    """Bytes as people read them."""
     if value is None:
         return DASH
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -72,14 +70,13 @@ def size(value: float | None) -> str:
 
 
 def lag_text(sums: Mapping[str, Any]) -> str:
-    """How far the mirror is behind in total; while that is unknown, how long ago it was known of every vbucket."""
+    """Return the total lag; while it is unknown, the time since it was known for every vbucket."""
     if sums["lag_seqnos"] is None:
         return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
     return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people read them."""
     if seconds is None:
         return DASH
     if round(seconds) < 60:
@@ -93,24 +90,22 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(ms: int | None) -> str:
-    """A wall clock time in the local zone."""
+    """Return a local time."""
     return DASH if ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
 
 
 def state_text(state: str) -> Text:
-    """A state, green when good, yellow when busy, red when somebody should look."""
     style = "green" if state in GOOD_STATES else "yellow" if state in BUSY_STATES else "bold red"
     return Text(state, style=style)
 
 
 def vbuckets_text(document: Mapping[str, Any]) -> str:
-    """How many vbuckets the bucket has, and how many of them are here."""
     count, held = document["vbucket_count"], document["vbuckets_held"]
     return f"{held} of {count} vbuckets" if held != count else f"{count or DASH} vbuckets"
 
 
 def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
-    """Name and value, one a line; None is left out."""
+    """Return a table of names and values without the values that are None."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -121,7 +116,7 @@ def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], right: Sequence[int] = ()) -> Table:
-    """A table without frames; `right` are the columns of numbers."""
+    """Return a table without frames; `right` are columns of numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index in right else "left", no_wrap=index in right)
@@ -131,7 +126,6 @@ def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str | Text]], ri
 
 
 def settings_view(settings: Sequence[tuple[Description, Mapping[str, str]]]) -> RenderableType:
-    """Each setting with its facts and its meaning."""
     parts: list[RenderableType] = []
     for setting, facts in settings:
         parts += [Text(setting.name, style="bold"), Padding(Text(setting.meaning), (0, 0, 0, 2))]
@@ -143,7 +137,6 @@ def settings_view(settings: Sequence[tuple[Description, Mapping[str, str]]]) -> 
 
 
 def history_text(sums: Mapping[str, Any]) -> str | None:
-    """How far back readers can go, and what that takes."""
     if sums.get("versions") is None:
         return None
     text = f"{number(sums['versions'])} versions"
@@ -156,7 +149,6 @@ def history_text(sums: Mapping[str, Any]) -> str | None:
 
 
 def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
-    """The mirror as a whole; `brief`: without what hardly changes."""
     sums = document["totals"]
     service = document["service"]
     state: Text = state_text(document["state"])
@@ -196,14 +188,13 @@ def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
 
 
 def print_event(event: Mapping[str, Any]) -> None:
-    """Print an event of the service as one line."""
     style = {"error": "bold red", "warning": "yellow"}.get(event["level"], "green")
     line = Text(f"{moment(event['time_ms'])}  ").append(event["event"], style=style).append(f"  {event['text']}")
     stdout.print(line, soft_wrap=True)
 
 
 def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
-    """Who keeps history from being purged; None: nobody."""
+    """Return the readers that keep history from being purged; None without any."""
     shown = [
         f"{escape(lease['name'])} ({lease['vbuckets']} vbuckets, until {moment(lease['until_ms'])})" for lease in leases
     ]
@@ -211,7 +202,6 @@ def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """Each worker process with its figures."""
     rows: list[list[str | Text]] = []
     for worker in workers:
         groups = ",".join(map(str, worker["groups"]))
@@ -234,7 +224,6 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def server_table(servers: Sequence[Mapping[str, Any]]) -> Table:
-    """Each process that serves readers, with its figures."""
     rows: list[list[str | Text]] = []
     for server in servers:
         counters = server["counters"]
@@ -258,7 +247,6 @@ def server_table(servers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Vbuckets with all that is known of them, one a line."""
     lines: list[list[str | Text]] = [
         [
             str(row["vbid"]),
@@ -280,13 +268,12 @@ def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def trouble_table(troubles: Sequence[Mapping[str, Any]]) -> Table:
-    """The error of each trouble, and the vbuckets that it concerns."""
     lines = [[trouble["where"] or "all", duration(trouble["lag_s"]), str(trouble["error"])] for trouble in troubles]
     return plain_table(["vbuckets", "lag", "error"], lines, right=(1,))
 
 
 def processes_text(document: Mapping[str, Any]) -> Table:
-    """Workers and servers, a line each: how many run, and what all of them take."""
+    """Return a line each for workers and servers: how many run, and their sums."""
     facts = {}
     for kind in ("workers", "servers"):
         rows = document[kind]
@@ -305,7 +292,7 @@ def status_view(
     brief: bool = False,
     troubles_max: int = TROUBLES_MAX,
 ) -> RenderableType:
-    """The whole status; `brief`: without what hardly changes, and processes as sums."""
+    """Return the whole status; `brief` leaves out stable facts and sums up processes."""
     parts: list[RenderableType] = [summary(document, brief=brief)]
     if brief:
         parts.append(processes_text(document))
@@ -328,7 +315,7 @@ def status_view(
 
 
 def top_view(document: Mapping[str, Any]) -> RenderableType:
-    """As much of the status as the terminal has lines for: what is cut off there is what somebody should look at."""
+    """Return as much of the status as the terminal has lines for."""
     view = status_view(document)
     for troubles_max in range(TROUBLES_MAX, -1, -1):
         if len(stdout.render_lines(view)) < stdout.height:
@@ -338,7 +325,7 @@ def top_view(document: Mapping[str, Any]) -> RenderableType:
 
 
 def status_line(document: Mapping[str, Any]) -> str:
-    """The same in one line, for logs and pipes."""
+    """Return the status as one line, for logs and pipes."""
     sums = document["totals"]
     running = sum(worker["phase"] == "running" for worker in document["workers"])
     parts = [
@@ -362,7 +349,6 @@ def status_line(document: Mapping[str, Any]) -> str:
 
 
 def progress_view(document: Mapping[str, Any]) -> RenderableType:
-    """How far the first fill is."""
     done = document.get("catch_up")
     if not done:
         return Text.assemble(state_text(document["state"]), f"  {document.get('message') or ''}")
@@ -381,7 +367,6 @@ def progress_view(document: Mapping[str, Any]) -> RenderableType:
 
 
 def progress_line(document: Mapping[str, Any]) -> str:
-    """The same in one line."""
     done = document.get("catch_up")
     if not done:
         return f"{document['state']}: {document.get('message') or ''}".rstrip(": ")
@@ -396,7 +381,6 @@ def progress_line(document: Mapping[str, Any]) -> str:
 
 
 def story_panel(title: str, lines: Sequence[str]) -> Panel:
-    """What happened so far, newest last."""
     return Panel("\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title=title, title_align="left")
 
 
@@ -405,13 +389,13 @@ SPARKS_MAX = 40
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A row of bars, the highest as high as they go."""
+    """Return a row of bars scaled to the highest."""
     top = max(values, default=0)
     return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] if top else SPARKS[0] for value in values)
 
 
 def command_name() -> str:
-    """The program as it was called, so that a line can be copied: it may not be on the PATH."""
+    """Return the program as it was called, so that a printed line can be copied."""
     called = sys.argv[0]
     if os.path.basename(called) != "dcp-mirror" or shutil.which("dcp-mirror") == called:
         return "dcp-mirror"
@@ -419,7 +403,6 @@ def command_name() -> str:
 
 
 def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
-    """The demo's picture: figures, workers, what happened."""
     sums = document["totals"]
     lag = lag_text(sums)
     figures = fact_table(
@@ -442,7 +425,7 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
 
 
 def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Sequence[str]:
-    """The newest lines of a story, as many as the terminal has rows for below what is drawn above; one at least."""
+    """Return the newest lines of a story that fit below the drawing; at least one."""
     used = sum(len(stdout.render_lines(part, pad=False)) for part in above)
     left = stdout.height - used - 3  # its frame, and the row that the cursor stands in
     first = len(lines)
@@ -452,15 +435,14 @@ def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Se
 
 
 def demo_end(lines: Sequence[str]) -> RenderableType:
-    """The whole story."""
     return story_panel("what happened", lines)
 
 
 class Screen:
-    """A place that shows the newest of something: redrawn on a terminal, a line every few seconds elsewhere."""
+    """Shows the newest picture: redrawn on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, *, to_stderr: bool = False, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
-        """Drawn on stdout, or on stderr where stdout belongs to data."""
+        """Draw on stdout, or on stderr if stdout carries data."""
         self._console = stderr if to_stderr else stdout
         self._interval_s = plain_interval_s
         self._last_line = ""
@@ -470,23 +452,21 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether it is redrawn."""
         return self._console.is_terminal
 
     def __enter__(self) -> Self:
-        """Begin."""
         if self.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End; the last picture stays."""
+        """Leave the last picture on the screen."""
         if self._live is not None:
             self._live.stop()
 
     def show(self, view: RenderableType, line: str) -> None:
-        """Show `view` on a terminal, or `line` elsewhere when its time has come."""
+        """Show `view` on a terminal, or else `line` when it is due."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
@@ -497,7 +477,7 @@ class Screen:
             self.say(line)
 
     def finish(self, view: RenderableType, lines: Sequence[str]) -> None:
-        """Leave `view` as the last picture on a terminal; elsewhere print those lines that were not said yet."""
+        """Leave `view` on a terminal; elsewhere print the lines that were not printed yet."""
         if self._live is not None:
             self._live.update(view, refresh=True)
             return
@@ -506,7 +486,7 @@ class Screen:
                 self.say(line)
 
     def say(self, line: str) -> None:
-        """A line that stays, whatever is redrawn below it."""
+        """Print a line that stays above the picture."""
         self._said.add(line)
         self._console.print(Text(line), soft_wrap=True)
         if self._live is None:
@@ -514,7 +494,7 @@ class Screen:
 
 
 def show(view: RenderableType) -> None:
-    """Draw once on stdout; in a pipe without padding, and 160 columns wide unless COLUMNS says otherwise."""
+    """Draw once on stdout. A pipe gets no padding and 160 columns, unless COLUMNS is set."""
     if stdout.is_terminal:
         stdout.print(view)
         return

@@ -23,7 +23,7 @@ from storage.errors import StorageError
 
 
 def parts_of(source: str) -> Iterator[BackupPart]:
-    """The parts of a backup: a folder, a tar, or a tar on stdin. Raises CorruptedError, OSError."""
+    """Open the parts of a backup: a folder, a tar, or a tar on stdin. Raises CorruptedError, OSError."""
     if source == STDOUT:
         yield from archive.tar_parts(sys.stdin.buffer)
     elif os.path.isdir(source):
@@ -55,7 +55,7 @@ def restore(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
-    """Make a mirror of a backup in an empty directory. `run` then goes on from there: nothing is fetched again."""
+    """Restore a backup into an empty directory. `run` continues from there without fetching anything again."""
     path = str(options.data_directory(data, config))
     backup.check_target(path)
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:

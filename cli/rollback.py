@@ -29,7 +29,7 @@ from storage.write.writer import GroupWriter
 
 
 def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> dict[str, Any]:
-    """Own the vbucket's group and roll back. Raises Locked while somebody else owns it, NoSuchBoundary."""
+    """Roll back as the owner of the vbucket's group. Raises Locked, NoSuchBoundary."""
     identity = directory.load(str(path))
     group = vbid % identity.group_count
     writer = GroupWriter.open(
@@ -55,7 +55,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
 
 
 def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str, Document]]:
-    """What a rollback that was done took back and restored, as readers are sent it."""
+    """Return the retractions and restorations of a finished rollback."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
             return  # what a running service has streamed since
@@ -77,7 +77,7 @@ def rollback(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Take one vbucket back to a kept boundary. A running service then streams on from there."""
+    """Roll one vbucket back to a kept boundary. A running service then streams on from there."""
     path = options.data_directory(data, config)
     with open_view(str(path), stale_reads=True) as view:
         if vbid >= view.identity.vbucket_count:
@@ -125,7 +125,7 @@ def rollback(
 
 
 def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple[str, Document]], Counter[str]]:
-    """The first of the events, and how many there are of each kind."""
+    """Return the first events and the number of each kind."""
     left = iter(events)
     shown = list(itertools.islice(left, limit))
     counts = Counter(kind for kind, _ in shown)
@@ -134,7 +134,6 @@ def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple
 
 
 def say(facts: dict[str, Any], shown: list[tuple[str, Document]], time_ms: int) -> None:
-    """The same for people."""
     seqno = facts["boundary"]["seqno"]
     if seqno == facts["from_seqno"]:
         typer.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")

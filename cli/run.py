@@ -122,7 +122,7 @@ def run(
 ) -> None:
     """Mirror a bucket into DIR until SIGTERM or Ctrl-C. The password comes from DCP_MIRROR_PASSWORD or a file.
 
-    ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// before it for TLS; several are parted by commas.
+    ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// in front for TLS; separate several with commas.
     """
 
     def ended_early(*_: object) -> NoReturn:
@@ -189,7 +189,6 @@ def run(
 
 
 def caught_up_object(data: Path | None, status: dict[str, Any], code: int, elapsed_s: float) -> dict[str, Any]:
-    """How the catching up ended, in the shape of cli/JSON.md."""
     totals = status.get("totals") or {}
     return {
         "caught_up": code == 0,

@@ -123,7 +123,7 @@ def sandbox(
 def node_tls(
     cert: Path | None, key: Path | None, client_ca: Path | None, minimum: str, *, need_client_cert: bool
 ) -> NodeTls | None:
-    """What the options say of TLS. Raises ConfigError."""
+    """Return the TLS options. Raises ConfigError."""
     if minimum not in get_args(Version):
         raise ConfigError(f"--tls-minimum {minimum} is not known", hint="take 1.2 or 1.3")
     if cert is None:
@@ -134,7 +134,7 @@ def node_tls(
 
 
 def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
-    """The control socket of the source that is meant. Raises ConfigError."""
+    """Return the control socket of the running source. Raises ConfigError."""
     if control is not None:
         return control
     if at is not None:
@@ -145,7 +145,7 @@ def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
 
 
 def arguments_from(pairs: list[str]) -> dict[str, Any]:
-    """`node=0 lose=10` as a command's arguments: numbers, true and false, comma lists of numbers, else text."""
+    """Parse `node=0 lose=10`: numbers, true and false, lists of numbers, else text. Raises ConfigError."""
     arguments: dict[str, Any] = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
@@ -173,7 +173,7 @@ STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noop
 
 
 def fault_kinds() -> list[str]:
-    """Return what a shell completes."""
+    """Return the kinds that a shell completes."""
     from mirror.sandbox.control.commands import COMMANDS
 
     return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))

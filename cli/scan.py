@@ -31,7 +31,7 @@ def scan(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Print documents: with --json one object a line, otherwise vbid, seqno, key and value."""
+    """Print documents: vbid, seqno, key and value, or with --json one object a line."""
     moment = as_of_from(as_of)
     if isinstance(moment, int) and vbid is None:
         raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")

@@ -25,7 +25,7 @@ def stop(
     config: options.ConfigOption = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for its end.")] = 60.0,
 ) -> None:
-    """Stop the service of a data directory cleanly and wait until it has ended."""
+    """Stop the service of a data directory cleanly and wait for its end."""
     path = options.data_directory(data, config)
     if client.ask(path, StopService()) is None:
         raise SupervisionError(f"no service runs for {path}", hint="nothing is to be stopped")
@@ -39,7 +39,7 @@ def stop(
 
 
 def reload(data: options.DataOption = None, config: options.ConfigOption = None) -> None:
-    """Have the service of a data directory read its settings again, as SIGHUP does. `events` says what changed."""
+    """Have the service of a data directory read its settings again, as SIGHUP does. `events` shows the changes."""
     path = options.data_directory(data, config)
     if client.ask(path, ReloadSettings()) is None:
         raise SupervisionError(f"no service runs for {path}", hint="start it with `dcp-mirror run`")

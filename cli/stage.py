@@ -32,7 +32,7 @@ ENDING_TIMEOUT_S = 1.0
 
 
 class Stage:
-    """A source and a mirror of it."""
+    """A source and a mirror of it, each as a process."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Stage:
         workers: int,
         http: str = "0",
     ):
-        """Nothing starts yet. `folder` takes logs and the source's control socket."""
+        """`folder` takes logs and the source's control socket."""
         self.data = data
         self.folder = folder
         self.workers = workers
@@ -91,7 +91,6 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End both."""
         self.end()
 
     def _start(self, name: str, *arguments: str, stdout: int) -> subprocess.Popen[bytes]:
@@ -120,7 +119,7 @@ class Stage:
         return lines[-1] if lines else "empty"
 
     def check(self) -> None:
-        """Raise SupervisionError when the source or the service has ended: nothing more can be shown then."""
+        """Raise SupervisionError if the source or the service has ended."""
         for name, process in (("source", self._source), ("service", self._service)):
             assert process is not None, "the stage was entered"
             if (code := process.poll()) is not None:
@@ -130,14 +129,14 @@ class Stage:
                 )
 
     def status(self) -> dict[str, Any] | None:
-        """The mirror's status; None while the service is not there yet. Raises SupervisionError as `check` does."""
+        """Return the mirror's status; None until the service answers. Raises SupervisionError as `check` does."""
         self.check()
         answer = client.ask(self.data, GetStatus())
         status: dict[str, Any] | None = answer["status"] if answer else None
         return status
 
     def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Ask the source for something, harm included. Raises SupervisionError as `check` does."""
+        """Send a command to the source. Raises SupervisionError as `check` does."""
         assert self._source is not None, "the stage was entered"
         try:
             answer = control.ask(self.control, command, **arguments)
@@ -150,16 +149,15 @@ class Stage:
 
     @staticmethod
     def kill_worker(pid: int) -> None:
-        """SIGKILL, as the kernel does when memory is short."""
+        """Send SIGKILL, as the kernel does when memory is short."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
     def end_service(self) -> int | None:
-        """Stop the mirror cleanly; returns its exit code."""
+        """Stop the mirror cleanly and return its exit code."""
         return self._end(self._service)
 
     def end(self) -> None:
-        """End both."""
         self._end(self._service)
         self._end(self._source)
         if self._source is not None and self._source.stdout is not None:

@@ -17,7 +17,6 @@ from storage.read.view import open_view
 
 
 def boundary_object(boundary: Boundary) -> dict[str, Any]:
-    """A kept boundary."""
     return {
         "branch": boundary.branch,
         "seqno": boundary.seqno,
@@ -28,7 +27,6 @@ def boundary_object(boundary: Boundary) -> dict[str, Any]:
 
 
 def state_object(state: VbucketState, boundaries: list[Boundary], history: History) -> dict[str, Any]:
-    """A vbucket, in the shape of cli/JSON.md."""
     snapshot = state.open_snapshot
     return {
         "vbid": state.vbid,

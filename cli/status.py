@@ -24,16 +24,16 @@ from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
 
 READY_INTERVAL_S = 0.2
-"""How often `--wait-ready` looks."""
+"""Interval of `--wait-ready`."""
 COUNT_SEQNOS_MAX = 2_000_000
-"""Documents are counted by walking the keys; of a larger mirror only with --count, for it takes seconds."""
+"""Documents are counted by walking the keys; for a larger mirror that takes seconds and needs --count."""
 
 
 class DocumentCounter:
-    """Counts live documents, of each vbucket again only when it has moved."""
+    """Counts live documents, and those of a vbucket again only after it moved."""
 
     def __init__(self, data: Path, *, always: bool = False) -> None:
-        """`always`: however large the mirror is."""
+        """`always` counts however large the mirror is."""
         self._data = str(data)
         self._always = always
         self._view: View | None = None
@@ -69,7 +69,7 @@ class DocumentCounter:
 
 
 def current_status(data: Path) -> dict[str, Any]:
-    """The status from the service, completed from the store; or from the store alone."""
+    """Return the service's status completed from the store, or the store's alone."""
     answer = client.ask(data, GetStatus())
     if answer is None:
         return stored_status(data)
@@ -113,7 +113,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, as `top` does.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Show how the mirror stands: states, positions, lag, workers. Works with the service up or down."""
+    """Show the state of the mirror: positions, lag, workers. Works with the service up or down."""
     if watch:
         top(data, config, as_json=as_json)
         return

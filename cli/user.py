@@ -41,7 +41,7 @@ def add(
         typer.Option("--read", metavar="PATTERN", help="*, scope.* or scope.collection; several times for several."),
     ] = None,
 ) -> None:
-    """Add a user, or give one a new password. The password is typed in, or read from stdin."""
+    """Add a user, or change a password. The password is typed in or read from stdin."""
     document = _load(file)
     document.setdefault("salt_key", new_salt_key())
     document.setdefault("users", {})[name] = entry_of(_password(name), read or EVERYTHING)

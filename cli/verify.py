@@ -49,7 +49,7 @@ COUNTED = (
     "behind_seqnos",
 )
 REPAIRED = ("different", "unreadable")
-"""States that fetching again fixes; the others fix themselves once the service streams."""
+"""States that a repair fixes; the others end once the service streams."""
 
 
 def verify(
@@ -70,7 +70,7 @@ def verify(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Compare every version of every key with the source. Exit code 3 when something differs, 1 where unsure."""
+    """Compare every version of every key with the source. Exit code 3 if something differs, 1 if unsure."""
     path, settings = (
         options.data_directory(data, config),
         options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)),
@@ -124,7 +124,7 @@ def verify(
 
 
 def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
-    """What of the bucket the mirror holds, as far as the source has it now; None: all of it. Raises MirrorError."""
+    """Return the mirrored part of the bucket that the source still has; None for all of it. Raises MirrorError."""
     selection = Selection.parse(directory.load(str(path)).selection)
     if selection.scope is None and not selection.collections:
         return None
@@ -136,7 +136,7 @@ def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
 
 
 def same_bucket(view: View, reader: SourceReader) -> None:
-    """Refuse to compare two buckets. Raises BucketChanged."""
+    """Raise BucketChanged if the buckets differ."""
     identity = view.identity
     if identity.bucket_uuid and reader.bucket_uuid and identity.bucket_uuid != reader.bucket_uuid:
         raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, reader.bucket_uuid)
@@ -147,7 +147,7 @@ def same_bucket(view: View, reader: SourceReader) -> None:
 
 
 def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
-    """The vbuckets to compare. Raises ConfigError."""
+    """Return the vbuckets to compare. Raises ConfigError."""
     held = [int(vbid) for vbid in view.vbids]
     for vbid in requested or ():
         if vbid not in held:
@@ -156,20 +156,15 @@ def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
 
 
 def by_vbid(result: VbucketResult) -> int:
-    """For sorting."""
     return result.vbid
 
 
 class Progress:
-    """Vbuckets done, the rate of rows, the time left."""
-
     def __init__(self, screen: render.Screen) -> None:
-        """From now on."""
         self._screen = screen
         self._since = time.monotonic()
 
     def __call__(self, done: int, of: int, rows: int) -> None:
-        """Show it."""
         elapsed_s = max(time.monotonic() - self._since, 0.001)
         left = render.duration(elapsed_s / done * (of - done)) if done else "?"
         line = (
@@ -179,13 +174,11 @@ class Progress:
 
 
 def totals(results: list[VbucketResult]) -> dict[str, Any]:
-    """Sums over vbuckets."""
     sums: dict[str, Any] = {"vbuckets": len(results), "states": dict(Counter(result.state for result in results))}
     return sums | {name: sum(getattr(result, name) for result in results) for name in COUNTED}
 
 
 def vbucket_object(result: VbucketResult) -> dict[str, Any]:
-    """The result of a vbucket, as `cli/JSON.md` promises it."""
     return {
         "vbid": result.vbid,
         "state": result.state,
@@ -201,7 +194,6 @@ def vbucket_object(result: VbucketResult) -> dict[str, Any]:
 
 
 def difference_object(difference: Difference) -> dict[str, Any]:
-    """A key that differs."""
     collection_id, key = keys.split_key(difference.key)
     return {
         "kind": difference.verdict.value,
@@ -214,7 +206,6 @@ def difference_object(difference: Difference) -> dict[str, Any]:
 
 
 def version_object(version: Fingerprint | None) -> dict[str, Any] | None:
-    """One side of it."""
     if version is None:
         return None
     fields = {name: getattr(version, name) for name in ("seqno", "rev_seqno", "cas", "deleted")}
@@ -222,7 +213,6 @@ def version_object(version: Fingerprint | None) -> dict[str, Any] | None:
 
 
 def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None:
-    """The same for people."""
     left = limit
     for result in results:
         if not result.equal:
@@ -260,7 +250,6 @@ def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None
 
 
 def seqno_of(version: Fingerprint | None) -> str:
-    """In words."""
     if version is None:
         return "nothing"
     return f"{'tombstone' if version.deleted else 'version'} at seqno {version.seqno}"

@@ -20,14 +20,14 @@ from mirror.messages import ControlCommand, encode
 
 SOCKET_NAME = "control.sock"
 TIMEOUT_S = 35.0
-"""A little more than the service itself allows a command."""
+"""Slightly more than the service's own limit for a command."""
 ANSWER_LENGTH_MAX = 256 * 1024 * 1024
-"""The status of 65,536 vbuckets is a tenth of it."""
+"""Ten times the status of 65,536 vbuckets."""
 
 
 @contextmanager
 def socket_address(directory: Path) -> Iterator[str]:
-    """An address for the socket in `directory` that always fits."""
+    """Yield an address of the socket that fits however long the path is."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -39,17 +39,16 @@ def socket_address(directory: Path) -> Iterator[str]:
 
 
 class ServiceSaidNo(MirrorError):
-    """The service refused a command: its message and its exit code."""
+    """The service refused a command; carries its message and exit code."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
-        """`answer` is the line that came back."""
         super().__init__(str(answer.get("error") or "the service refused"))
         self.exit_code = ExitCode(answer.get("exit_code") or ExitCode.FAILED)
         self.retryable = bool(answer.get("retryable"))
 
 
 def ask(directory: Path, command: ControlCommand) -> dict[str, Any] | None:
-    """Send a command to the service of `directory`; None when no service runs there."""
+    """Send a command to the service of `directory`. Returns None if no service runs."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(TIMEOUT_S)
         try:

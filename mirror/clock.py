@@ -14,48 +14,37 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the rest of the program may know about time and chance."""
-
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, never going back."""
+        """Seconds from an arbitrary start; never goes back."""
         ...
 
     def wall_ms(self) -> int:
         """Milliseconds since 1970."""
         ...
 
-    async def sleep(self, seconds: float) -> None:
-        """Return after `seconds`."""
-        ...
+    async def sleep(self, seconds: float) -> None: ...
 
     def jitter(self) -> float:
         """A random number in [0, 1)."""
         ...
 
     def unique(self) -> str:
-        """A short name that nobody else has."""
+        """A short unique name."""
         ...
 
 
 class SystemClock:
-    """The machine's own time and chance."""
-
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start, never going back."""
         return time.monotonic()
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970."""
         return time.time_ns() // 1_000_000
 
     async def sleep(self, seconds: float) -> None:
-        """Return after `seconds`."""
         await asyncio.sleep(seconds)
 
     def jitter(self) -> float:
-        """A random number in [0, 1)."""
         return random.random()
 
     def unique(self) -> str:
-        """A short name that nobody else has."""
         return uuid.uuid4().hex[:16]

@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 
 PASSWORD_BYTES_MAX = 4096
-"""A password file larger than this is some other file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings in force. `dataclasses.replace` makes a changed copy.
 
-    The text below a field is what `config explain` and docs/settings.md print. Bounds are checked by
-    `config_reader.validated`, not here.
+    `config explain` and docs/settings.md print the text below each field. `config_reader.validated` checks the bounds.
     """
 
     source: str | None = None
@@ -245,7 +243,7 @@ class Settings:
 
 
 def vbucket_range(text: str, setting: str) -> tuple[int, int]:
-    """The first and the last of some vbuckets, as `0-511` says them. Raises ConfigError that names the setting."""
+    """Parse a range such as `0-511`. Raises ConfigError that names the setting."""
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
     if found is None or int(found[1]) > int(found[2]):
         raise ConfigError(
@@ -295,21 +293,20 @@ def to_wire(settings: Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PasswordSource:
-    """Where the password is. Nothing is kept: each `read()` looks again, so a change needs no restart."""
+    """The place of the password. Each `read()` looks again, so a change needs no restart."""
 
     file: Path | None
     folder: Path | None
 
     @staticmethod
     def of(settings: Settings) -> PasswordSource:
-        """The places that the settings and the environment name."""
         folder = settings.secrets_dir
         if folder is None and os.environ.get("CREDENTIALS_DIRECTORY"):
             folder = Path(os.environ["CREDENTIALS_DIRECTORY"])
         return PasswordSource(settings.password_file, folder)
 
     def origin(self) -> str | None:
-        """Say where the password would be read from; None: nowhere."""
+        """Describe the place of the password; None without one."""
         if os.environ.get("DCP_MIRROR_PASSWORD") is not None:
             return "environment"
         if self.file is not None:
@@ -319,7 +316,7 @@ class PasswordSource:
         return None
 
     def read(self) -> str | None:
-        """Return the password as it stands now; None where none is set. Raises ConfigError on an unreadable file."""
+        """Return the current password; None if none is set. Raises ConfigError if a file cannot be read."""
         from_environment = os.environ.get("DCP_MIRROR_PASSWORD")
         if from_environment is not None:
             return from_environment

@@ -28,7 +28,6 @@ from mirror.errors import ConfigError
 ENV_PREFIX = "DCP_MIRROR_"
 MASK = "********"
 NAMES = tuple(each.name for each in fields(Settings))
-"""Every setting, in the order of the fields."""
 
 SECTIONS = {
     "source": "What is mirrored, and where",
@@ -40,7 +39,7 @@ SECTIONS = {
     "history_s": "History and publishing",
     "worker_heartbeat_timeout_s": "Processes and logging",
 }
-"""Sections of the settings: the first setting of each, in the order of the fields -> title."""
+"""The first setting of each section -> the section's title."""
 
 UNITS: dict[str, tuple[str, Callable[[str], float]]] = {
     "_ms": ("milliseconds", lambda text: units.seconds(text) * 1000),
@@ -49,15 +48,13 @@ UNITS: dict[str, tuple[str, Callable[[str], float]]] = {
     "_bytes_max": ("bytes", units.byte_count),
     "_size": ("bytes", units.byte_count),
 }
-"""The unit of a plain number by the end of the setting's name, and how a text with a unit is read."""
+"""Suffix of a setting -> the unit of a plain number, and a parser of texts with a unit."""
 
 NOT_SETTINGS = {"DCP_MIRROR_PASSWORD", "DCP_MIRROR_USER"}
-"""Variables with our prefix that are read elsewhere: secrets, the sandbox's user, the tests' data."""
+"""Variables with our prefix that are no settings: the password, the sandbox's user."""
 
 
 class _Checks(BaseModel):
-    """What a type and its bounds do not say."""
-
     model_config = ConfigDict(extra="forbid")
 
     @field_validator("*", mode="wrap")
@@ -72,7 +69,7 @@ class _Checks(BaseModel):
     @field_validator("collections", "source_hosts", mode="before", check_fields=False)
     @classmethod
     def _parted(cls, value: Any) -> Any:
-        """From the environment and flags it is one text."""
+        """The environment and flags give one text."""
         if isinstance(value, str):
             value = tuple(name.strip() for name in value.split(",") if name.strip())
         return value or None
@@ -102,7 +99,7 @@ _CheckedSettings = create_model("_CheckedSettings", __base__=_Checks, **_FIELDS)
 
 
 def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings with these values, which texts may stand for. Raises ConfigError."""
+    """Check values, which may be texts, and return the settings. Raises ConfigError."""
     try:
         checked = _CheckedSettings.model_validate(dict(values))
     except ValidationError as error:
@@ -121,19 +118,17 @@ def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What there is to know of a setting, in words."""
-
     name: str
     section: str
     meaning: str
     values: str
-    """The type with its unit and bounds, or the values that it can have."""
+    """The type with unit and bounds, or the allowed values."""
     default: str | None
-    """None: not set."""
+    """None if not set."""
 
 
 def describe() -> list[Description]:
-    """Return the description of every setting, in the order of the fields."""
+    """Describe every setting in the order of the fields."""
     section = ""
     found = []
     meanings = _meanings()
@@ -159,12 +154,12 @@ def _meanings() -> dict[str, str]:
 
 
 def _values_of(name: str) -> str:
-    """Return what a setting takes, for an error: `integer, 1 to 64`."""
+    """Return the allowed values for an error: `integer, 1 to 64`."""
     return _values(name, _CheckedSettings.model_fields[name]).replace("`", "")
 
 
 def _values(name: str, field: FieldInfo) -> str:
-    """What a field takes: `integer, bytes, 4096 to 536870912`."""
+    """Return the allowed values: `integer, bytes, 4096 to 536870912`."""
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(field.annotation))
     kind, metadata = field.annotation, list(field.metadata)
@@ -185,7 +180,7 @@ def _values(name: str, field: FieldInfo) -> str:
 
 
 def _written(value: Any) -> str | None:
-    """As it is written in a settings file."""
+    """Return the value as a settings file writes it."""
     if value is None or isinstance(value, str):
         return value
     return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
@@ -203,13 +198,13 @@ _TYPE_NAMES: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings and, per setting, where its value came from: `flag`, `environment`, `file PATH` or `default`."""
+    """Settings with the origin of each value: `flag`, `environment`, `file PATH` or `default`."""
 
     settings: Settings
     provenance: dict[str, str]
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(name, value, provenance) of each setting, and of the password, which is masked."""
+        """(name, value, origin) of each setting and of the password, which is masked."""
         values = to_wire(self.settings)
         rows = [(name, values[name], self.provenance[name]) for name in NAMES]
         origin = PasswordSource.of(self.settings).origin()
@@ -287,6 +282,6 @@ def _shown(value: Any) -> str:
 
 
 def nearest(name: str) -> str:
-    """Return a hint for a name that is not a setting."""
+    """Return a hint for an unknown name."""
     near = get_close_matches(name, NAMES, n=1)
     return f"did you mean {near[0]}?" if near else "`dcp-mirror config show` lists all settings"

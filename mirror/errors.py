@@ -27,7 +27,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command line: what scripts may rely on."""
+    """Exit codes of the command line; scripts rely on them."""
 
     DONE = 0
     FAILED = 1
@@ -46,7 +46,7 @@ class MirrorError(Exception):
     default_hint: str = ""
 
     def __init__(self, what: str, *, hint: str | None = None, retryable: bool | None = None) -> None:
-        """`what` went wrong; `hint` how to fix it; `retryable` whether the same call may succeed later."""
+        """`what` failed; `hint` says what to do; `retryable` if the same call may succeed later."""
         super().__init__(what)
         self.what = what
         self.hint = self.default_hint if hint is None else hint
@@ -54,7 +54,6 @@ class MirrorError(Exception):
             self.retryable = retryable
 
     def __str__(self) -> str:
-        """One line for people."""
         return f"{self.what} ({self.hint})" if self.hint else self.what
 
 
@@ -64,7 +63,7 @@ class ConfigError(MirrorError):
     exit_code = ExitCode.USAGE
 
     def __init__(self, what: str, *, hint: str | None = None, setting: str | None = None) -> None:
-        """`setting` is the name of the setting, as `config show` prints it."""
+        """`setting` is the name that `config show` prints."""
         super().__init__(what, hint=hint)
         self.setting = setting
 
@@ -77,19 +76,19 @@ class ClusterError(MirrorError):
     def __init__(
         self, what: str, *, hint: str | None = None, retryable: bool | None = None, node: str | None = None
     ) -> None:
-        """`node` is the host and port it happened at."""
+        """`node` is the host and port."""
         super().__init__(what, hint=hint, retryable=retryable)
         self.node = node
 
 
 class ConnectFailed(ClusterError):
-    """Nobody answers at the address, or the connection broke."""
+    """The address does not answer, or the connection broke."""
 
     default_hint = "check host, port, and that the data service runs there and a firewall lets it through"
 
 
 class HandshakeFailed(ClusterError):
-    """Something answers, but not as a data node does."""
+    """The address answers, but not as a data node."""
 
     default_hint = "check that the port is the KV port (11210, or 11207 with TLS)"
 
@@ -136,14 +135,14 @@ class TlsFailed(ClusterError):
 
 
 class NotSupported(ClusterError):
-    """The server lacks a feature without which there is no mirroring."""
+    """The server lacks a required feature."""
 
     exit_code = ExitCode.REFUSED
     retryable = False
 
 
 class OlderMap(ClusterError):
-    """No node that answers has a cluster map as new as the newest that was followed before: they may be stale."""
+    """All answering nodes have a cluster map older than one followed before: they may be stale."""
 
     default_hint = (
         "a node that was failed over may be back with old data, or those that know better cannot be reached: check the "
@@ -152,7 +151,7 @@ class OlderMap(ClusterError):
 
     @staticmethod
     def of(found: tuple[int, int], followed: tuple[int, int]) -> OlderMap:
-        """The error for two revisions, (epoch, revision) each."""
+        """Return the error for two revisions, (epoch, revision) each."""
         return OlderMap(
             f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, and revision "
             f"{followed[1]} of epoch {followed[0]} was followed before"
@@ -160,7 +159,7 @@ class OlderMap(ClusterError):
 
 
 class BucketChanged(ClusterError):
-    """The source's bucket is not the one that the data directory mirrors; the data is left as it is."""
+    """The source has another bucket than the data directory; the data is left as it is."""
 
     exit_code = ExitCode.DATA
     retryable = False
@@ -168,10 +167,10 @@ class BucketChanged(ClusterError):
 
     @staticmethod
     def of(name: str, mirrored_uuid: str, found_uuid: str | None) -> BucketChanged:
-        """The error for two uuids of a bucket of that name."""
+        """Return the error for two uuids of the same name."""
         what = f"bucket {name} was recreated, or is another one: uuid {mirrored_uuid} is now {found_uuid}"
         return BucketChanged(what)
 
 
 class SupervisionError(MirrorError):
-    """Workers, their pipes, their locks."""
+    """Errors of workers, their pipes and locks."""

@@ -19,7 +19,7 @@ RANGES_NAMED = 10
 STARTING, UNREACHABLE, DEGRADED, DISK_FULL = "starting", "source unreachable", "degraded", "disk full"
 CATCHING_UP, FOLLOWING, STOPPING, STORED = "catching up", "following", "stopping", "stored"
 STATES = (STARTING, UNREACHABLE, DEGRADED, DISK_FULL, CATCHING_UP, FOLLOWING, STOPPING, STORED)
-"""Every state of a mirror: those judged here, and `stopping`, which the service knows by itself."""
+"""Every state of a mirror: those judged here and the service's own `stopping`."""
 
 BROKEN = {
     "damaged": "damaged",
@@ -29,33 +29,33 @@ BROKEN = {
     "stalled": "stalled: the source has more and sends nothing",
     "failing": "failing: the source breaks the protocol in them",
 }
-"""States of vbuckets that do not go on by themselves, in words, worst first."""
+"""States of vbuckets that do not recover by themselves, in words, worst first."""
 
 HELD_UP_S = 1.0
-"""A vbucket that waits after an error for longer than this is named; shorter waits are retries."""
+"""A vbucket that waits longer after an error is named; shorter waits are retries."""
 
 HEARD_S = 2.0
-"""A worker beats every 0.5 s; after this long without a beat the lag of its vbuckets is unknown."""
+"""After this long without a worker's beat (one every 0.5 s), the lag of its vbuckets is unknown."""
 
 SILENT_S = 4.0
-"""A worker that has sent nothing for this long is named."""
+"""A worker that is silent for longer is named."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A reason why the mirror is not ready: of some vbuckets, or of the whole mirror."""
+    """A reason why the mirror is not ready, of some vbuckets or of the whole mirror."""
 
     state: str
-    """The state of the mirror that it amounts to."""
+    """The state of the mirror that it causes."""
     what: str
     error: str | None = None
     rows: tuple[Row, ...] = ()
-    """The vbuckets that it concerns; empty: the whole mirror."""
+    """The affected vbuckets; empty for the whole mirror."""
     held_count: int = 0
     where: str = ""
-    """The vbuckets as `group 3` or `0-31, 40`; empty: all."""
+    """The vbuckets as `group 3` or `0-31, 40`; empty for all."""
 
     @property
     def text(self) -> str:
@@ -67,7 +67,7 @@ class Trouble:
 
     @property
     def reason(self) -> str:
-        """The whole trouble in a sentence."""
+        """The trouble in a sentence, with the error."""
         return f"{self.text} ({self.error})" if self.rows and self.error else self.text
 
     @property
@@ -80,7 +80,7 @@ class Trouble:
         return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
 
     def row(self) -> dict[str, Any]:
-        """The trouble as the status shows it (cli/JSON.md)."""
+        """The trouble in the shape of cli/JSON.md."""
         lags = [row["lag_s"] for row in self.rows]
         return {
             "what": self.what,
@@ -94,11 +94,9 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The judgement."""
-
     state: str
     troubles: tuple[Trouble, ...] = ()
-    """What keeps the mirror from being ready, worst first; empty: it is ready."""
+    """The reasons why the mirror is not ready, worst first."""
 
     @property
     def ready(self) -> bool:
@@ -107,17 +105,15 @@ class Health:
 
     @property
     def message(self) -> str:
-        """All troubles in a line."""
         return "; ".join(trouble.text for trouble in self.troubles)
 
     @property
     def reasons(self) -> list[str]:
-        """A sentence for each trouble."""
         return [trouble.reason for trouble in self.troubles]
 
 
 def heard(row: Row) -> bool:
-    """True if the worker of this vbucket was heard recently enough for its figures to count."""
+    """True if the report of this vbucket's worker is recent enough to count."""
     return (row["report_age_s"] or 0) <= HEARD_S
 
 
@@ -129,10 +125,10 @@ def assess(
     groups: Sequence[Row] = (),
     source_error: str | None = None,
 ) -> Health:
-    """Judge a mirror by the rows of its vbuckets (cli/JSON.md), and what workers say of their groups.
+    """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
 
-    `held_count` vbuckets belong to it; None: not known yet. `source_error`: why the source could not be queried which
-    bucket it has.
+    `held_count` is the number of its vbuckets, None while unknown. `source_error` is why the source did not name its
+    bucket.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -141,7 +137,7 @@ def assess(
     if len(rows) < held_count:
         return of_mirror(STARTING, f"{len(rows)} of {held_count} vbuckets reported")
     failed = {row["group"]: bool(row.get("full")) for row in groups if row.get("error")}
-    """Groups whose store failed; True: because the disk is full. Their vbuckets have no streams meanwhile."""
+    """Groups whose store failed -> True if the disk is full. Their vbuckets have no streams."""
     going = [row for row in rows if row["state"] not in BROKEN and row["group"] not in failed]
     away = [row for row in going if row["node"] is None and heard(row)]
     if away and len(away) == len(going):
@@ -154,7 +150,7 @@ def assess(
 
 
 def assess_stored(rows: Sequence[Row]) -> Health:
-    """Judge a mirror whose service does not run."""
+    """Judge a mirror without a running service."""
     damage = (DEGRADED, "damaged")
     damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows])
     return Health(STORED, (Trouble(STORED, "no service runs: nothing follows the source"), *damaged))
@@ -166,7 +162,7 @@ def of_mirror(state: str, what: str, error: str | None = None) -> Health:
 
 
 def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[str, str] | None:
-    """The worst trouble of a vbucket: the state that it amounts to, and its words."""
+    """Return the worst trouble of a vbucket: the state that it causes, and its words."""
     if (row["report_age_s"] or 0) > SILENT_S:
         return DEGRADED, f"of worker {row['worker']}, silent for {row['report_age_s']:.0f} s"
     if row["state"] in BROKEN:
@@ -192,7 +188,7 @@ def _late(row: Row, limit_s: float) -> bool:
 
 
 def _collected(rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]]) -> tuple[Trouble, ...]:
-    """One trouble for all vbuckets with the same words, worst first."""
+    """Join vbuckets with the same words into one trouble each, worst first."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:
@@ -210,7 +206,7 @@ def _error_of(rows: Sequence[Row]) -> str | None:
 
 
 def _places(rows: Sequence[Row], concerned: Sequence[Row]) -> str:
-    """Name the vbuckets concerned: by group if they are whole groups, else as ranges; empty for all."""
+    """Name vbuckets by group if they are whole groups, else as ranges; empty for all."""
     if len(concerned) == len(rows):
         return ""
     groups = sorted({row["group"] for row in concerned})

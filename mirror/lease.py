@@ -21,13 +21,13 @@ from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import GrantLease, ReleaseLease
 
 SECONDS = 60.0
-"""How long a lease outlives a holder that died."""
+"""A lease outlives a dead holder by this long."""
 FIRST_TRIES = 40
 FIRST_RETRY_S = 0.25
 
 
 class Lease:
-    """Positions that are held. Use `hold`."""
+    """Held positions. Use `hold`."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Lease:
         seconds: float = SECONDS,
         lease_id: str | None = None,
     ) -> None:
-        """Ask for the lease. With the `lease_id` of one that several processes hold together, this one joins them.
+        """Ask for the lease, or join the one with `lease_id` that other processes hold.
 
-        Raises ServiceSaidNo when a position is no longer kept.
+        Raises ServiceSaidNo if a position is no longer kept.
         """
         self._directory = Path(path)
         self._positions = [[vbid, branch, seqno] for vbid, (branch, seqno) in sorted(positions.items())]
@@ -49,7 +49,7 @@ class Lease:
         self._ended = threading.Event()
         self.id = lease_id or uuid.uuid4().hex
         self.lost: MirrorError | None = None
-        """Why nothing is held any more; None: all is well."""
+        """The reason why the positions are no longer held; None while they are."""
         self._ask_first()
         self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewing.start()
@@ -59,7 +59,7 @@ class Lease:
             ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
-        """A worker that was killed a moment ago is back in a second: wait for it."""
+        """Ask, and wait for a killed worker, which is back in a second."""
         for _ in range(FIRST_TRIES):
             try:
                 return self._ask()
@@ -79,7 +79,7 @@ class Lease:
                     return
 
     def leave(self) -> bool:
-        """Renew no longer: others hold it too, or it ends by itself. False: that was so already."""
+        """Stop renewing: others hold it, too, or it ends by itself. Returns False if it had stopped before."""
         if self._ended.is_set():
             return False
         self._ended.set()
@@ -87,7 +87,7 @@ class Lease:
         return True
 
     def release(self) -> None:
-        """Hold no longer. Harmless when repeated, or when the service is gone."""
+        """End the lease. Harmless if repeated, or if the service is gone."""
         if not self.leave():
             return
         try:
@@ -102,8 +102,8 @@ def hold(
 ) -> Iterator[Lease]:
     """Keep the history of the mirror at `path` from these positions (vbid: branch, seqno) on, while the block runs.
 
-    `name` is shown by `status`; `seconds` is how long the lease outlives this process. Raises ServiceSaidNo when a
-    position is no longer kept; `lease.lost` says when holding ended before the block did.
+    `status` shows `name`; the lease outlives this process by `seconds`. Raises ServiceSaidNo if a position is no longer
+    kept; `lease.lost` says if holding ended early.
     """
     lease = Lease(path, positions, name=name, seconds=seconds)
     try:

@@ -29,11 +29,9 @@ class Patient:
     """A stream whose reader may leave: a closed terminal or pipe silences the logs and never ends the service."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to `stream` as long as it takes anything."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or let go."""
         try:
             self._stream.write(text)
         except OSError:
@@ -41,21 +39,20 @@ class Patient:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or let go."""
         try:
             self._stream.flush()
         except OSError:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Point the stream nowhere: what waits in its buffer must not fail once more when the process ends."""
+        """Redirect the stream to /dev/null, so that its buffer does not fail again at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
-    """Send logs of `level` and above to stderr; `process` names the process in each line."""
+    """Send logs of `level` and above to stderr; each line names `process`."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -78,5 +75,5 @@ def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
 
 
 def _drop_unknown(_logger: Any, _level: str, event: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a line for people what is not known; JSON says null."""
+    """Leave unknown values out of lines for people; JSON says null."""
     return {name: value for name, value in event.items() if value is not None}

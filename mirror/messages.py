@@ -21,36 +21,32 @@ from mirror.errors import ConfigError, SupervisionError
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Is there a service? Answer: `pid`."""
+    """Answer: `pid`."""
 
     op: ClassVar[str] = "ping"
 
 
 @dataclass(frozen=True, slots=True)
 class GetSource:
-    """How does the service reach its source? Answer: `settings`."""
+    """Answer: `settings`, those that say how to reach the source."""
 
     op: ClassVar[str] = "source"
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Report. Answer of a service: `status`, in the shape of cli/JSON.md; of a worker or server: a `ProcessReport`."""
+    """Answer of a service: `status` in the shape of cli/JSON.md; of a process: a `ProcessReport`."""
 
     op: ClassVar[str] = "status"
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadSettings:
-    """Read the settings again, as SIGHUP does."""
-
     op: ClassVar[str] = "reload"
 
 
 @dataclass(frozen=True, slots=True)
 class StopService:
-    """Stop, as SIGTERM does."""
-
     op: ClassVar[str] = "stop"
 
 
@@ -65,7 +61,7 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Read a vbucket again from 0, next to its old copy. Answer: `result`."""
+    """Read a vbucket again from seqno 0, next to its old copy. Answer: `result`."""
 
     op: ClassVar[str] = "resync"
     vbid: int
@@ -93,7 +89,7 @@ class ReleaseLease:
 
 @dataclass(frozen=True, slots=True)
 class HoldPositions:
-    """To a worker: hold the positions of a granted lease that are its own."""
+    """To a worker: hold its part of a granted lease."""
 
     op: ClassVar[str] = "lease"
     id: str
@@ -103,7 +99,7 @@ class HoldPositions:
 
 @dataclass(frozen=True, slots=True)
 class UseKvNodes:
-    """To a KV process: the mirrors of the bucket as they are named now."""
+    """To a KV process: the current mirrors of the bucket."""
 
     op: ClassVar[str] = "map"
     kv_nodes: str | None
@@ -116,22 +112,20 @@ class NoteContact:
 
     op: ClassVar[str] = "contact"
     lost: list[list[int]]
-    """[vbid, for how many milliseconds] each."""
+    """[vbid, milliseconds] each."""
 
 
 ControlCommand = (
     Ping | GetSource | GetStatus | ReloadSettings | StopService | RollBack | Resync | GrantLease | ReleaseLease
 )
-"""What the control socket takes."""
 ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | UseKvNodes | NoteContact
-"""What a worker or server takes from its supervisor."""
 
 # the pipe between the supervisor and one process
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Open these groups and mirror them. The first message, sent once."""
+    """The first message to a worker."""
 
     op: ClassVar[str] = "start-worker"
     slot: int
@@ -143,25 +137,25 @@ class StartWorker:
     cluster_map: dict[str, Any] | None = None
     """The newest one, as `ClusterMap.to_wire` makes it."""
     map_floor: list[int] | None = None
-    """Epoch and revision of the newest map that was ever followed."""
+    """Epoch and revision of the newest map ever followed."""
     group_mark: int = -1
-    """The inherited descriptor in which the worker notes the group that it works in."""
+    """Inherited descriptor in which the worker notes the group that it works in."""
     quarantined: list[list[Any]] = field(default_factory=list)
-    """[group, why] of each group that must not be opened."""
+    """[group, reason] of each group that must not be opened."""
     ends_on_refusal: bool = False
-    """A refusal by the source ends the worker; else it is shown, and the source is asked again."""
+    """End if the source refuses; else show the refusal and ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartServer:
-    """Listen at these addresses. The first message, sent once."""
+    """The first message to a server."""
 
     op: ClassVar[str] = "start-server"
     slot: int
     settings: dict[str, Any]
     kind: str
     revision: int
-    """Of the map that a KV server gives its clients."""
+    """Revision of the map that a KV server gives its clients."""
     login_secret: str
     listeners: list[list[Any]]
     """[address, inherited descriptor or None] each."""
@@ -169,14 +163,12 @@ class StartServer:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """Commit, close, and exit."""
-
     op: ClassVar[str] = "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Execute a command, and answer with the same id."""
+    """The answer has the same id."""
 
     op: ClassVar[str] = "request"
     id: int
@@ -185,7 +177,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NewClusterMap:
-    """From a worker: a map that it found. To a worker: a recorded map, which it is to follow."""
+    """From a worker: a map that it found. To a worker: a recorded map to follow."""
 
     op: ClassVar[str] = "map"
     cluster_map: dict[str, Any]
@@ -193,28 +185,28 @@ class NewClusterMap:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The event loop of the process turns."""
+    """The event loop of the process runs."""
 
     op: ClassVar[str] = "beat"
 
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A worker has all its streams, or lost one, or has caught up: its report is news."""
+    """A worker has news: all streams are open, one ended, or it caught up."""
 
     op: ClassVar[str] = "turned"
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The stores are open, or the addresses are listened at."""
+    """The stores are open, or the addresses listen."""
 
     op: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a request: a value, or the error that refused it."""
+    """A value, or the error of a refused request."""
 
     op: ClassVar[str] = "answer"
     id: int
@@ -224,13 +216,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
-    """Why the process exits; its exit follows."""
+    """The reason for the exit that follows."""
 
     op: ClassVar[str] = "failed"
     message: str
     exit_code: int | None = None
     fatal: bool = False
-    """Starting it again would end the same way."""
+    """A restart would end the same way."""
 
 
 StartMessage = StartWorker | StartServer
@@ -244,15 +236,13 @@ Message = ControlCommand | ProcessCommand | PipeMessage
 
 
 class GroupFailure(TypedDict):
-    """A group that a worker could not open."""
-
     group: int
     message: str
     exit_code: int
 
 
 class ProcessReport(TypedDict, total=False):
-    """What a worker or server reports of itself."""
+    """The report of a worker or server."""
 
     vbuckets: list[dict[str, Any]]
     """A worker's; `supervise.status.reported_row` reads them."""
@@ -261,7 +251,7 @@ class ProcessReport(TypedDict, total=False):
     counters: dict[str, int]
     """They only rise."""
     map: dict[str, int | None]
-    """`rev_epoch`, `rev` and the number of `nodes` of the map that is followed."""
+    """`rev_epoch`, `rev` and number of `nodes` of the followed map."""
     error: str | None
     selection: str
     warnings: list[str]
@@ -269,7 +259,7 @@ class ProcessReport(TypedDict, total=False):
     failed_groups: list[GroupFailure]
     request_seconds: dict[str, Any]
     connections: int
-    """Of an HTTP server, as are the next three."""
+    """Of an HTTP server, like the next three."""
     streams: int
     turned_away: int
     unsent_bytes: int
@@ -279,7 +269,7 @@ class ProcessReport(TypedDict, total=False):
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """The object that a message travels as."""
+    """Return the object that a message travels as."""
     values = {each.name: _encoded(getattr(message, each.name)) for each in fields(message)}
     return {"op": message.op} | values
 
@@ -293,12 +283,12 @@ def _encoded(value: Any) -> Any:
 
 
 def control_command(message: Mapping[str, Any]) -> ControlCommand:
-    """The command in an object from the control socket. Raises SupervisionError, ConfigError."""
+    """Decode an object from the control socket. Raises SupervisionError, ConfigError."""
     return cast(ControlCommand, _decode(ControlCommand, message))
 
 
 def pipe_message(message: Mapping[str, Any]) -> PipeMessage:
-    """The message in an object from a pipe. Raises SupervisionError, ConfigError."""
+    """Decode an object from a pipe. Raises SupervisionError, ConfigError."""
     return cast(PipeMessage, _decode(PipeMessage, message))
 
 

@@ -20,7 +20,7 @@ from storage.errors import StorageError
 
 
 def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
-    """Raise ConfigError for a file of the settings that another user owns, or that others may write."""
+    """Raise ConfigError if another user owns or may write a file of the settings."""
     password = PasswordSource.of(settings)
     secret = None if password.folder is None else password.folder / "password"
     for what, setting, path in (
@@ -36,7 +36,7 @@ def refuse_files_of_others(settings: Settings, config: Path | None) -> None:
 
 
 def refuse_others(path: Path, what: str, setting: str) -> None:
-    """Raise ConfigError if another user owns a file or directory, or others may write it. A missing one passes."""
+    """Raise ConfigError if another user owns or may write a file or directory. A missing one passes."""
     try:
         found = path.stat()
     except OSError:
@@ -56,7 +56,7 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
 
 
 def private_file(path: str | os.PathLike[str], *, replaces: str | os.PathLike[str]) -> IO[bytes]:
-    """A file to write for this user alone, or with the mode of the file that it is to replace. Raises OSError."""
+    """Create a file for this user alone, or with the mode of the file that it replaces. Raises OSError."""
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb")
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(file.fileno(), stat.S_IMODE(os.stat(replaces).st_mode))
@@ -71,7 +71,7 @@ def _name(uid: int) -> str:
 
 
 def readers_gid(settings: Settings) -> int | None:
-    """The number of the group; None where the setting is unset. Raises ConfigError where it cannot be used."""
+    """Return the id of `readers_group`; None if unset. Raises ConfigError if it cannot be used."""
     if settings.readers_group is None:
         return None
     try:

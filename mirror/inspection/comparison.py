@@ -31,13 +31,13 @@ from storage.format.digest import Digest, Fingerprint
 from storage.model import Manifest
 
 DIFFERENCES_MAX = 100
-"""Keys that are named for each vbucket; the rest is counted."""
+"""Differing keys that are listed for each vbucket; the rest is counted."""
 MOVED_MAX = 20_000
-"""Keys of a vbucket that are remembered to be looked at again; with more, all of it is."""
+"""Keys of a vbucket that are remembered for a second look; with more, the whole vbucket is compared again."""
 
 
 class Verdict(Enum):
-    """What two newest versions of a key say."""
+    """The verdict on the two newest versions of a key."""
 
     EQUAL = "equal"
     MISSING_HERE = "missing_here"
@@ -56,37 +56,35 @@ COMPARED = DIFFERENCES | {Verdict.EQUAL, Verdict.REV_ONLY}
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A copy at its moment."""
+    """One copy at its moment."""
 
     seqno: int
     manifest: Manifest
     purge_seqno: Callable[[], int] = lambda: 0
-    """Tombstones at or below may be gone; read after one was missed, for it rises meanwhile."""
+    """Tombstones at or below it may be gone. Read it after missing one, because it rises."""
 
     def has_collection(self, version: Fingerprint) -> bool:
-        """Whether the version's collection is one here, and not begun again since."""
+        """True if the version's collection exists and was not recreated since."""
         collection = self.manifest.collections.get(keys.split_key(version.key)[0])
         return collection is not None and version.seqno > collection.begin_seqno
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A key that is not the same."""
-
     verdict: Verdict
     here: Fingerprint | None
     there: Fingerprint | None
 
     @property
     def key(self) -> bytes:
-        """With its collection id."""
+        """The key with its collection id."""
         version = self.here or self.there
         assert version is not None, "a difference is of something"
         return version.key
 
     @property
     def fields(self) -> list[str]:
-        """The fields that differ between both versions. `content`: value, xattrs, flags, expiry or datatype."""
+        """The differing fields. `content` means value, xattrs, flags, expiry or datatype."""
         if self.here is None or self.there is None:
             return []
         names = ("seqno", "rev_seqno", "cas", "deleted", "digest")
@@ -96,57 +94,53 @@ class Difference:
 
 @dataclass(slots=True)
 class VbucketResult:
-    """What was found of one vbucket."""
-
     vbid: int
     state: str = "equal"
-    """equal, different, rollback (what is held is no longer the source's history), unreadable, behind (nothing is
-    published here), or unfinished."""
+    """equal; different; rollback: the mirror holds history that the source lost; unreadable; behind: nothing is
+    published; or unfinished."""
     text: str = ""
     branch: int = 0
     published_seqno: int = 0
     source_seqno: int = 0
     documents: int = 0
-    """Compared, on this side."""
+    """Documents compared on this side."""
     tombstones: int = 0
     source_documents: int = 0
     source_tombstones: int = 0
     digest: str = ""
-    """Of what was compared at the first look, by key: equal on both sides where that is equal."""
+    """Digest of the keys compared at the first look, equal to `source_digest` if they are equal."""
     source_digest: str = ""
     missing_here: int = 0
     missing_there: int = 0
     different: int = 0
     rev_only: int = 0
-    """Keys whose revision alone differs, by one: counted as equal."""
+    """Keys that differ in their revision alone, by one: counted as equal."""
     purged_here: int = 0
     purged_there: int = 0
     moved: int = 0
-    """Keys that changed while they were compared, and were compared again."""
+    """Keys that changed during the comparison and were compared again."""
     not_compared: int = 0
-    """Keys that kept changing, or that the source changed after what the mirror holds."""
+    """Keys that kept changing, or that the source changed after the mirror's position."""
     behind_seqnos: int = 0
-    """How far what was read of the source lies above what the mirror had published: of that nothing is said."""
+    """Seqnos read from the source above the mirror's position: not compared."""
     differences: list[Difference] = field(default_factory=list)
-    """The first of them."""
+    """The first ones."""
 
     @property
     def difference_count(self) -> int:
-        """How many keys differ."""
         return self.missing_here + self.missing_there + self.different
 
     @property
     def equal(self) -> bool:
-        """True when nothing speaks against it."""
         return self.state == "equal"
 
     @property
     def wrong(self) -> bool:
-        """True when what is held is not the source's, or cannot be read. Neither this nor equal: nobody knows."""
+        """True if the data is not the source's or cannot be read. A result may be neither equal nor wrong."""
         return self.state in ("different", "rollback", "unreadable")
 
     def excuse_purged(self) -> None:
-        """The source has forgotten deletions above what the mirror holds: what only the mirror has says nothing."""
+        """Do not count keys missing at the source: it purged deletions above the mirror's position."""
         if self.published_seqno < self.source_seqno:
             self.not_compared += self.missing_there
             self.documents -= self.missing_there
@@ -156,7 +150,6 @@ class VbucketResult:
                 self.state = "equal"
 
     def count(self, verdict: Verdict, here: Fingerprint | None, there: Fingerprint | None) -> None:
-        """Note what was found of a key."""
         name = verdict.value
         if verdict is not Verdict.EQUAL:
             setattr(self, name, getattr(self, name) + 1)
@@ -174,7 +167,7 @@ class VbucketResult:
 
 
 def not_said(results: Iterable[VbucketResult]) -> str:
-    """Return the limits of a verdict in words; empty if it covers all that was read of the source."""
+    """Return the limits of a verdict in words; empty if all that was read is compared."""
     found = list(results)
     seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
     revisions = sum(each.rev_only for each in found)
@@ -187,7 +180,7 @@ def not_said(results: Iterable[VbucketResult]) -> str:
 
 
 def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:
-    """What the newest versions of a key on both sides say; the rules are those at the top."""
+    """Judge the newest versions of a key by the rules above."""
     both_seqno = min(mirror.seqno, source.seqno)
     if here is not None and here.seqno > mirror.seqno:
         return Verdict.DIFFERENT  # a row that claims a seqno that the mirror has not published
@@ -211,13 +204,13 @@ def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, sou
 
 
 class OutOfOrder(Exception):
-    """The mirror's keys do not rise: a row says another key than the one it is found by."""
+    """The mirror's keys do not rise: a row holds another key than its reference."""
 
 
 def pairs(
     here: Iterable[Fingerprint], there: Iterable[Fingerprint]
 ) -> Iterator[tuple[Fingerprint | None, Fingerprint | None]]:
-    """The newest versions of each key on both sides, which rise in keys; raises OutOfOrder where `here` does not."""
+    """Yield the newest versions of each key from two rising sequences. Raises OutOfOrder if `here` does not rise."""
     left, right = _rising(here), iter(there)
     mine, theirs = next(left, None), next(right, None)
     while mine is not None or theirs is not None:
@@ -250,9 +243,9 @@ def compare(
     *,
     remember: bool = True,
 ) -> dict[bytes, Fingerprint | None] | None:
-    """Compare two whole copies into `result`; returns the keys that moved, with the source's version of each.
+    """Compare two whole copies into `result`. Returns the moved keys with the source's version of each.
 
-    None: too many moved, and nothing of what `result` says is of use. Without `remember` they are only counted.
+    Returns None if too many moved; then `result` is of no use. Without `remember` they are only counted.
     """
     mine, theirs = Digest(), Digest()
     moved: dict[bytes, Fingerprint | None] = {}

@@ -59,15 +59,13 @@ from storage.model import NO_VBUUID, Seqno, Vbid, VbucketState
 from storage.read.view import View, open_view
 
 PURGE_DAYS = 3
-"""A bucket's metadata purge interval, unless somebody changed it."""
+"""Default metadata purge interval of a bucket."""
 CERTIFICATE_DAYS = 30
 DISK_FACTOR = 1.4
-"""Size of a mirror by size of what comes over the wire."""
+"""Size of a mirror divided by the size of the received data."""
 
 
 class StepVerdict(StrEnum):
-    """How a step went."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -75,14 +73,12 @@ class StepVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One step."""
-
     step: str
     verdict: StepVerdict
     text: str
     remedy: str = ""
     exit_code: ExitCode = ExitCode.FAILED
-    """Of the command, where this is the first that failed."""
+    """Exit code of the command if this is the first failure."""
 
 
 @dataclass(slots=True)
@@ -113,12 +109,10 @@ class _Answers:
 
 
 class Doctor:
-    """Examines a source, and what a data directory makes of it. `examine` does all of it."""
-
     def __init__(
         self, settings: Settings, source: str, data: Path | None, *, clock: Clock | None = None, service: bool = False
     ) -> None:
-        """`data`: the directory of a mirror that is there, or that is to be made. Raises ConfigError for the string."""
+        """`data` is the directory of a mirror, existing or planned. Raises ConfigError for the connection string."""
         self.findings: list[Finding] = []
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
         self._settings = settings
@@ -131,7 +125,7 @@ class Doctor:
         self._owners: dict[NodeSession, _Answers] = {}
 
     async def examine(self) -> list[Finding]:
-        """All steps, as far as they can be taken."""
+        """Take all steps that are possible."""
         view = self._open_data()
         try:
             if not await self._reach():
@@ -169,7 +163,7 @@ class Doctor:
     # -- the way there --------------------------------------------------------------------------------------------
 
     async def _reach(self) -> bool:
-        """Names and ports; true if one of them answers."""
+        """Resolve names and try ports. Returns True if one address answers."""
         source = self._access.source
         addresses = source.addresses
         if source.srv_name is not None:
@@ -224,7 +218,7 @@ class Doctor:
         return None
 
     async def _log_in(self, view: View | None) -> Survey | None:
-        """TLS, user, password, bucket: `enter` does them in turn, and its error says which failed."""
+        """Try TLS, user, password and bucket; the error of `enter` tells which failed."""
         source = self._access.source
         try:
             surveyed = await survey(
@@ -291,7 +285,7 @@ class Doctor:
     # -- what is there --------------------------------------------------------------------------------------------
 
     def _judge_map(self, found: ClusterMap, view: View | None) -> bool:
-        """Judge the map; true if it is that of the bucket in the data directory."""
+        """Judge the map. Returns True if it belongs to the bucket of the data directory."""
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
@@ -324,7 +318,7 @@ class Doctor:
         return False
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
-        """Which nodes have an older map, and whether the newest is as new as what the mirror followed before."""
+        """Report nodes with an older map, and a map older than the one that the mirror followed."""
         newest = found.newest
         older = [
             str(address)
@@ -462,7 +456,7 @@ class Doctor:
     async def _ask(
         self, session: NodeSession, vbids: list[int], states: dict[int, VbucketState]
     ) -> dict[int, StreamAnswer | ClusterError]:
-        """Ask for streams that end where they begin."""
+        """Request streams that end where they begin."""
         owner = self._owners[session]
         loop = asyncio.get_running_loop()
         filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
@@ -569,7 +563,7 @@ class Doctor:
         )
 
     async def _bucket_bytes(self) -> int | None:
-        """What the nodes' active vbuckets take on their disks; None where they do not say."""
+        """Disk space of the active vbuckets; None if unknown."""
         total = 0
         for session in self._sessions:
             try:
@@ -589,13 +583,13 @@ def _size(byte_count: float) -> str:
 
 
 class _OfData(MirrorError):
-    """Stands for the exit code of data that is another's, or damaged."""
+    """Carries the exit code of damaged or foreign data."""
 
     exit_code = ExitCode.DATA
 
 
 async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
-    """All of a node's bucket statistics: one answer each, and an empty one at the end."""
+    """Return a node's bucket statistics: one answer each, then an empty one."""
     found: dict[str, str] = {}
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deadline = time.monotonic() + timeout_s

@@ -36,10 +36,10 @@ SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
 
 
 class Recorder:
-    """Writes a recording: the tap of a reader's connections. `full` once no more is taken."""
+    """Writes a recording as the tap of a reader's connections. `full` means it takes no more."""
 
     def __init__(self, path: Path, clock: Clock, *, bytes_max: int | None = None) -> None:
-        """Make the file. Raises ConfigError where there is one already, or none can be made."""
+        """Create the file. Raises ConfigError if it exists or cannot be created."""
         self.frame_count = 0
         self.byte_count = 0
         self.full = False
@@ -61,11 +61,11 @@ class Recorder:
         self._write({"format": FORMAT, "version": VERSION, "time_ms": clock.wall_ms()})
 
     def names(self, *, bucket: str, bucket_uuid: str, vbuckets: int) -> None:
-        """Say what is recorded."""
+        """Record the bucket's name, uuid and size."""
         self._write({"t": self._t(), "bucket": bucket, "bucket_uuid": bucket_uuid, "vbuckets": vbuckets})
 
     def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
-        """Bytes of a connection."""
+        """Record bytes of a connection."""
         if self.full:
             return
         number = self._numbers.get(link)
@@ -89,7 +89,6 @@ class Recorder:
                 self.full = True
 
     def close(self) -> None:
-        """End the file."""
         self.full = True
         try:
             self._file.close()

@@ -25,7 +25,7 @@ from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 
 TIMEOUT_S = 60.0
-"""Without a vbucket more that is done."""
+"""Longest time without a finished vbucket."""
 POLL_S = 0.05
 
 Progress = Callable[[int, int], None]
@@ -40,9 +40,9 @@ def resync(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch the vbuckets again and return when all are served. No view of the mirror may be open in this process.
+    """Fetch the vbuckets again and return once all are served. No view of the mirror may be open in this process.
 
-    Raises MirrorError, Locked (somebody else owns a group), and what the source refuses.
+    Raises MirrorError, Locked if another process owns a group, and the source's refusals.
     """
     first = next(iter(vbids), None)
     if first is None:
@@ -84,7 +84,7 @@ async def _resync_here(
     progress: Progress,
     clock: Clock,
 ) -> None:
-    """Own the groups, and be their worker for as long as it takes."""
+    """Own the groups and work as their worker."""
     identity = directory.load(path)
     groups = sorted({vbid % identity.group_count for vbid in vbids})
     writers: list[GroupWriter] = []

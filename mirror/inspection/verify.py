@@ -45,22 +45,22 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Whole comparisons of a vbucket: a rollback or too much movement in between makes one useless."""
+"""Comparisons of a whole vbucket: a rollback or too much movement spoils one."""
 ROUNDS_MAX = 40
-"""Looks at the keys that moved."""
+"""Rounds of looks at moved keys."""
 SCANS_MAX = 5
-"""Scans of the mirror that a rollback or the purger may break off."""
+"""Scans of the mirror; a rollback or the purger may break one off."""
 WAIT_S = 60.0
-"""For the mirror to publish what was read of the source."""
+"""Time for the mirror to publish what was read from the source."""
 IMPATIENT_S = 0.5
-"""The same, once it has been waited for in vain."""
+"""The same after a wait in vain."""
 
 Progress = Callable[[int, int, int], None]
 
 
 @dataclass(slots=True)
 class _Vbucket:
-    """One vbucket while it is looked at."""
+    """The state of a comparison."""
 
     result: VbucketResult
     runs: Runs
@@ -72,8 +72,6 @@ class _Vbucket:
 
 
 class Verifier:
-    """Compares. `run` does all of it."""
-
     def __init__(
         self,
         path: str,
@@ -85,9 +83,9 @@ class Verifier:
         folder: str | None = None,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
-        """`view` of the mirror at `path`, opened with `stale_reads`; `service`: one runs, so that waiting may help.
+        """`view` was opened with `stale_reads`. With a running `service`, waiting may help.
 
-        `progress` gets the vbuckets done, of how many, and rows read so far.
+        `progress` gets the vbuckets done, their total, and the rows read so far.
         """
         self._path = path
         self._view = view
@@ -99,7 +97,7 @@ class Verifier:
         self._rows = 0
 
     def run(self, vbids: list[int]) -> list[VbucketResult]:
-        """Compare these vbuckets; their results, in that order. Raises MirrorError when the source cannot be read."""
+        """Return the results of these vbuckets in that order. Raises MirrorError if the source cannot be read."""
         done: dict[int, VbucketResult] = {}
         todo = list(vbids)
         for attempt in range(ATTEMPTS_MAX):
@@ -181,7 +179,7 @@ class Verifier:
             result.not_compared = result.moved
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
-        """Wait until the mirror has what was read of the source; says why it has not."""
+        """Wait until the mirror has published the source's position. Returns the reason if it has not."""
         position, vbid = vbucket.position, Vbid(vbucket.result.vbid)
         if not position.seqno:
             return ""
@@ -226,7 +224,7 @@ class Verifier:
     # -- the mirror's side ----------------------------------------------------------------------------------------
 
     def _pin(self, vbid: int) -> tuple[Pin, Side]:
-        """What the vbucket serves now, with the manifest of that moment."""
+        """Return the served position with the manifest of that moment."""
         while True:
             before = self._view.manifest(vbid)
             pin = self._view.pin(vbid)
@@ -254,7 +252,7 @@ class Verifier:
     # -- what moved -----------------------------------------------------------------------------------------------
 
     def _settle(self, looked_at: dict[int, _Vbucket]) -> None:
-        """Look at the keys that moved until each was seen standing still."""
+        """Compare the moved keys again until each was seen unchanged."""
         for _ in range(ROUNDS_MAX):
             todo = {vbid: vbucket for vbid, vbucket in looked_at.items() if vbucket.moved}
             if not todo:
@@ -313,7 +311,7 @@ class Verifier:
     # -- histories ------------------------------------------------------------------------------------------------
 
     def _check_histories(self, looked_at: dict[int, _Vbucket]) -> None:
-        """Both sides must be of the source's history still: else what was compared is not one bucket."""
+        """Check that both sides still belong to the source's history."""
         here = {vbid: vbucket.here for vbid, vbucket in looked_at.items() if vbucket.here.seqno and not vbucket.again}
         for item in self._reader.read(here, {vbid: position.seqno for vbid, position in here.items()}):
             if isinstance(item, SourceRolledBack):
@@ -328,7 +326,7 @@ class Verifier:
                     vbucket.again = True
 
     def _left_behind(self, vbucket: _Vbucket, seqno: int) -> None:
-        """The source would have the mirror go back."""
+        """Note that the source would roll the mirror back."""
         result, position = vbucket.result, vbucket.here
         log = self._reader.failover_log(result.vbid)
         end_seqno = log.end_of(position.vbuuid, self._reader.high_seqnos()[result.vbid])
@@ -356,6 +354,6 @@ def verify(
     wait_s: float = WAIT_S,
     progress: Progress = lambda _done, _of, _rows: None,
 ) -> list[VbucketResult]:
-    """Compare the mirror at `path` with the source: a result for each vbucket. The parameters are `Verifier`'s."""
+    """Compare the mirror at `path` with the source. See `Verifier` for the parameters."""
     chosen = list(view.vbids) if vbids is None else vbids
     return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in chosen])

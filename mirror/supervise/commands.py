@@ -35,12 +35,10 @@ from mirror.supervise.processes.table import Processes
 from mirror.supervise.reports.collector import Reports
 
 OWNER_TIMEOUT_S = 25.0
-"""For a command to the owner of a vbucket; less than the control socket's own limit."""
+"""Less than the control socket's own limit."""
 
 
 class Commands:
-    """Obeys the commands of one service's clients."""
-
     def __init__(
         self,
         context: ServiceContext,
@@ -48,7 +46,7 @@ class Commands:
         reports: Reports,
         signalled: Callable[[int], None],
     ) -> None:
-        """`signalled` queues a signal, as if the service had got it."""
+        """`signalled` queues a signal as if the service had received it."""
         self._context = context
         self._processes = processes
         self._reports = reports
@@ -83,7 +81,6 @@ class Commands:
                 assert_never(command)
 
     async def _ask_owner(self, command: RollBack | Resync) -> dict[str, Any]:
-        """Have the worker that owns a vbucket execute a command."""
         identity, vbid = self._context.identity, command.vbid
         if identity is None or vbid not in identity.vbids:
             raise ConfigError(f"there is no vbucket {vbid} here", hint="see `dcp-mirror state`")
@@ -93,7 +90,7 @@ class Commands:
         return await owner.request(command, OWNER_TIMEOUT_S)
 
     async def _grant_lease(self, request: GrantLease) -> dict[str, Any]:
-        """Grant or renew a lease: by every worker that owns a part of it, or not at all."""
+        """Grant or renew a lease at every worker that owns a part of it, or at none."""
         identity, book = self._context.identity, self._context.leases
         if identity is None or book is None:
             raise SupervisionError("the service is still starting", hint="try again in a second", retryable=True)
@@ -127,7 +124,6 @@ class Commands:
         await asyncio.gather(*answers, return_exceptions=True)
 
     def _orders_of(self, record: LeaseRecord) -> list[tuple[Child, HoldPositions]]:
-        """The running workers that own a part of a lease, with the command for each."""
         assert self._context.identity is not None, "leases are granted only when the directory is known"
         count = self._context.identity.group_count
         running = self._processes.running()

@@ -23,8 +23,6 @@ from storage.model import Identity
 
 @dataclass(slots=True)
 class ServiceContext:
-    """The values that the parts of one service share."""
-
     settings: Settings
     data: Path
     clock: Clock
@@ -36,12 +34,11 @@ class ServiceContext:
     stopping: bool = False
 
     def now_ms(self) -> int:
-        """Milliseconds of the monotonic clock."""
         return int(self.clock.monotonic() * 1000)
 
     @property
     def vbucket_count(self) -> int | None:
-        """How many vbuckets the mirror has; None while that is not known."""
+        """Vbuckets that this mirror holds; None until the bucket is known."""
         return None if self.identity is None else len(self.identity.vbids)
 
 
@@ -49,10 +46,8 @@ log = get_logger("supervisor")
 
 
 class MapBook:
-    """The maps of one data directory's bucket."""
-
     def __init__(self, data: str, bucket_uuid: str, *, accept_older: bool = False) -> None:
-        """Read the record; with `accept_older` it is only overwritten. Raises StorageError where it is damaged."""
+        """Read the record; with `accept_older` overwrite it unread. Raises StorageError if it is damaged."""
         self._data = data
         self._bucket_uuid = bucket_uuid
         record = None if accept_older else map_record.load(data, bucket_uuid)
@@ -61,12 +56,12 @@ class MapBook:
 
     @property
     def current(self) -> ClusterMap | None:
-        """The newest map; None where the source was not reached yet."""
+        """The newest map; None until the source has answered."""
         return self._maps.current
 
     @property
     def floor(self) -> Revision | None:
-        """The newest revision that was ever followed."""
+        """The newest revision ever followed."""
         return self._maps.floor
 
     def check(self, found: ClusterMap) -> None:
@@ -75,7 +70,7 @@ class MapBook:
             raise OlderMap.of(found.revision, self._maps.floor)
 
     def take(self, found: ClusterMap) -> bool:
-        """Record a map if it is newer; true: it is to be followed now."""
+        """Record a map if it is newer. Returns True if workers must follow it now."""
         before = self._maps.floor
         known = hosts_of(self._maps.current)
         if not self._maps.take(found):
@@ -88,7 +83,7 @@ class MapBook:
         return True
 
     def retry(self) -> None:
-        """Write the record, where that failed before."""
+        """Write the record if an earlier write failed."""
         if not self._unsaved or self._maps.floor is None:
             return
         try:
@@ -100,5 +95,4 @@ class MapBook:
 
 
 def hosts_of(cluster_map: ClusterMap | None) -> set[str]:
-    """The hosts that a map names."""
     return set() if cluster_map is None else {node.host for node in cluster_map.nodes}

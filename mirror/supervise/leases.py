@@ -31,7 +31,7 @@ log = get_logger("supervisor")
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """One lease. Times in milliseconds since 1970."""
+    """One lease. Times are milliseconds since 1970."""
 
     id: str
     name: str
@@ -40,16 +40,13 @@ class LeaseRecord:
     positions: list[Position]
 
     def order(self, groups: tuple[int, ...], group_count: int) -> HoldPositions | None:
-        """The command for a worker of `groups`; None: it owns no part."""
+        """The command for a worker of `groups`; None if it owns no part."""
         theirs = [list(position) for position in self.positions if position[0] % group_count in groups]
         return HoldPositions(self.id, self.until_ms, theirs) if theirs else None
 
 
 class LeaseBook:
-    """All leases of a mirror."""
-
     def __init__(self, directory: Path, *, seconds_max: float, age_max_s: float) -> None:
-        """Read what an earlier service granted."""
         self._path = directory / BOOK_NAME
         self.limit(seconds_max=seconds_max, age_max_s=age_max_s)
         self._records: dict[str, LeaseRecord] = {}
@@ -65,28 +62,27 @@ class LeaseBook:
             self._records.clear()
 
     def limit(self, *, seconds_max: float, age_max_s: float) -> None:
-        """Set the limits of what is granted and renewed from now on."""
         self._seconds_max = seconds_max
         self._age_max_ms = int(age_max_s * 1000)
 
     def active(self, now_ms: int) -> list[LeaseRecord]:
-        """Leases that hold something now, oldest first."""
+        """Leases in force, oldest first."""
         return [record for record in self._records.values() if record.until_ms > now_ms]
 
     def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[HoldPositions]:
-        """The commands with which a worker of `groups` holds its part of all leases, when it starts."""
+        """The leases that a starting worker of `groups` must hold."""
         found = (record.order(groups, group_count) for record in self.active(now_ms))
         return [order for order in found if order is not None]
 
     def expire(self, now_ms: int) -> list[LeaseRecord]:
-        """Forget the leases that nobody renewed or released in time; returns them."""
+        """Remove and return the leases that ended without a release."""
         found = [record for record in self._records.values() if record.until_ms <= now_ms]
         for record in found:
             del self._records[record.id]
         return found
 
     def requested(self, request: GrantLease, vbucket_count: int, now_ms: int) -> LeaseRecord:
-        """The lease that a request asks for, new or renewed; it counts once it is `enter`ed. Raises ConfigError."""
+        """Return the requested lease, new or renewed. It counts once it is `enter`ed. Raises ConfigError."""
         seconds, name = request.seconds, request.name
         if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(
@@ -107,24 +103,24 @@ class LeaseBook:
         return LeaseRecord(request.id, name, granted_ms, until_ms, positions)
 
     def known(self, record: LeaseRecord, now_ms: int) -> bool:
-        """True for a renewal: the positions are those that are held still."""
+        """True for a renewal: the book holds the same positions."""
         known = self._records.get(record.id)
         return known is not None and known.until_ms > now_ms and known.positions == record.positions
 
     def enter(self, record: LeaseRecord) -> None:
-        """It is granted."""
+        """Record a granted lease."""
         self._records[record.id] = record
         self._write()
 
     def remove(self, lease_id: str) -> LeaseRecord | None:
-        """It is released; None: there is no such lease."""
+        """Remove a lease; None if there is no such lease."""
         record = self._records.pop(lease_id, None)
         if record is not None:
             self._write()
         return record
 
     def _write(self) -> None:
-        """Best effort: a full disk must not keep a job from reading."""
+        """Write the book if the disk has space: a full disk must not stop a reader."""
         unfinished = self._path.with_suffix(".new")
         try:
             unfinished.write_text(json.dumps([asdict(record) for record in self._records.values()]))

@@ -22,14 +22,12 @@ from storage.env import directory, map_record
 LOCK_NAME = "service.lock"
 _RECORDS = (directory.FILE, map_record.FILE)
 OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
-"""What may lie in a directory that is to become a mirror, besides group folders: traces of an interrupted start."""
+"""Traces of an interrupted start, allowed in a directory that is to become a mirror, besides group folders."""
 
 
 class ServiceLock:
-    """The right to be the service of a directory."""
-
     def __init__(self, directory: Path) -> None:
-        """Make the directory where it is missing and take its lock, or say at once why not."""
+        """Create the directory if necessary and lock it. Raises ConfigError, SupervisionError."""
         self.directory = directory
         self._descriptor = -1
         try:
@@ -66,7 +64,7 @@ class ServiceLock:
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def check_place(self, *, made: bool) -> None:
-        """Raise SupervisionError unless the path leads to the directory that was locked; if `made`, with a mirror."""
+        """Raise SupervisionError if the path no longer leads to the locked directory or, if `made`, to no mirror."""
         try:
             there = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
             if made:
@@ -83,7 +81,6 @@ class ServiceLock:
             )
 
     def release(self) -> None:
-        """Let the next one in."""
         if self._descriptor >= 0:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
@@ -92,7 +89,7 @@ class ServiceLock:
 
 
 def is_served(data: Path) -> bool:
-    """True if a process that took the lock of `data` lives and has not released it. Takes no lock itself."""
+    """True if the process that locked `data` still runs. Takes no lock."""
     try:
         holder = (data / LOCK_NAME).read_text().strip()
     except OSError:
@@ -101,7 +98,7 @@ def is_served(data: Path) -> bool:
 
 
 def refuse_foreign(data: Path) -> None:
-    """Raise ConfigError when `data` is no mirror and holds somebody's files, or when others could put files there."""
+    """Raise ConfigError if `data` holds foreign files and no mirror, or if others may create files there."""
     refuse_others(data, "the data directory", "data")
     names = sorted(entry.name for entry in data.iterdir())
     if "mirror.json" in names:

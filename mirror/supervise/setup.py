@@ -35,31 +35,29 @@ log = get_logger("supervisor")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What must be known of the bucket before a mirror of it can be made."""
+    """The facts of a bucket that a new mirror needs."""
 
     cluster_uuid: str
     bucket_name: str
     bucket_uuid: str
     vbucket_count: int
     cluster_map: ClusterMap | None = None
-    """The newest of all nodes that answered."""
+    """The newest map of all nodes that answered."""
 
 
 class LookUp(Protocol):
-    """Asks the source which bucket it serves."""
-
     def __call__(self, settings: Settings, bucket_uuid: str | None = None) -> Awaitable[Source]:
-        """`bucket_uuid`: maps of other buckets count only where no node has one of this. Raises ClusterError."""
+        """Return the bucket. With `bucket_uuid`, maps of other buckets count only if no node has that one. Raises
+        ClusterError.
+        """
         ...
 
 
 class Setup:
-    """Finds the source of one service, and makes or checks the data directory."""
-
     def __init__(
         self, context: ServiceContext, look_up: LookUp, *, required_groups: int | None, accept_older_map: bool
     ) -> None:
-        """`required_groups` is a number that the directory must have. Raises ConfigError."""
+        """With `required_groups`, the directory must have that many groups. Raises ConfigError."""
         self._context = context
         self._look_up = look_up
         self._required_groups = required_groups
@@ -70,7 +68,7 @@ class Setup:
         readers_gid(context.settings)
 
     def load(self) -> None:
-        """Take up the mirror in the data directory, if there is one. Raises ConfigError, StorageError."""
+        """Load the mirror in the data directory, if there is one. Raises ConfigError, StorageError."""
         data = str(self._context.data)
         if directory.exists(data):
             identity = directory.load(data)
@@ -80,7 +78,7 @@ class Setup:
             directory.check_unused(data)
 
     def share(self) -> None:
-        """Let the members of `readers_group` read the directory; each worker does the same for its groups."""
+        """Let members of `readers_group` read the directory; each worker does this for its groups."""
         settings, data = self._context.settings, str(self._context.data)
         name, gid = settings.readers_group, readers_gid(settings)
         if gid is None:
@@ -100,9 +98,9 @@ class Setup:
                 )
 
     async def find_source(self, limit_s: float, unreachable: Callable[[str], None]) -> Source:
-        """Ask the source which bucket it serves, until it answers; each failure is passed to `unreachable`.
+        """Ask the source for its bucket until it answers. Pass each failure to `unreachable`.
 
-        With a limit that is not 0 the last failure is raised after it. Raises ClusterError, BucketChanged, OlderMap.
+        Raise the last failure after `limit_s`, unless that is 0. Raises ClusterError, BucketChanged, OlderMap.
         """
         context = self._context
         began = context.clock.monotonic()
@@ -124,7 +122,7 @@ class Setup:
             delay_s = min(SOURCE_RETRY_MAX_S, delay_s * 2)
 
     def make(self, source: Source) -> None:
-        """Make the data directory of a new mirror. Raises ConfigError, StorageError."""
+        """Create the data directory of a new mirror. Raises ConfigError, StorageError."""
         settings = self._context.settings
         held, count = self._held(source), source.vbucket_count
         groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
@@ -147,7 +145,7 @@ class Setup:
         context.maps = MapBook(str(context.data), identity.bucket_uuid, accept_older=self._accept_older_map)
 
     def _check(self, identity: Identity) -> None:
-        """Raise ConfigError where the settings ask for another mirror than the one in the directory."""
+        """Raise ConfigError if the settings describe another mirror than the directory's."""
         data, required = self._context.data, self._required_groups
         if required is not None and required != identity.group_count:
             raise ConfigError(
@@ -182,7 +180,7 @@ class Setup:
             )
 
     def _held(self, source: Source) -> tuple[int, int] | None:
-        """The vbuckets that a new mirror shall hold; None: all."""
+        """The range of vbuckets for a new mirror; None for all."""
         vbuckets = self._context.settings.vbuckets
         if vbuckets is None:
             return None
@@ -197,7 +195,6 @@ class Setup:
 
 
 def look_up_with(clock: Clock) -> LookUp:
-    """Return the function that asks the source which `Settings` name."""
 
     async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
         if settings.source is None:
@@ -223,9 +220,9 @@ def look_up_with(clock: Clock) -> LookUp:
 
 
 async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str | None:
-    """Rename the data directory when it mirrors another bucket than the source has; returns its new name.
+    """Rename the data directory if it mirrors another bucket than the source's. Returns its new name.
 
-    Raises ClusterError when the source cannot be reached, SupervisionError while a service runs, StorageError.
+    Raises ClusterError if the source cannot be reached, SupervisionError while a service runs, StorageError.
     """
     if settings.data is None:
         raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")

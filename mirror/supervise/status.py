@@ -37,11 +37,10 @@ HISTORY_FIELDS = (
     "resync_count",
     "last_resync_ms",
 )
-"""What is said of a vbucket's history, in a worker's report and in the document alike."""
+"""Fields of a vbucket's history, the same in a worker's report and in the status."""
 
 
 def history_fields(state: VbucketState, history: History | None) -> Row:
-    """What is said of a vbucket's history; None for what is not known."""
     known: Row = dict.fromkeys(HISTORY_FIELDS)
     known["stale"] = state.staging_branch != state.branch and state.published_seqno > 0
     known["history_floor_seqno"] = int(state.history_floor_seqno)
@@ -58,7 +57,7 @@ def history_fields(state: VbucketState, history: History | None) -> Row:
 
 
 def bucket_fields(identity: Identity | None) -> dict[str, Any]:
-    """What a status says of the bucket and of how much of it is mirrored; None for what is not known."""
+    """Fields of the bucket and of the part that is mirrored; None if unknown."""
     return {
         "bucket": identity.bucket_name if identity else None,
         "bucket_uuid": identity.bucket_uuid if identity else None,
@@ -71,7 +70,6 @@ def bucket_fields(identity: Identity | None) -> dict[str, Any]:
 
 
 def stored_row(state: VbucketState, group: int, history: History | None = None) -> Row:
-    """What the store alone knows of a vbucket."""
     known = {
         "vbid": state.vbid,
         "state": "stored",
@@ -86,12 +84,11 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
 
 
 def unreadable_row(vbid: int, group: int, error: str) -> Row:
-    """The row of a vbucket that the store cannot read."""
     return reported_row({"vbid": vbid, "state": "damaged", "detail": error}, group)
 
 
 def reported_row(report: Mapping[str, Any], group: int) -> Row:
-    """A worker's report of a vbucket, in the promised shape."""
+    """Return a worker's report of a vbucket in the shape of cli/JSON.md."""
     high = report.get("source_high_seqno")
     published = int(report.get("published_seqno") or 0)
     log = report.get("failover_log") or ()
@@ -127,18 +124,17 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
 
 
 def summed_if_known(values: Sequence[int | float | None]) -> int | float | None:
-    """The sum of all values; None when one of them is not known."""
+    """The sum of all values; None if one is unknown."""
     return sum(value for value in values if value is not None) if values and None not in values else None
 
 
 def summed(values: Iterable[int | float | None]) -> int | float | None:
-    """The sum of what is known; None when nothing is."""
+    """The sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
-    """The sums over all vbuckets."""
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
@@ -173,7 +169,6 @@ def _newest(rows: Sequence[Row], name: str) -> int | None:
 
 
 def stored_status(data: Path) -> dict[str, Any]:
-    """The status as the store alone knows it."""
     identity = directory.load(str(data))
     with open_view(str(data)) as view:
         rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]

@@ -43,32 +43,30 @@ from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import LookUp, Setup
 
 TICK_S = 0.2
-"""How often deadlines and restart pauses are looked at."""
+"""Interval between checks of deadlines and restart pauses."""
 COMPLAINT_INTERVAL_S = 60.0
 SOURCE_PATIENCE_S = 0.5
-"""Readers are served what is there if the source has not answered for this long; of a new mirror that is HTTP alone."""
+"""Readers are served after this long without an answer from the source; for a new mirror, HTTP alone."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
-"""With `--until-caught-up` a caller waits for the end: give up on a source that cannot be reached."""
+"""With `--until-caught-up`, give up on an unreachable source after this long: a caller waits for the end."""
 
 log = get_logger("supervisor")
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """The service got a signal, or a command that does the same."""
+    """A signal arrived, or a command with the same effect."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFinished:
-    """A background task of the supervisor ended, or must be looked at."""
-
     task: asyncio.Task[None]
 
 
 class Tick:
-    """Time passed."""
+    pass
 
 
 Event = Signalled | TaskFinished | Tick | ChildMessage | ChildExited
@@ -77,8 +75,6 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class Supervisor:
-    """The service of one data directory."""
-
     def __init__(
         self,
         settings: Settings,
@@ -95,9 +91,10 @@ class Supervisor:
         announce: Callable[[str], None] | None = None,
         accept_older_map: bool = False,
     ) -> None:
-        """`required_groups` is a number that the operator gave, which must then fit; `progress` gets each new status,
-        and `announce` a line for each address that readers can connect to. With `accept_older_map` the first map that
-        is found is followed, however old.
+        """`progress` gets each new status; `announce` gets a line for each address that is open to readers.
+
+        With `required_groups`, an existing directory must have that many groups. With `accept_older_map`, the first map
+        found is followed however old it is.
         """
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
@@ -151,7 +148,7 @@ class Supervisor:
     # the service's life
 
     async def run(self) -> ExitCode:
-        """Serve until stopped, or with `until_caught_up` until then. Raises what makes serving impossible."""
+        """Serve until stopped, or with `until_caught_up` until then. Raises the error that ended the service."""
         lock = ServiceLock(self._context.data)
         control = ControlServer(self._context.data, self._commands.answer)
         loop = asyncio.get_running_loop()
@@ -203,11 +200,10 @@ class Supervisor:
                 log.info("stopping", workers=workers)
 
     def status_document(self) -> dict[str, Any]:
-        """All that `status` shows, as of the last reports."""
         return self._reports.document()
 
     def _check_place(self, lock: ServiceLock) -> None:
-        """End the service when its directory is gone: nothing that the workers could still commit would be found."""
+        """End the service if its directory is gone: later commits could not be found."""
         try:
             lock.check_place(made=self._context.identity is not None)
         except SupervisionError as error:
@@ -215,7 +211,7 @@ class Supervisor:
             self.stop(error)
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log that no connection can be accepted, once a minute; the loop tries again by itself every second."""
+        """Log once a minute that connections cannot be accepted; the event loop retries every second."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             loop.default_exception_handler(context)
@@ -238,7 +234,7 @@ class Supervisor:
             self._events.put_nowait(Tick())
 
     async def _resolve_source(self) -> None:
-        """Learn which bucket it is; make the directory, or compare; then start work."""
+        """Find the bucket, create or check the directory, then start the workers."""
         settings = self._context.settings
         limit_s = settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
         source = await self._setup.find_source(limit_s, self._source_unreachable)
@@ -285,7 +281,7 @@ class Supervisor:
                 self._finished(event.task)
 
     def _feed_watchdog(self) -> None:
-        """Fed from the event loop's own work, so that systemd notices a loop that hangs."""
+        """Feed the watchdog from the event loop, so that systemd notices a loop that hangs."""
         interval_s = self._notifier.watchdog_interval_s()
         now_s = self._clock.monotonic()
         if interval_s is not None and now_s >= self._fed_watchdog_s + interval_s:
@@ -362,7 +358,7 @@ class Supervisor:
     # a reload
 
     def _reload_settings(self) -> None:
-        """Read the settings again. Where one is refused, all stay as they are."""
+        """Read the settings again. If one is refused, all stay as they are."""
         if self._reload is None or self._context.stopping:
             return
         self._notifier.reloading(self._clock.monotonic())
@@ -381,7 +377,7 @@ class Supervisor:
             self._notifier.ready()
 
     def _use_settings(self, found: Settings) -> None:
-        """Work by these settings from now on, but for those that take effect at a start of the service."""
+        """Apply these settings, except those that need a restart of the service."""
         context = self._context
         different = [name for name in to_wire(found) if getattr(found, name) != getattr(context.settings, name)]
         changed = [name for name in different if name not in FIXED]
@@ -400,7 +396,7 @@ class Supervisor:
             child.outdated = child.outdated or outdated_by(child.slot, changed)
 
     async def _send_kv_nodes(self, revision: int) -> None:
-        """Have the KV processes, and through them their clients, know the mirrors of the bucket as they are now."""
+        """Send the new list of mirrors to the KV processes and, through them, to their clients."""
         command = UseKvNodes(self._context.settings.kv_nodes, revision)
         for child in self._processes.alive():
             if kind_of(child.slot) == "kv" and not child.outdated:
@@ -411,7 +407,7 @@ class Supervisor:
 
 
 def has_terminal() -> bool:
-    """Whether this process has a controlling terminal: closing it sends SIGHUP too, which then means to stop."""
+    """True if the process has a controlling terminal. Closing the terminal sends SIGHUP, too, and then means stop."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

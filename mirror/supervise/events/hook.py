@@ -29,7 +29,7 @@ log = get_logger("on_event")
 
 
 def words_of(command: str) -> list[str]:
-    """The program and its arguments, quoted as in a shell. Raises ConfigError."""
+    """Split a command as a shell does. Raises ConfigError."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -42,10 +42,7 @@ def words_of(command: str) -> list[str]:
 
 
 class Hook:
-    """Runs the command; without one it does nothing."""
-
     def __init__(self, clock: Clock, command: str | None) -> None:
-        """Nothing runs yet. Raises ConfigError."""
         self._clock = clock
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -54,16 +51,15 @@ class Hook:
         self.use(command)
 
     def use(self, command: str | None) -> None:
-        """From now on run this command. Raises ConfigError."""
+        """Replace the command. Raises ConfigError."""
         self._words = None if command is None else words_of(command)
 
     @property
     def idle(self) -> bool:
-        """True while nothing runs or waits."""
         return not self._running and not self._waiting
 
     def put(self, event: dict[str, Any]) -> None:
-        """Run the command for an event, now or when others have ended."""
+        """Run the command for an event, now or after others have ended."""
         if self._words is None:
             return
         if len(self._waiting) >= WAITING_MAX:
@@ -122,7 +118,7 @@ class Hook:
             log.error("on-event-failed", program=words[0], error=why)
 
     async def close(self) -> None:
-        """End what runs; what waits is left out."""
+        """Kill running commands and drop waiting events."""
         self._waiting.clear()
         for task in self._running:
             task.cancel()

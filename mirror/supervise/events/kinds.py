@@ -14,20 +14,18 @@ Level = Literal["info", "warning", "error"]
 
 
 def _counted(count: int, what: str) -> str:
-    """`1 vbucket`, `33 vbuckets`."""
+    """Return `1 vbucket`, `33 vbuckets`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfVbuckets:
     vbuckets: int
-    """How many."""
     vbids: tuple[int, ...]
-    """The first of them."""
+    """The first ones."""
 
     @property
     def counted(self) -> str:
-        """`1 vbucket`, `33 vbuckets`."""
         return _counted(self.vbuckets, "vbucket")
 
 
@@ -38,21 +36,20 @@ class VbucketsRolledBack(_OfVbuckets):
     name: ClassVar[str] = "rollback"
     level: ClassVar[Level] = "warning"
     seqnos: int
-    """What was taken back, summed."""
+    """Retracted seqnos of all vbuckets."""
     from_seqno: int | None
-    """Of the vbucket, where it is one; None for several."""
+    """Of a single vbucket; None for several."""
     to_seqno: int | None
 
     @property
     def text(self) -> str:
-        """The sentence."""
         span = "" if self.to_seqno is None else f" from seqno {self.from_seqno:,} to {self.to_seqno:,}"
         return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} taken back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResyncBegun(_OfVbuckets):
-    """Vbuckets are read again from 0, next to their old copies."""
+    """Vbuckets are read again from seqno 0, next to their old copies."""
 
     name: ClassVar[str] = "resync-begun"
     level: ClassVar[Level] = "warning"
@@ -60,20 +57,18 @@ class ResyncBegun(_OfVbuckets):
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"{self.counted} resynced from 0: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResyncDone(_OfVbuckets):
-    """The new copies of resynced vbuckets have replaced the old ones."""
+    """New copies have replaced the old ones."""
 
     name: ClassVar[str] = "resync-done"
     level: ClassVar[Level] = "info"
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the resync of {self.counted} is done"
 
 
@@ -88,13 +83,12 @@ class FirstFillDone:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the first fill is done: {self.vbuckets:,} vbuckets, {self.seqnos:,} seqnos"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceUnreachable:
-    """At a start of the service: the source has not been reached, and is tried on."""
+    """The source has not answered since the service started."""
 
     name: ClassVar[str] = "source-unreachable"
     level: ClassVar[Level] = "error"
@@ -102,13 +96,12 @@ class SourceUnreachable:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the source has not been reached since the service started: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReached:
-    """The source, which was not reached at the start of the service, has answered."""
+    """The source has answered for the first time since the service started."""
 
     name: ClassVar[str] = "source-reached"
     level: ClassVar[Level] = "info"
@@ -116,23 +109,21 @@ class SourceReached:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the source is reached, after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLost(_OfVbuckets):
-    """Vbuckets have no contact with the source any more."""
+    """Vbuckets lost contact with the source."""
 
     name: ClassVar[str] = "source-lost"
     level: ClassVar[Level] = "error"
     nodes: tuple[str, ...]
-    """Where they were streamed from."""
+    """The nodes that streamed them."""
     why: str
 
     @property
     def text(self) -> str:
-        """The sentence."""
         what = f"{self.counted} lost contact with the source"
         return f"{what}: {self.why}" if self.why else what
 
@@ -147,13 +138,12 @@ class SourceBack(_OfVbuckets):
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"{self.counted} again in contact with the source after {self.away_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageFound(_OfVbuckets):
-    """Stored data of vbuckets cannot be read."""
+    """Stored data cannot be read."""
 
     name: ClassVar[str] = "damage-found"
     level: ClassVar[Level] = "error"
@@ -161,13 +151,12 @@ class DamageFound(_OfVbuckets):
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"{self.counted} damaged: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFull:
-    """Groups cannot write: there is no space on the disk."""
+    """Groups cannot write because the disk is full."""
 
     name: ClassVar[str] = "disk-full"
     level: ClassVar[Level] = "error"
@@ -176,13 +165,12 @@ class DiskFull:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the disk is full for {_counted(len(self.groups), 'group')}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFree:
-    """Groups that had no space write again."""
+    """Groups can write again after a full disk."""
 
     name: ClassVar[str] = "disk-free"
     level: ClassVar[Level] = "info"
@@ -190,13 +178,12 @@ class DiskFree:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the disk has space again for {_counted(len(self.groups), 'group')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapChanged:
-    """A newer cluster map is followed."""
+    """Workers follow a newer cluster map."""
 
     name: ClassVar[str] = "map-changed"
     level: ClassVar[Level] = "info"
@@ -206,7 +193,6 @@ class MapChanged:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the cluster map has changed: revision {self.rev_epoch}.{self.rev}, {_counted(self.nodes, 'node')}"
 
 
@@ -217,13 +203,12 @@ class SettingsRead:
     name: ClassVar[str] = "settings-read"
     level: ClassVar[Level] = "info"
     in_force: tuple[str, ...]
-    """Changed settings that are in force now."""
+    """Changed settings that took effect."""
     need_restart: tuple[str, ...]
     """Changed settings that take effect at the next start of the service."""
 
     @property
     def text(self) -> str:
-        """The sentence."""
         parts = [f"in force now: {', '.join(self.in_force)}"] if self.in_force else []
         if self.need_restart:
             parts.append(f"only after a restart of the service: {', '.join(self.need_restart)}")
@@ -232,7 +217,7 @@ class SettingsRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsRefused:
-    """New settings are wrong: the old ones stay in force."""
+    """New settings are wrong; the old ones stay in force."""
 
     name: ClassVar[str] = "settings-refused"
     level: ClassVar[Level] = "error"
@@ -240,7 +225,6 @@ class SettingsRefused:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the new settings are refused, the old ones stay in force: {self.why}"
 
 
@@ -256,17 +240,16 @@ class WorkerEnded:
     exit: str
     why: str | None
     pause_ms: int
-    """Before another one is started."""
+    """Pause before its replacement starts."""
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"{self.process} (process {self.pid}) died: {self.exit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired:
-    """A reader's lease on history ended without being released."""
+    """A reader's lease on history ended without a release."""
 
     name: ClassVar[str] = "lease-expired"
     level: ClassVar[Level] = "warning"
@@ -276,7 +259,6 @@ class LeaseExpired:
 
     @property
     def text(self) -> str:
-        """The sentence."""
         return f"the lease of {self.reader!r} on {self.vbuckets:,} vbuckets has expired: its reader may lose its moment"
 
 
@@ -300,15 +282,14 @@ Event = (
 )
 
 EVENTS: tuple[type[Any], ...] = get_args(Event)
-"""Every type of event."""
 
 
 def fields_of(event: Event) -> dict[str, Any]:
-    """What an event carries, as plain values."""
+    """The fields of an event as plain values."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(event).items()}
 
 
 def to_json(event: Event, number: int, time_ms: int) -> dict[str, Any]:
-    """An event in the shape of cli/JSON.md."""
+    """Return an event in the shape of cli/JSON.md."""
     head = {"number": number, "time_ms": time_ms, "event": event.name, "level": event.level, "text": event.text}
     return head | fields_of(event)

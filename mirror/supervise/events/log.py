@@ -21,18 +21,16 @@ from mirror.supervise.events.kinds import Event, fields_of, to_json
 
 EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
 FILE_BYTES_MAX = 1024 * 1024
-"""Some 4,000 events: then the file takes the place of the older one."""
+"""About 4,000 events; a full file replaces the older one."""
 EVENTS_KEPT = 50
-"""Events in memory, for the status document."""
+"""Events kept in memory for the status."""
 
 log = get_logger("events")
 
 
 class EventLog:
-    """The events of one service."""
-
     def __init__(self, clock: Clock, data: Path, forward: Callable[[dict[str, Any]], None]) -> None:
-        """`forward` gets each new event, in the shape of cli/JSON.md."""
+        """`forward` gets each new event in the shape of cli/JSON.md."""
         self._clock = clock
         self._data = data
         self._forward = forward
@@ -40,7 +38,6 @@ class EventLog:
         self._count = int(self._kept[-1]["number"]) if self._kept else 0
 
     def add(self, event: Event) -> None:
-        """Log, write and forward an event."""
         self._count += 1
         shown = to_json(event, self._count, self._clock.wall_ms())
         getattr(log, event.level)(event.name, **fields_of(event))
@@ -65,12 +62,11 @@ class EventLog:
             path.replace(self._data / OLDER_EVENTS_FILE)
 
     def newest(self) -> list[dict[str, Any]]:
-        """The newest events, newest first."""
         return list(reversed(self._kept))
 
 
 def newest_events(data: Path) -> list[dict[str, Any]]:
-    """Return the newest stored events, newest first; none if they cannot be read."""
+    """Return the newest stored events, newest first; empty if the files cannot be read."""
     kept: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
     with contextlib.suppress(OSError):
         kept.extend(read_events(data))

@@ -33,38 +33,33 @@ _LIVE = {
     "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s", "on_event",
     *(f"{kind}_processes" for kind in KINDS),
 }  # fmt: skip
-"""What takes effect without a process started again."""
+"""Settings that take effect without a new process."""
 
 FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s")
-"""What a reload leaves as it is: it takes effect at the next start of the service."""
+"""Settings that a reload leaves alone: they take effect at the next start of the service."""
 
 Held = dict[str, dict[Address, Reserved]]
-"""Kind -> each address as the settings name it -> the socket that holds it."""
+"""Kind -> each configured address -> the socket that holds it."""
 
 
 class Listeners:
-    """The addresses of one service."""
-
     def __init__(self, settings: Settings, revision: int) -> None:
-        """Read and check the addresses; nothing is taken yet. `revision` rises with each start of the service.
-
-        Raises ConfigError.
-        """
+        """Check the addresses without opening them. `revision` rises with each start. Raises ConfigError."""
         self._addresses = check_servers(settings)
         self._held: Held = {}
         self._announced: set[tuple[str, Address]] = set()
         self._revision = revision
         self._login_secret = secrets.token_bytes(16)
-        """Makes salts: of an unknown user the same ones in all processes."""
+        """Makes the salts of unknown users, equal in all processes."""
 
     def reserve(self) -> None:
-        """Take the addresses. Raises ConfigError when one is taken, and holds none then."""
+        """Open all addresses or none. Raises ConfigError if one is taken."""
         self._held = self._taken(self._addresses)
 
     def change(self, settings: Settings) -> None:
-        """Take the addresses that these settings have, and let go of those that they have no longer.
+        """Open new addresses and close those no longer configured; the others stay open throughout.
 
-        An address that stays is held all the time. Raises ConfigError when one cannot be had; nothing has changed then.
+        Raises ConfigError if one is taken; then nothing has changed.
         """
         desired = check_servers(settings)
         fresh = self._taken(desired)
@@ -76,7 +71,7 @@ class Listeners:
         self._announced &= {(kind, each.address) for kind, _, each in _each(fresh)}
 
     def _taken(self, desired: dict[str, list[Address]]) -> Held:
-        """Hold these addresses: those that are held already are not taken again. Raises ConfigError."""
+        """Return sockets for these addresses, reusing open ones. Raises ConfigError."""
         found: Held = {}
         new: list[Reserved] = []
         try:
@@ -95,7 +90,7 @@ class Listeners:
         return found
 
     def _reserved(self, kind: str, address: Address) -> Reserved | None:
-        """The socket that holds an address for a kind now, with or without TLS."""
+        """The open socket of an address, with or without TLS."""
         place = _place(address)
         for configured, reserved in self._held.get(kind, {}).items():
             if place in (_place(configured), _place(reserved.address)):
@@ -114,18 +109,17 @@ class Listeners:
         return reserve(address, kind, shared=address.path is None and address.port in own_ports)
 
     def renew(self, revision: int) -> int:
-        """The map has changed: its new revision."""
+        """Return the revision of a changed map."""
         self._revision = max(self._revision + 1, revision)
         return self._revision
 
     def release(self) -> None:
-        """Let go of the addresses."""
         for _, _, each in _each(self._held):
             each.release()
         self._held = {}
 
     def desired(self, settings: Settings) -> dict[int, tuple[int, ...]]:
-        """Slot -> no groups, for each process that there should be."""
+        """Slots of the configured server processes. Servers own no groups."""
         slots: dict[int, tuple[int, ...]] = {}
         for kind in self._held:
             first = (KINDS.index(kind) + 1) * SLOTS_PER_KIND
@@ -138,7 +132,6 @@ class Listeners:
         return [each.inherited for each in held.values() if each.inherited is not None]
 
     def start_message(self, slot: int, settings: dict[str, Any]) -> StartServer:
-        """The first message to the server in a slot."""
         kind = kind_of(slot) or ""
         return StartServer(
             slot=slot,
@@ -150,7 +143,7 @@ class Listeners:
         )
 
     def ready(self, slot: int) -> list[str]:
-        """A process listens: a line for each address of its kind that has not been announced."""
+        """Return a line for each address of this slot's kind that was not announced before."""
         kind = kind_of(slot) or ""
         new = [
             each.address for each in self._held.get(kind, {}).values() if (kind, each.address) not in self._announced
@@ -159,7 +152,7 @@ class Listeners:
         return [f"{kind} {url_of(kind, address)}" for address in new]
 
     def urls(self) -> dict[str, list[str]]:
-        """Where each kind listens: the addresses at which a process of it has said that it does."""
+        """The announced addresses of each kind."""
         found: dict[str, list[str]] = {}
         for kind, _, each in _each(self._held):
             if (kind, each.address) in self._announced:
@@ -172,12 +165,12 @@ def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:
 
 
 def _place(address: Address) -> Address:
-    """Where it is, whatever is spoken there."""
+    """The address without regard to TLS."""
     return replace(address, tls=False)
 
 
 def check_servers(settings: Settings) -> dict[str, list[Address]]:
-    """The addresses of each kind that has some, once what its processes need was checked. Raises ConfigError."""
+    """Return the addresses of each configured kind after checking their settings. Raises ConfigError."""
     found: dict[str, list[Address]] = {}
     owner: dict[Address, str] = {}
     for kind in KINDS:
@@ -201,7 +194,7 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
 
 
 def url_of(kind: str, address: Address) -> str:
-    """An address as clients write it."""
+    """The address as clients write it."""
     if address.path is not None:
         return f"unix:{address.path}"
     scheme = {"kv": "couchbase", "http": "http", "dcp": "couchbase"}[kind] + ("s" if address.tls else "")
@@ -209,21 +202,20 @@ def url_of(kind: str, address: Address) -> str:
 
 
 def kind_of(slot: int) -> str | None:
-    """Which kind of server stands in a slot; None: a worker."""
+    """The kind of server in a slot; None for a worker."""
     number = slot // SLOTS_PER_KIND
     return KINDS[number - 1] if 0 < number <= len(KINDS) else None
 
 
 def process_name(slot: int) -> str:
-    """Return `worker 0`, `http 1`: a process by its slot, as people read it."""
+    """Return `worker 0`, `http 1`."""
     return f"{kind_of(slot) or 'worker'} {slot % SLOTS_PER_KIND}"
 
 
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
-    """Whether the process of a slot has to be started again after these settings changed."""
+    """True if a change of these settings restarts the process of a slot."""
     kind = kind_of(slot)
     others = {each for each in KINDS if each != kind}
-    """Addresses of one kind concern its own processes alone."""
     concerning = set(changed) - _LIVE - others
     of_readers = {name for name in concerning if name.startswith(_PREFIXES)}
     if kind is None:
@@ -232,7 +224,7 @@ def outdated_by(slot: int, changed: Collection[str]) -> bool:
 
 
 def effect_of(name: str) -> str:
-    """Say when a changed setting takes effect, and what is restarted for it."""
+    """Say when a changed setting takes effect, and which processes restart."""
     if name in FIXED:
         return "restart"
     if name in KINDS:

@@ -20,30 +20,28 @@ from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import MirrorError, SupervisionError
 
 REQUEST_LENGTH_MAX = 1024 * 1024
-"""A command is a name and a few numbers; a megabyte is far beyond any."""
+"""A command is a name and a few numbers."""
 CLIENTS_MAX = 64
-"""Operators, scripts and a status page; more at once is a mistake somewhere."""
+"""Operators, scripts and a status page need fewer."""
 ANSWER_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
-"""For a client to take an answer."""
+"""Limit for a client to take an answer."""
 REQUEST_TIMEOUT_S = 60.0
-"""For a request to be whole, from the connection or the answer before it: who keeps a place must use it."""
+"""Limit for a whole request, counted from the connection or the answer before it."""
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class ControlServer:
-    """Listens for commands."""
-
     def __init__(self, directory: Path, handler: Handler) -> None:
-        """`handler` answers one command; a MirrorError it raises becomes an error answer."""
+        """`handler` answers one command; its MirrorError becomes an error answer."""
         self._directory = directory
         self._handler = handler
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen. A socket left by a dead service is replaced: the caller holds the service's lock."""
+        """Listen. Replace the socket of a dead service: the caller holds the service's lock."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with socket_address(self._directory) as address:
@@ -62,7 +60,7 @@ class ControlServer:
             raise
 
     async def stop(self) -> None:
-        """Answer what is being answered, then stop listening and take the socket away."""
+        """Stop listening, cancel the clients and remove the socket."""
         if self._server is None:
             return
         self._server.close()

@@ -17,28 +17,25 @@ from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import PipeMessage, encode, pipe_message
 
 MESSAGE_LENGTH_MAX = 64 * 1024 * 1024
-"""The status of 65,536 vbuckets at 500 bytes each is half of this."""
+"""Twice the status of 65,536 vbuckets at 500 bytes each."""
 
 _LENGTH = struct.Struct(">I")
 
 
 class Channel:
-    """One end of the pipe."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Use `Channel.open`."""
         self._reader = reader
         self._writer = writer
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """Use `end`, which now belongs to the channel."""
+        """Take ownership of `end`."""
         end.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer)
 
     def send(self, message: PipeMessage) -> None:
-        """Queue `message`; never waits. A peer that is gone is noticed by `receive`."""
+        """Queue `message` without waiting. `receive` notices a dead peer."""
         body = msgpack.packb(encode(message))
         if len(body) > MESSAGE_LENGTH_MAX:
             raise SupervisionError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_LENGTH_MAX}")
@@ -46,7 +43,7 @@ class Channel:
             self._writer.write(_LENGTH.pack(len(body)) + body)
 
     async def receive(self) -> PipeMessage | None:
-        """The next message; None when the other side is gone."""
+        """Return the next message; None if the other side is gone. Raises SupervisionError."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MESSAGE_LENGTH_MAX:
@@ -67,18 +64,17 @@ class Channel:
 
     @property
     def waiting_bytes(self) -> int:
-        """Queued and not yet taken by the other side."""
+        """Bytes queued for the other side."""
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:
-        """Wait until the other side took what was queued, or is gone."""
+        """Wait until the other side took the queue, or is gone."""
         try:
             await self._writer.drain()
         except ConnectionError:
             return
 
     async def close(self) -> None:
-        """Close the pipe; what is queued is sent first."""
         self._writer.close()
         try:
             await self._writer.wait_closed()

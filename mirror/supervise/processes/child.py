@@ -25,43 +25,37 @@ from mirror.supervise.processes.plan import Heartbeat, ProcessPhase, WorkerFacts
 from mirror.supervise.processes.quarantine import GroupMark
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
-"""Commands queued to a child that takes none: it is stuck, and its heartbeat will say so; queue no more."""
+"""A child that lets commands queue up to here is stuck; its heartbeat will say so."""
 
 
 class WorkerRefused(SupervisionError):
-    """A worker that runs refused a command."""
+    """A running worker refused a command."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildMessage:
-    """A child sent a message."""
-
     child: Child
     message: PipeMessage
 
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """A child is dead and reaped."""
+    """A child died and was reaped."""
 
     child: Child
     status: int
-    """As subprocess gives it: negative for a signal."""
+    """Exit status, negative for a signal."""
 
 
 def worker_command(descriptor: int) -> list[str]:
-    """Return the command line of a worker whose end of the pipe is `descriptor`."""
     return [sys.executable, "-P", "-m", "mirror.supervise.processes.worker", str(descriptor)]
 
 
 def server_command(descriptor: int) -> list[str]:
-    """Return the command line of a server whose end of the pipe is `descriptor`."""
     return [sys.executable, "-P", "-m", "mirror.supervise.processes.server", str(descriptor)]
 
 
 class Child:
-    """One living worker process."""
-
     def __init__(
         self,
         slot: int,
@@ -70,7 +64,6 @@ class Child:
         channel: Channel,
         heartbeat: Heartbeat,
     ) -> None:
-        """Use `spawn`."""
         self.slot = slot
         self.groups = groups
         self.pid = process.pid
@@ -78,11 +71,10 @@ class Child:
         self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
         self.outdated = False
-        """Runs with settings that are no longer in force."""
+        """It runs with settings that are no longer in force."""
         self.exit_report: ExitReport | None = None
-        """What it reported before it went."""
+        """Its last report before it exited."""
         self.status: ProcessReport = {}
-        """Its last full report."""
         self.gauge = Gauge(process.pid)
         self.mark: GroupMark | None = None
         """The group that it works in; None for a server."""
@@ -93,7 +85,6 @@ class Child:
         self._watch: asyncio.Task[None] | None = None
 
     def facts(self, now_ms: int) -> WorkerFacts:
-        """What `plan` needs to know."""
         return WorkerFacts(
             self.slot,
             self.groups,
@@ -104,20 +95,19 @@ class Child:
         )
 
     def watch(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
-        """Turn what it says, and its death, into events from now on."""
+        """Post its messages, and at the end its death, from now on."""
         self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")
 
     def send(self, message: PipeMessage) -> None:
-        """Queue a message for it."""
         self._channel.send(message)
 
     def kill(self) -> None:
-        """SIGKILL; its death arrives as an event."""
+        """Send SIGKILL; the death arrives as an event."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
     async def request(self, command: ProcessCommand, timeout_s: float) -> dict[str, Any]:
-        """The answer to a command. Raises WorkerRefused; SupervisionError when the process dies or hangs."""
+        """Return the answer to a command. Raises WorkerRefused; SupervisionError if the process dies or hangs."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._request_count += 1
@@ -134,7 +124,7 @@ class Child:
             self._answers.pop(number, None)
 
     def answered(self, message: Answer) -> None:
-        """Hand an answer to the requester; one that nobody waits for any more is dropped."""
+        """Pass an answer to its requester, if that still waits."""
         waiting = self._answers.get(message.id)
         if waiting is None or waiting.done():
             return
@@ -165,7 +155,7 @@ async def spawn(
     command: Callable[[int], Sequence[str]] = worker_command,
     inherited: Sequence[int] = (),
 ) -> Child:
-    """Start a worker process, which inherits these descriptors too. Raises OSError when the system cannot."""
+    """Start a process that also inherits these descriptors. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

@@ -15,22 +15,18 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One look at a process."""
-
     cpu_percent: float
-    """Of one core, since the look before."""
+    """Share of one core since the previous look."""
     private_bytes: int | None
     resident_bytes: int
-    """With shared pages, so with the part of the store that happens to be in memory."""
+    """Includes shared pages, so also the part of the store that is in memory."""
     thread_count: int
     open_files_count: int
 
 
 class Gauge:
-    """Looks at one process again and again."""
-
     def __init__(self, pid: int) -> None:
-        """Start the first interval of `cpu_percent` now."""
+        """Begin the first interval of `cpu_percent`."""
         self._pid = pid
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
@@ -39,7 +35,6 @@ class Gauge:
             self._process = None
 
     def read(self) -> Figures | None:
-        """What it looks like now; None when it is gone."""
         if self._process is None:
             return None
         try:
@@ -56,7 +51,7 @@ class Gauge:
 
 
 def private_bytes(pid: int) -> int | None:
-    """RssAnon of a process, in bytes."""
+    """RssAnon of a process; None if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

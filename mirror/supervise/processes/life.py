@@ -44,10 +44,8 @@ log = get_logger("worker")
 
 
 class Work(Protocol):
-    """What a worker does between its start and its end."""
-
     async def run(self) -> None:
-        """Do it until stopped. Raises what makes going on impossible."""
+        """Work until stopped. Raises an error that ends the process."""
         ...
 
     async def stop(self) -> None:
@@ -55,12 +53,10 @@ class Work(Protocol):
         ...
 
     def status(self) -> ProcessReport:
-        """Report `vbuckets` (a list of rows) and `counters` (numbers that only rise)."""
+        """Report `vbuckets` (rows) and `counters` (numbers that only rise)."""
         ...
 
-    async def request(self, command: ProcessCommand) -> dict[str, Any]:
-        """Execute a command of the supervisor. Raises MirrorError, StorageError."""
-        ...
+    async def request(self, command: ProcessCommand) -> dict[str, Any]: ...
 
 
 @runtime_checkable
@@ -68,14 +64,13 @@ class FollowsMaps(Protocol):
     """Work that streams from the source."""
 
     def follow_map(self, found: dict[str, Any]) -> None:
-        """Follow a cluster map that is recorded, as `ClusterMap.to_wire` writes it."""
+        """Follow a recorded map, as `ClusterMap.to_wire` writes it."""
         ...
 
 
 Send = Callable[[PipeMessage], None]
-"""Sends a message to the supervisor; never waits."""
+"""Sends a message to the supervisor without waiting."""
 Make = Callable[[StartMessage, Send], Awaitable[Work]]
-"""Makes the work that the first message describes."""
 
 
 def die_with_parent() -> None:
@@ -85,8 +80,6 @@ def die_with_parent() -> None:
 
 
 class ChildProcess:
-    """A process between its first message and its last."""
-
     def __init__(self, channel: Channel, make: Make) -> None:
         """`make` opens the stores and returns the work."""
         self._channel = channel
@@ -95,11 +88,10 @@ class ChildProcess:
         self._requests: set[asyncio.Task[None]] = set()
 
     def end(self) -> None:
-        """Begin the end: commit, close, go."""
         self._ending.set()
 
     async def live(self) -> int:
-        """Live a child's life; returns its exit status."""
+        """Work from the first message to the last. Returns the exit status."""
         first = await self._channel.receive()
         if first is None:
             return 0
@@ -169,7 +161,6 @@ class ChildProcess:
 
 
 async def work_over(end: socket.socket, make: Make) -> int:
-    """Live at this end of a pipe."""
     child = ChildProcess(await Channel.open(end), make)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, child.end)
@@ -179,7 +170,7 @@ async def work_over(end: socket.socket, make: Make) -> int:
 
 
 def main(arguments: list[str], make: Make) -> int:
-    """Entry of the process: the one argument is the number of the inherited descriptor."""
+    """Entry point. The only argument is the number of the inherited descriptor."""
     die_with_parent()
     set_up_logs("info", process=f"worker {arguments[0] if arguments else '?'}")
     try:

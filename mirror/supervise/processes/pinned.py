@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 SHOWN_S = 5.0
-"""Younger transactions are not worth a line."""
+"""Shorter transactions are not shown."""
 
 log = structlog.get_logger("worker")
 
@@ -29,19 +29,17 @@ class _Seen:
 
 
 class PinnedPages:
-    """The readers of one worker's groups."""
-
     def __init__(self, now_s: Callable[[], float], limit_s: float) -> None:
-        """A reader above `limit_s` is named in a warning."""
+        """Warn of readers above `limit_s`."""
         self._now_s = now_s
         self._limit_s = limit_s
         self._seen: dict[tuple[int, int, int], _Seen] = {}
-        """(group, process, transaction) of each reader that does not see the newest commit."""
+        """(group, process, transaction) of each reader behind the newest commit."""
         self._sizes: dict[int, int] = {}
         self._warned: set[tuple[int, int, int]] = set()
 
     def look(self, group: int, readers: Iterable[tuple[int, int]], file_bytes: int) -> None:
-        """Note who holds pages of a group's file now: (process, transaction) of each."""
+        """Note the readers that hold pages of a group's file: (process, transaction) each."""
         self._sizes[group] = file_bytes
         now = {}
         for process, transaction in readers:
@@ -55,7 +53,7 @@ class PinnedPages:
                 log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The readers in transactions that last, as `status` shows them."""
+        """Readers in long transactions, as `status` shows them."""
         now_s = self._now_s()
         return [
             {

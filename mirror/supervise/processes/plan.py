@@ -18,42 +18,37 @@ from enum import Enum
 
 
 class ProcessPhase(Enum):
-    """What the process of a slot is doing."""
-
     ABSENT = "absent"
-    """No process: never started, or reaped."""
+    """Never started, or reaped."""
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
-    """Asked to stop, not gone yet."""
+    """Asked to stop."""
     KILLED = "killed"
     """Sent SIGKILL, not reaped yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What is known of a slot's process."""
-
     slot: int
     groups: tuple[int, ...]
     phase: ProcessPhase
     overdue: bool = False
-    """Silent for longer than its deadline."""
+    """Silent beyond its deadline."""
     stopping_since_ms: int = 0
     outdated: bool = False
     """Runs with settings that are no longer in force."""
     not_before_ms: int = 0
-    """With `ABSENT`: the end of its restart pause."""
+    """End of the restart pause of an absent process."""
 
     @property
     def alive(self) -> bool:
-        """Whether a process may still hold the groups."""
         return self.phase is not ProcessPhase.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Spawn a worker for the slot, owning these groups."""
+    """Spawn a process for the slot, owning these groups."""
 
     slot: int
     groups: tuple[int, ...]
@@ -61,7 +56,7 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class StopProcess:
-    """Ask the slot's worker to commit, close and go."""
+    """Ask the slot's process to commit, close and exit."""
 
     slot: int
     reason: str
@@ -69,7 +64,7 @@ class StopProcess:
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """SIGKILL the slot's worker; whether it starts again is the next plan's matter."""
+    """SIGKILL the slot's process; a later plan decides on a restart."""
 
     slot: int
     reason: str
@@ -79,7 +74,7 @@ Action = StartProcess | StopProcess | KillProcess
 
 
 def assign(group_count: int, worker_count: int) -> dict[int, tuple[int, ...]]:
-    """Slot -> its groups, as even as it goes; never more slots than groups."""
+    """Divide the groups evenly. There are never more slots than groups."""
     assert group_count >= 1, "a directory has at least one group"
     assert worker_count >= 1, "at least one worker"
     slots = min(group_count, worker_count)
@@ -94,9 +89,9 @@ def plan(
     stop_grace_ms: int,
     stopping: bool = False,
 ) -> list[Action]:
-    """What to do now so that `actual` comes nearer to `desired` (nothing at all is desired while `stopping`).
+    """Return the actions that bring `actual` closer to `desired`; while `stopping`, nothing is desired.
 
-    `stop_grace_ms` is how long a worker may take to commit and close before it is killed: that costs no data.
+    A process that takes longer than `stop_grace_ms` to commit and close is killed, at no cost of data.
     """
     target = {} if stopping else dict(desired)
     actions: list[Action] = []
@@ -124,51 +119,47 @@ def plan(
 
 
 BEAT_INTERVAL_MS = 500
-"""How often a child beats."""
 
 DEADLINE_MS = 15_000
-"""How long it may be silent: thirty beats, so that one slow disk sync is not taken for death."""
+"""Allowed silence: thirty beats, so that one slow disk sync is not taken for death."""
 
 START_DEADLINE_MS = 60_000
-"""How long until the first beat: a cold disk and a large store are no reason to kill."""
+"""Allowed time to the first beat: a cold disk and a large store take long."""
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """The pulse of one child."""
-
     started_ms: int
     deadline_ms: int = DEADLINE_MS
     start_deadline_ms: int = START_DEADLINE_MS
     last_beat_ms: int | None = None
 
     def beat(self, now_ms: int) -> None:
-        """The child was heard."""
         assert now_ms >= (self.last_beat_ms or self.started_ms), "a clock that goes back is no clock"
         self.last_beat_ms = now_ms
 
     def age_ms(self, now_ms: int) -> int:
-        """How long it has been silent."""
+        """Time since the last beat, or since the start."""
         return now_ms - (self.started_ms if self.last_beat_ms is None else self.last_beat_ms)
 
     def overdue(self, now_ms: int) -> bool:
-        """Whether its silence is too long."""
+        """True if the silence exceeds the deadline."""
         limit = self.start_deadline_ms if self.last_beat_ms is None else self.deadline_ms
         return self.age_ms(now_ms) > limit
 
 
 RESTART_FIRST_MS = 200
-"""After the first death: long enough for its locks and sockets to be gone, short enough for a blink of lag."""
+"""Long enough for locks and sockets to go, short enough for a blink of lag."""
 
 RESTART_LIMIT_MS = 30_000
-"""However often it died: an operator who fixes the cause waits no longer than this."""
+"""An operator who fixed the cause waits no longer than this."""
 
 PROVEN_MS = 60_000
-"""A worker that lived this long is not in a crash loop."""
+"""A worker that lived this long is not in a crash loop; the count starts again."""
 
 
 def restart_delay_ms(failures: int) -> int:
-    """The pause before start number `failures` + 1; none before the first."""
+    """The pause before start number `failures` + 1, doubled with each failure; none before the first."""
     assert failures >= 0, "failures are counted from 0"
     if failures == 0:
         return 0
@@ -176,5 +167,5 @@ def restart_delay_ms(failures: int) -> int:
 
 
 def failures_after(failures: int, lived_ms: int) -> int:
-    """The count after one more death, of a worker that had lived `lived_ms`."""
+    """The number of failures in a row after a worker died that had lived `lived_ms`."""
     return 1 if lived_ms >= PROVEN_MS else failures + 1

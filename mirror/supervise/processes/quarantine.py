@@ -17,40 +17,39 @@ from contextlib import contextmanager
 from storage.errors import CorruptedError
 
 SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""What damaged pages end in: bad pointers, pages beyond the file's end, LMDB's own assertions."""
+"""Effects of damaged pages: bad pointers, pages beyond the file's end, LMDB's own assertions."""
 DEATHS = 3
-"""So many in one group within WINDOW_MS: one alone may be a bad memory module or a signal from outside."""
+"""Deaths in one group within WINDOW_MS. A single one may be a bad memory module or a signal from outside."""
 WINDOW_MS = 3_600_000
 
 _BYTES = 8
 
 
 class GroupMark:
-    """A number that two processes share: the group that a worker works in."""
+    """Memory shared by two processes: the group that a worker works in."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory of a descriptor, and close it."""
+        """Map and close the descriptor."""
         try:
             self.word = memoryview(mmap.mmap(descriptor, _BYTES)).cast("q")
-            """The group and 1; 0: none."""
+            """The group plus 1; 0 for none."""
         finally:
             os.close(descriptor)
 
     @staticmethod
     def descriptor() -> int:
-        """Fresh memory, as a descriptor for the worker to inherit."""
+        """Create memory that the worker inherits as a descriptor."""
         descriptor = os.memfd_create("dcp-mirror group")
         os.ftruncate(descriptor, _BYTES)
         return descriptor
 
     @property
     def group(self) -> int | None:
-        """The group; None while the worker works in none."""
         return self.word[0] - 1 if self.word[0] else None
 
     @contextmanager
     def inside(self, group: int) -> Iterator[None]:
-        """Say that the block works in a group."""
+        """Note that the block works in a group."""
         before = self.word[0]
         self.word[0] = group + 1
         try:
@@ -60,15 +59,14 @@ class GroupMark:
 
 
 class Quarantine:
-    """The groups that are left alone, over all workers of a service."""
+    """The groups that no worker of this service may open."""
 
     def __init__(self) -> None:
-        """No worker has died yet."""
         self._deaths: dict[int, list[tuple[int, str]]] = {}
-        """Of each group: when, and by which signal."""
+        """Group -> time and signal of each death."""
 
     def note_death(self, group: int | None, status: int, now_ms: int) -> bool:
-        """Count a worker's death in a group; True: the group is quarantined from now on."""
+        """Count a worker's death in a group. Returns True if the group is quarantined now."""
         if group is None or -status not in SIGNALS or group in self.groups:
             return False
         recent = [each for each in self._deaths.get(group, ()) if now_ms - each[0] < WINDOW_MS]
@@ -77,7 +75,7 @@ class Quarantine:
 
     @property
     def groups(self) -> dict[int, str]:
-        """The quarantined groups, with what happened."""
+        """The quarantined groups with the reason."""
         return {
             group: f"group {group} is quarantined: its worker died in it {len(deaths)} times within an hour "
             f"({', '.join(sorted({name for _, name in deaths}))})"

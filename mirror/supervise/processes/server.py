@@ -35,8 +35,6 @@ Sockets = list[tuple[Address, socket.socket]]
 
 
 class KvServing:
-    """The work of a KV process."""
-
     server_type: type[KvServer] = KvServer
 
     def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
@@ -66,11 +64,9 @@ class KvServing:
         self._ended = asyncio.Event()
 
     async def start(self) -> None:
-        """Listen."""
         await self._server.start(self._sockets, self._tls)
 
     async def run(self) -> None:
-        """Serve until stopped."""
         try:
             await self._ended.wait()
         finally:
@@ -78,16 +74,14 @@ class KvServing:
             self._bucket.close()
 
     async def stop(self) -> None:
-        """Let `run` return."""
         self._ended.set()
 
     def status(self) -> ProcessReport:
-        """No vbuckets: they are the workers'."""
+        """Report no vbuckets: they are the workers'."""
         latencies = self._server.counters.latencies.figures()
         return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 
     async def request(self, command: ProcessCommand) -> dict[str, Any]:
-        """Execute a command: another list of mirrors."""
         if not isinstance(command, UseKvNodes):
             raise ConfigError(f"a KV process knows no command {command.op!r}")
         self._server.change_map(self._map(command.kv_nodes, command.revision))
@@ -106,18 +100,14 @@ class KvServing:
 
 
 class DcpServing(KvServing):
-    """The work of a DCP process."""
-
     server_type = DcpServer
 
     def __init__(self, settings: Settings, sockets: Sockets, revision: int, login_secret: bytes) -> None:
-        """Open the mirror. Raises StorageError, ConfigError."""
         super().__init__(settings, sockets, revision, login_secret)
         assert isinstance(self._server, DcpServer)
         self._contact = self._server.contact = SourceContact(self._bucket.view.vbids, SystemClock())
 
     async def request(self, command: ProcessCommand) -> dict[str, Any]:
-        """Execute a command: the contact with the source."""
         if not isinstance(command, NoteContact):
             return await super().request(command)
         self._contact.note({each[0]: each[1] for each in command.lost})
@@ -128,7 +118,7 @@ class DcpServing(KvServing):
 
 
 async def open_server(start: StartMessage, _send: Send) -> Work:
-    """Open the mirror and listen, as the first message says. Raises what makes that impossible."""
+    """Open the mirror and listen as the first message says. Raises ConfigError, StorageError."""
     assert isinstance(start, StartServer), "a worker is another program"
     gc.freeze()  # a collection of all that was imported is a step of 10 ms
     settings = from_wire(start.settings)

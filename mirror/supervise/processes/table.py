@@ -40,12 +40,12 @@ from mirror.supervise.processes.quarantine import GroupMark, Quarantine
 log = get_logger("supervisor")
 
 Command = Callable[[int], Sequence[str]]
-"""The command line of a process whose end of the pipe is this descriptor."""
+"""Returns the command line of a process for its inherited descriptor."""
 
 
 @dataclass(slots=True)
 class ProcessSlot:
-    """A numbered place for a process, and the record of all processes that ran in it."""
+    """A numbered place for a process, with the history of all processes that ran in it."""
 
     child: Child | None = None
     failures: int = 0
@@ -57,8 +57,6 @@ class ProcessSlot:
 
 
 class Processes:
-    """Starts, stops and kills the processes of one service."""
-
     def __init__(
         self,
         context: ServiceContext,
@@ -70,9 +68,7 @@ class Processes:
         server: Command,
         ends_on_refusal: bool,
     ) -> None:
-        """`post` gets the messages and the exit of each process. None is planned before `begin`. `ends_on_refusal` is
-        for the workers.
-        """
+        """`post` gets the messages and exits of all processes. `ends_on_refusal` is passed to the workers."""
         self._context = context
         self._listeners = listeners
         self._event_log = event_log
@@ -82,19 +78,17 @@ class Processes:
         self._ends_on_refusal = ends_on_refusal
         self.slots: dict[int, ProcessSlot] = {}
         self.desired: dict[int, tuple[int, ...]] = {}
-        """Slot -> its groups, for each process that there should be."""
+        """Slot -> groups of each process that should run."""
         self.working = False
-        """The bucket is known, and workers are planned."""
+        """The bucket is known and workers are planned."""
         self.serves_readers = False
-        """HTTP servers are planned, whether the bucket is known or not."""
+        """Servers are planned before the bucket is known."""
         self.quarantine = Quarantine()
 
     def alive(self) -> list[Child]:
-        """The processes that are not reaped."""
         return [slot.child for slot in self.slots.values() if slot.child is not None]
 
     def running(self) -> list[Child]:
-        """The processes that are ready and were not stopped."""
         return [child for child in self.alive() if child.phase is ProcessPhase.RUNNING]
 
     def owner_of(self, group: int) -> Child | None:
@@ -102,17 +96,16 @@ class Processes:
         return next((child for child in self.running() if group in child.groups), None)
 
     def begin(self) -> None:
-        """Plan workers for all groups, and the servers."""
         self.working = True
         self.replan()
 
     def serve_readers(self) -> None:
-        """Plan the servers before the source has answered. Of a new mirror that is HTTP alone: it tells its state."""
+        """Plan the servers before the source has answered; for a new mirror HTTP alone, which shows its state."""
         self.serves_readers = True
         self.replan()
 
     def replan(self) -> None:
-        """Plan what has begun by the settings in force."""
+        """Apply the settings in force to the desired processes."""
         settings, identity = self._context.settings, self._context.identity
         servers = self._listeners.desired(settings)
         if self.working:
@@ -124,7 +117,6 @@ class Processes:
     # executing the plan
 
     async def act(self) -> None:
-        """Do what the plan says now."""
         now_ms = self._context.now_ms()
         grace_ms = int(self._context.settings.stop_timeout_s * 1000)
         stopping = self._context.stopping
@@ -203,7 +195,7 @@ class Processes:
     # what processes did
 
     def exited(self, event: ChildExited) -> None:
-        """Record how a process ended, and set the pause before the next one in its slot."""
+        """Record how a process ended and set the pause before its replacement."""
         child, now_ms = event.child, self._context.now_ms()
         slot = self.slots[child.slot]
         assert slot.child is child, "a slot holds one child at a time"
@@ -232,13 +224,13 @@ class Processes:
         )
 
     def kill_all(self) -> None:
-        """SIGKILL every process; `act` sees them exit."""
+        """Send SIGKILL to every process; `exited` gets their deaths."""
         for child in self.alive():
             child.phase = ProcessPhase.KILLED
             child.kill()
 
     async def reap_all(self, events: asyncio.Queue[Any]) -> None:
-        """Kill the processes that are left, and wait for their exits in the service's queue."""
+        """Kill the remaining processes and wait for their exits in the service's queue."""
         for child in self.alive():
             child.kill()
         while self.alive():
@@ -249,7 +241,7 @@ class Processes:
     # the cluster map
 
     def follow_map(self, found: ClusterMap) -> None:
-        """Record a cluster map if it is newer, and have all workers follow it."""
+        """Record a cluster map if it is newer, and send it to all workers."""
         maps = self._context.maps
         assert maps is not None, "maps come when the directory is known"
         known = maps.current
@@ -261,7 +253,7 @@ class Processes:
                     child.send(NewClusterMap(found.to_wire()))
 
     def map_found(self, child: Child, found: ClusterMap) -> None:
-        """A worker found a map: all follow it if it is the newest, else this worker gets the newest."""
+        """Compare a worker's map: the newer one goes to all workers, or back to this one."""
         self.follow_map(found)
         current = self._context.maps.current if self._context.maps is not None else None
         if current is not None and current is not found:
@@ -269,7 +261,7 @@ class Processes:
 
 
 def exit_words(status: int) -> str:
-    """How a process ended, for people."""
+    """Describe an exit status."""
     if status >= 0:
         return f"exit {status}"
     try:

@@ -29,16 +29,16 @@ from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.status import Row, bucket_fields, reported_row, totals
 
 REPORT_INTERVAL_S = 1.0
-"""How often workers send a full report, at most."""
+"""Shortest interval between full reports."""
 VBUCKETS_PER_REPORT_S = 256
-"""Reports of more vbuckets than this come more rarely: they cost the supervisor some 0.1 ms each, and workers less."""
+"""With more vbuckets the interval grows: each costs the supervisor 0.1 ms and its worker less."""
 TURN_PAUSE_S = 0.1
-"""Between a worker's news and the look: the other workers mostly have the same."""
+"""Pause between a worker's news and the next look: the other workers mostly have the same news."""
 VBUCKETS_PER_NEWS_S = 1000
-"""Looks because of news come more rarely with more vbuckets, too."""
+"""With more vbuckets, looks because of news come more rarely, too."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
-"""How long one look waits for reports; later ones count at the next."""
+"""One look waits this long for reports; later ones count at the next."""
 
 log = get_logger("supervisor")
 
@@ -47,14 +47,11 @@ class ReportedFailure(MirrorError):
     """A worker's own error, with its exit code."""
 
     def __init__(self, message: str, exit_code: int | None) -> None:
-        """As the worker reported them."""
         super().__init__(message or "a worker failed")
         self.exit_code = ExitCode(exit_code or ExitCode.FAILED)
 
 
 class Reports:
-    """The reports of one service, and the state that they amount to."""
-
     def __init__(
         self,
         context: ServiceContext,
@@ -66,7 +63,7 @@ class Reports:
         until_caught_up: bool,
         stop: Callable[[MirrorError | None], None],
     ) -> None:
-        """`stop` ends the service: with `until_caught_up` once every vbucket is, or when a group cannot be opened."""
+        """With `until_caught_up`, call `stop` when every vbucket has or a group cannot be opened."""
         self._context = context
         self._processes = processes
         self._listeners = listeners
@@ -77,11 +74,10 @@ class Reports:
         self._catch_up: CatchUp | None = None
         self._rows: dict[int, Row] = {}
         self._pending: set[asyncio.Task[None]] = set()
-        """Requests to processes that are not answered yet."""
+        """Unanswered requests to processes."""
         self._turned = asyncio.Event()
         """A worker has news."""
         self._looked_s = float("-inf")
-        """The last look because of news."""
         self._trend = Trend()
         self._observer = Observer()
         self._health = of_mirror(STARTING, "no vbucket reported")
@@ -94,7 +90,7 @@ class Reports:
         """All workers have run at once."""
 
     def set_health(self, health: Health, figures: str = "") -> None:
-        """Show a judgement from now on, here and to systemd; `figures` is the message of a mirror without trouble."""
+        """Show this judgement here and to systemd; `figures` is the message of a mirror without trouble."""
         if health.state != self._health.state:
             self._since_ms = self._context.clock.wall_ms()
         message = health.message or figures
@@ -103,16 +99,14 @@ class Reports:
         self._health, self._message = health, message
 
     def work_begins(self) -> None:
-        """The bucket is known, and workers are planned."""
         if self._until_caught_up and self._context.vbucket_count is not None:
             self._catch_up = CatchUp(self._context.vbucket_count)
 
     def first_fill_begins(self) -> None:
-        """The mirror is new."""
         self._observer.fill_begins()
 
     def source_answered(self, error: str | None) -> None:
-        """Note why the source cannot be queried which bucket it has; None: it has answered."""
+        """Note the answer of the source at the start: why it failed, or None."""
         self._source_error = error
         for event in self._observer.source_answers(error, self._context.now_ms()):
             self._event_log.add(event)
@@ -125,7 +119,7 @@ class Reports:
             self._event_log.add(event)
 
     def worker_exited(self, child: Child) -> None:
-        """Nobody asks the source about the worker's vbuckets now."""
+        """Mark the vbuckets of a dead worker: their lag is unknown."""
         self._observer.forget(child.groups, self._rows.values())
         for row in self._rows.values():
             if row["group"] in child.groups:
@@ -152,7 +146,7 @@ class Reports:
                 requested_s = float("-inf")
 
     async def _news(self) -> bool:
-        """Return after the interval, or sooner and true if a worker has news."""
+        """Return False after the interval, or True sooner if a worker has news."""
         try:
             async with asyncio.timeout(REPORT_INTERVAL_S):
                 await self._turned.wait()
@@ -165,11 +159,11 @@ class Reports:
         return True
 
     def look_soon(self) -> None:
-        """Have the workers report without waiting for the interval: one of them has news."""
+        """Collect reports without waiting for the interval."""
         self._turned.set()
 
     async def collect(self) -> None:
-        """Have every running process report, and judge the result. Workers that are silent are not waited for."""
+        """Ask every running process for a report and judge the result. Do not wait for silent workers."""
         now_ms = self._context.now_ms()
         children = [each for each in self._processes.running() if each.heartbeat.age_ms(now_ms) <= HEARD_S * 1000]
         requests = [asyncio.create_task(self._ask_for_report(child)) for child in children]
@@ -181,7 +175,6 @@ class Reports:
         self._take_stock()
 
     def _take_stock(self) -> None:
-        """Join and judge what was reported so far."""
         alive = self._processes.alive()
         counters: dict[str, int] = {}
         for child in alive:
@@ -199,7 +192,7 @@ class Reports:
             self._event_log.add(event)
 
     def _note_ages(self) -> None:
-        """Write into each row when its worker was last heard; the lag of a silent worker's rows is not known."""
+        """Write the age of its worker's report into each row; the lag of a silent worker's rows is unknown."""
         owners = {group: child for child in self._processes.running() for group in child.groups}
         now_ms = self._context.now_ms()
         for row in self._rows.values():
@@ -228,7 +221,7 @@ class Reports:
     # judging
 
     def _judge(self, rows: list[Row], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Set the state, and end the service where it was to run until it has caught up."""
+        """Set the state, and end a service that runs until it has caught up."""
         if self._context.stopping:
             return
         running = len(self._processes.running())
@@ -281,7 +274,7 @@ class Reports:
     # showing
 
     def document(self) -> dict[str, Any]:
-        """All that `status` shows, in the shape of cli/JSON.md."""
+        """The status in the shape of cli/JSON.md."""
         context, clock = self._context, self._context.clock
         rows = self._sorted_rows()
         slots = sorted(self._processes.slots.items())
@@ -327,7 +320,7 @@ class Reports:
         }
 
     def _warnings(self) -> list[str]:
-        """What people should know, each once."""
+        """Warnings of all processes, each once."""
         found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
         return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
 

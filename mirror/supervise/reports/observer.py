@@ -33,28 +33,24 @@ VBIDS_NAMED = 10
 COLLECT_MS = 1_000
 """News of one kind are collected for this long."""
 CONTACT_LOST_MS = 1_000
-"""A vbucket is without contact after this long."""
+"""A vbucket has lost contact after this long."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What was last seen of a vbucket."""
-
     rollback_count: int
     resync_count: int
     resyncs_begun: int | None
-    """Of its worker; None: that is another one now."""
+    """Counted by its worker; None after a restart of that."""
     damaged: bool
     node: str | None = None
-    """The last one, while the vbucket's worker lives."""
+    """Its last node while the worker lives."""
     silent_since_ms: int | None = None
     lost_since_ms: int | None = None
 
 
 @dataclass(slots=True)
 class _News:
-    """Collected news of one kind."""
-
     since_ms: int
     vbids: list[int] = field(default_factory=list)
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
@@ -64,10 +60,7 @@ class _News:
 
 
 class Observer:
-    """What is known of a mirror, and the news of it."""
-
     def __init__(self) -> None:
-        """Nothing is known."""
         self._known: dict[int, _Known] = {}
         self._news: dict[type[Event], _News] = {}
         self._full: set[int] = set()
@@ -75,11 +68,11 @@ class Observer:
         self._filling: bool | None = None
 
     def fill_begins(self) -> None:
-        """The mirror is new: its first fill is to be reported, however short."""
+        """Report the first fill of a new mirror, however short."""
         self._filling = True
 
     def forget(self, groups: Iterable[int], rows: Iterable[Row]) -> None:
-        """The worker of some groups has ended: the next one has no contact yet, and counts from 0."""
+        """Forget the counters and contacts of a worker that ended: the next one begins at 0."""
         gone = set(groups)
         for row in rows:
             known = self._known.get(row["vbid"])
@@ -87,7 +80,7 @@ class Observer:
                 known.resyncs_begun = known.node = known.silent_since_ms = None
 
     def source_answers(self, error: str | None, now_ms: int) -> list[Event]:
-        """At a start of the service: why the source cannot be queried which bucket it has; None: it has answered."""
+        """Note an answer of the source at the start of the service: an error, or None."""
         since_ms = self._unreachable_since_ms
         if error is not None:
             self._unreachable_since_ms = now_ms if since_ms is None else since_ms
@@ -98,13 +91,13 @@ class Observer:
     def observe(
         self, rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
     ) -> list[Event]:
-        """Take in the rows of all vbuckets and what workers say of their groups; returns what is due to be reported."""
+        """Compare the rows of all vbuckets and the workers' reports of groups. Returns the due events."""
         for row in rows:
             self._look_at(row, now_ms)
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
 
     def due(self, now_ms: int, *, at_once: bool = False) -> list[Event]:
-        """The news that were collected for long enough, or all."""
+        """Return the news that were collected for long enough, or all."""
         found = {kind: news for kind, news in self._news.items() if at_once or now_ms - news.since_ms >= COLLECT_MS}
         for kind in found:
             del self._news[kind]

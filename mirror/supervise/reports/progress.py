@@ -13,23 +13,20 @@ from typing import Any
 from mirror.supervise.status import Row
 
 TREND_WINDOW_MS = 5_000
-"""Rates are over this much time: short enough to follow a change, long enough not to flicker."""
+"""Rates cover this much time: short enough to follow a change, long enough not to flicker."""
 TREND_REPORTS_MAX = 64
-"""Reports kept per trend; with one a second the window fits several times."""
+"""Kept reports; at one a second they cover the window several times."""
 
 
 class Trend:
-    """How the vbuckets moved lately."""
-
     def __init__(self) -> None:
-        """Nothing seen yet."""
         self._reports: deque[tuple[int, dict[int, int], dict[str, int]]] = deque(maxlen=TREND_REPORTS_MAX)
         self._behind_since_ms: dict[int, deque[tuple[int, int]]] = {}
         self._contact_ms: dict[int, int] = {}
-        """When the node last sent something while the source's position was known, by vbucket."""
+        """Vbucket -> time when its node last sent something while the source's seqno was known."""
 
     def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
-        """Take in a report: rows as of now, and counters that only rise while the workers live."""
+        """Add a report: rows of now, and counters that only rise while the workers live."""
         positions = {row["vbid"]: row["published_seqno"] for row in rows}
         self._reports.append((now_ms, positions, dict(counters)))
         while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
@@ -53,7 +50,7 @@ class Trend:
             waits.append((now_ms, high))
 
     def fill(self, rows: Sequence[Row], now_ms: int) -> None:
-        """Write lag in seconds, from the last contact where the source is away, and rates into the rows."""
+        """Write rates and the lag in seconds into the rows. Without contact the lag counts from the last contact."""
         for row in rows:
             waits = self._behind_since_ms.get(row["vbid"])
             since_ms = waits[0][0] if waits else now_ms
@@ -76,7 +73,7 @@ class Trend:
         return last_ms - first_ms, first, last
 
     def counter_rate(self, name: str) -> float | None:
-        """How fast a counter rises, a second. A worker that was replaced counts from 0 again: that step is left out."""
+        """The rise of a counter per second. The reset of a replaced worker's counter is left out."""
         if len(self._reports) < 2:
             return None
         risen = 0
@@ -88,33 +85,31 @@ class Trend:
 
 
 RECEIVED_SHARE = 0.7
-"""Of the time of a fill whose snapshots all end together; the rest goes into their references and publishing."""
+"""Share of receiving in a fill whose snapshots all end together; the rest is indexing and publishing."""
 LEFT_KNOWN_S = 1.0
-"""The time left is estimated from this long after the first figures on."""
+"""The estimate of the time left begins this long after the first figures."""
 
 
 class CatchUp:
-    """Whether every vbucket has published what the source had at the first look.
+    """The progress until every vbucket has published the source's high seqno of the first look.
 
-    The mark of a vbucket is the source's high seqno of the first report in which its stream is open; a rollback takes
-    the mark away, and the next report sets it again. A vbucket whose mark is 0 is done once its stream is accepted.
+    A vbucket's mark is the high seqno in the first report with an open stream. A rollback removes the mark, and the
+    next report sets it again. A vbucket with mark 0 is done once its stream is accepted.
     """
 
     OPEN_STATES = frozenset({"streaming", "backfilling"})
 
     def __init__(self, vbucket_count: int) -> None:
-        """No mark is known yet."""
         self._vbucket_count = vbucket_count
         self._marks: dict[int, int] = {}
         self._rollbacks: dict[int, int] = {}
         self._published: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._began: tuple[int, float] | None = None
-        """When the source's seqnos were known, and the share that was done then."""
+        """Time and share done when all marks were known."""
         self._now_ms = 0
 
     def observe(self, rows: Sequence[Row], now_ms: int = 0) -> None:
-        """Take in a report."""
         self._now_ms = now_ms
         for row in rows:
             vbid = row["vbid"]
@@ -133,16 +128,13 @@ class CatchUp:
 
     @property
     def vbuckets_done(self) -> int:
-        """How many vbuckets are where they should be."""
         return sum(self._published.get(vbid, 0) >= mark for vbid, mark in self._marks.items())
 
     @property
     def done(self) -> bool:
-        """Whether all are."""
         return self.vbuckets_done == self._vbucket_count
 
     def progress(self) -> dict[str, Any]:
-        """Figures for people."""
         return {
             "vbuckets": self._vbucket_count,
             "vbuckets_done": self.vbuckets_done,
@@ -154,11 +146,10 @@ class CatchUp:
         }
 
     def _sum_of(self, seqnos: Mapping[int, int]) -> int:
-        """The seqnos up to the marks."""
         return sum(min(seqnos.get(vbid, 0), mark) for vbid, mark in self._marks.items())
 
     def _share(self) -> float:
-        """The share of the work that is done: to receive, then to publish."""
+        """The share of the work that is done: receiving, then publishing."""
         target = sum(self._marks.values())
         if not target:
             return 1.0 if self.done else 0.0
@@ -166,7 +157,7 @@ class CatchUp:
         return (RECEIVED_SHARE * received + (1 - RECEIVED_SHARE) * published) / target
 
     def _left_s(self) -> float | None:
-        """Estimate the time left by the pace since the beginning; None: not known yet."""
+        """Estimate the time left from the pace since the beginning; None while unknown."""
         if self._began is None:
             return None
         began_ms, before = self._began

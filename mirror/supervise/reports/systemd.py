@@ -14,10 +14,8 @@ from collections.abc import Mapping
 
 
 class Notifier:
-    """The line to systemd; silent when nobody listens."""
-
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` stands in for the process's own."""
+        """`environment` replaces the process's own."""
         self._environment = os.environ if environment is None else environment
         address = self._environment.get("NOTIFY_SOCKET", "")
         self._address = f"\0{address[1:]}" if address.startswith("@") else address  # @: an abstract name
@@ -25,7 +23,7 @@ class Notifier:
         self._status = ""
 
     def watchdog_interval_s(self) -> float | None:
-        """How often WATCHDOG=1 should be sent: half of what the unit allows; None when it does not ask."""
+        """Half of the unit's watchdog limit; None without a watchdog."""
         allowed_us = self._environment.get("WATCHDOG_USEC", "")
         meant_for = self._environment.get("WATCHDOG_PID", str(os.getpid()))
         if not allowed_us.isdigit() or int(allowed_us) == 0 or meant_for != str(os.getpid()):
@@ -33,30 +31,25 @@ class Notifier:
         return int(allowed_us) / 2_000_000
 
     def ready(self) -> None:
-        """The service does its work from now on."""
         self._send("READY=1")
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`; sent only when it changed."""
         text = " ".join(text.split())
         if text != self._status:
             self._status = text
             self._send(f"STATUS={text}")
 
     def watchdog(self) -> None:
-        """The supervisor's loop turns."""
         self._send("WATCHDOG=1")
 
     def reloading(self, monotonic_s: float) -> None:
-        """Settings are being read again, since `monotonic_s`; `ready` ends it."""
+        """Report a reload that began at `monotonic_s`; `ready` ends it."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={int(monotonic_s * 1_000_000)}")
 
     def stopping(self) -> None:
-        """A clean stop has begun."""
         self._send("STOPPING=1")
 
     def close(self) -> None:
-        """Hang up."""
         if self._line is not None:
             self._line.close()
             self._line = None
