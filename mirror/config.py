@@ -97,9 +97,6 @@ class Settings:
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
     """How often a group whose disk is full checks whether there is space again."""
 
-    track_prepares: bool = False
-    """Receive the prepares of durable writes as well as their outcome, and keep the open ones. Readers see committed
-    versions either way. Not together with `collections` or `scope`: no source filters such streams."""
     change_streams: bool = False
     """Request superseded versions where a bucket keeps them (Magma, 7.2 or newer): `changes` then shows the versions
     between two snapshots, as far as the source's own retention reaches."""

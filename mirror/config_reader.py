@@ -33,7 +33,7 @@ SECTIONS = {
     "source": "What is mirrored, and where",
     "commit_interval_ms": "Committing",
     "connection_buffer_size": "Flow control, timeouts, retries",
-    "track_prepares": "What is requested from the source",
+    "change_streams": "What is requested from the source",
     "tls_ca_file": "Security of the connection to the source",
     "kv": "Listeners for readers",
     "history_s": "History and publishing",
@@ -238,12 +238,6 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
             f"({settings.retry_delay_max_ms})",
             hint="make the first pause no longer than the longest",
             setting="retry_delay_min_ms",
-        )
-    if settings.track_prepares and (settings.collections or settings.scope):
-        raise ConfigError(
-            "track_prepares is set for a mirror of single collections",
-            hint="a source sends both halves of sync writes for a whole bucket alone: give up one of the two",
-            setting="track_prepares",
         )
     return LoadedSettings(settings, provenance)
 

@@ -6,8 +6,8 @@ requests, answers, connections or retries: those are the machine's.
 Promises: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
 is published before its end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker's start is not trusted, only its end is;
-- the end is reached by whatever carries that seqno: a row, a system event, a prepare, commit or abort, or
-  SeqnoAdvanced, which below the end moves the position and nothing else;
+- the end is reached by whatever carries that seqno: a row, a system event, a prepare or abort, or SeqnoAdvanced. Below
+  the end prepares, aborts and SeqnoAdvanced move the position and nothing else;
 - a marker with the same end continues the open snapshot, one with a later end prolongs it (the same stream skips
   nothing, so all is held at the later end); one with an earlier end contradicts it;
 - on connections without collections the end may never be hit, because a filtered tail is passed over in silence: there
@@ -29,12 +29,9 @@ from dataclasses import replace
 from mirror.ingest import collections
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import (
-    AbortPrepare,
     Advance,
-    CommitPrepare,
     Instruction,
     PublishSnapshot,
-    StagePrepare,
     StageRows,
     StageSystemEvent,
 )
@@ -44,11 +41,9 @@ from mirror.wire.codec_dcp import encode
 from mirror.wire.constants import SnapshotFlag
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
-from mirror.wire.scan import key_problem
 from mirror.wire.system_events import decode_system_event
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
 
-_DEFAULT_COLLECTION_PREFIX = b"\0"
 _DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond per test
 
 
@@ -229,30 +224,16 @@ class Assembler:
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
-    def prepare(self, event: Prepare, out: list[Instruction]) -> None:
-        """Stage the first half of a sync write; it takes a seqno and nothing of it is visible."""
-        within = self._check_next(event.seqno)
-        frame = encode(replace(event, key=self._stored_key(event.key), stream_id=None), opaque=0)
-        out.append(StagePrepare(self._vbid, "prepare", Seqno(event.seqno), frame, within))
-        self._moved_to(event.seqno, "prepare", out)
+    def sync_write(self, event: Prepare | Commit | Abort, out: list[Instruction]) -> None:
+        """Skip a prepare or an abort: it takes its seqno and no reader sees it.
 
-    def commit(self, event: Commit, out: list[Instruction]) -> None:
-        """Stage the prepared write under the commit's seqno."""
-        within = self._check_next(event.seqno)
-        out.append(CommitPrepare(self._vbid, "commit", Seqno(event.seqno), self._stored_key(event.key), within))
-        self._moved_to(event.seqno, "commit", out)
-
-    def abort(self, event: Abort, out: list[Instruction]) -> None:
-        """Settle the prepared write; one that was never seen is no error (its prepare was deduplicated away)."""
-        within = self._check_next(event.seqno)
-        frame = encode(replace(event, key=self._stored_key(event.key), stream_id=None), opaque=0)
-        out.append(AbortPrepare(self._vbid, "abort", Seqno(event.seqno), frame, within))
-        self._moved_to(event.seqno, "abort", out)
-
-    def _stored_key(self, key: bytes) -> bytes:
-        if (problem := key_problem(key, prefixed=self._collections)) is not None:
-            raise Violation(problem)
-        return key if self._collections else _DEFAULT_COLLECTION_PREFIX + key
+        A mirror never requests sync writes, so a source sends a commit as a mutation with the prepare's value
+        (docs/protocol.md 2.6). A COMMIT message has no value, and what it commits was skipped.
+        """
+        self._check_next(event.seqno)
+        if isinstance(event, Commit):
+            raise Violation(f"a commit at {event.seqno} without its value, which was not requested")
+        self._advance(event.seqno, "sync write", out)
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
         """Refuse rows that would come in the order of their keys."""

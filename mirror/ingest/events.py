@@ -184,14 +184,6 @@ class KeyRefused:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareMissing:
-    """CommitPrepare was not executed: no prepare of that key is held. The rest of that list was dropped."""
-
-    state: VbucketState
-    seqno: int
-
-
 LocalEvent = (
     Start
     | Stop
@@ -213,7 +205,6 @@ LocalEvent = (
     | ResyncRefused
     | StagingRefused
     | KeyRefused
-    | PrepareMissing
 )
 
 Answer = (
@@ -226,6 +217,5 @@ Answer = (
     | ResyncOpened
     | ResyncRefused
     | StagingRefused
-    | PrepareMissing
 )
 """What the execution of an instruction can be answered with at once."""

@@ -264,14 +264,3 @@ def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Ins
     machine.handshake = HandshakeState()
     machine.report(VbucketStatus.REFUSED, event.text, out)
     return machine.wait(RetryReason.REFUSED_FOR_NOW, "resync refused", out)
-
-
-def prepare_missing(machine: MachineState, event: ev.PrepareMissing, out: list[Instruction]) -> Phase:
-    """Fetch everything again: the first half came before anybody here tracked such writes."""
-    machine.load(event.state)
-    text = f"a durable write that is committed at {event.seqno} was prepared before such writes were tracked here"
-    machine.close_stream("prepare missing", out)
-    if machine.assembler.boundary_seqno:
-        return _resync(machine, text, out)
-    machine.report(VbucketStatus.WAITING, text, out)
-    return machine.abandon("prepare missing", RetryReason.VIOLATION, out)

@@ -5,8 +5,8 @@ instruction carries the vbucket and its `cause`, so that an effect can be traced
 
 What an executor guarantees:
 - the instructions of one list are executed in list order; where one fails, the rest of its list is dropped and the
-  machine is sent StagingRefused or PrepareMissing, or, where the store itself failed, is replaced by a new machine made
-  from the stored state;
+  machine is sent StagingRefused, or, if the store itself failed, is replaced by a new machine made from the stored
+  state;
 - the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
 - durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
 
@@ -141,36 +141,6 @@ class StageSystemEvent(InstructionFields):
 
 
 @dataclass(slots=True)
-class StagePrepare(InstructionFields):
-    """Stage the first half of a sync write: it takes its seqno, and no reader sees it."""
-
-    seqno: Seqno
-    frame: bytes
-    """The PREPARE message in stored form."""
-    open_snapshot: SnapshotRange
-
-
-@dataclass(slots=True)
-class CommitPrepare(InstructionFields):
-    """Stage what was prepared of a key as a row of its own. Answered by PrepareMissing where nothing was."""
-
-    seqno: Seqno
-    key: bytes
-    """With its collection id prefix."""
-    open_snapshot: SnapshotRange
-
-
-@dataclass(slots=True)
-class AbortPrepare(InstructionFields):
-    """Settle what was prepared of a key, if anything was; the abort takes its seqno."""
-
-    seqno: Seqno
-    frame: bytes
-    """The ABORT message in stored form."""
-    open_snapshot: SnapshotRange
-
-
-@dataclass(slots=True)
 class PublishSnapshot(InstructionFields):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
@@ -249,9 +219,6 @@ Instruction = (
     | StageRows
     | Advance
     | StageSystemEvent
-    | StagePrepare
-    | CommitPrepare
-    | AbortPrepare
     | PublishSnapshot
     | SaveFailoverLog
     | SaveFilter

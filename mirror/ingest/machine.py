@@ -142,7 +142,6 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
         StreamEnd: Move(streaming.ended, (Phase.STREAMING, Phase.FINISHED, Phase.WAITING, Phase.REFUSED)),
         ev.KeyRefused: Move(streaming.key_refused, (Phase.STREAMING, *_BROKEN)),
         ev.StagingRefused: Move(streaming.staging_refused, _BROKEN),
-        ev.PrepareMissing: Move(handshake.prepare_missing, (Phase.OPENING_RESYNC, Phase.ABANDONING)),
     },
     Phase.ASKING_LOG: {
         ev.FailoverLogReceived: Move(handshake.log_received, (Phase.WAITING, Phase.ROLLING_BACK, *_BEGUN)),

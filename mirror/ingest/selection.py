@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mirror.config import Settings
 from mirror.errors import ConfigError
 from storage.model import DEFAULT_COLLECTION
 
@@ -229,13 +228,3 @@ class Selection:
             ids = tuple(sorted(found))
             return Resolved(manifest.uid, StreamFilter(None, ids) if ids else None, tuple(missing), ids, scope_names)
         return Resolved(manifest.uid, None, (), tuple(sorted(manifest.collections.values())), scope_names)
-
-
-def check_streams(settings: Settings, selection: Selection) -> None:
-    """Refuse settings that no source can meet for what is mirrored. Raises ConfigError."""
-    if settings.track_prepares and not selection.whole:
-        raise ConfigError(
-            f"track_prepares is set, and the data directory mirrors {selection}",
-            hint="a source sends both halves of sync writes for a whole bucket alone: leave the setting out",
-            setting="track_prepares",
-        )

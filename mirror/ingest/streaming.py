@@ -47,9 +47,9 @@ _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SeqnoAdvanced: Assembler.seqno_advanced,
     SystemEvent: Assembler.system_event,
     OsoSnapshot: Assembler.oso_snapshot,
-    Prepare: Assembler.prepare,
-    Commit: Assembler.commit,
-    Abort: Assembler.abort,
+    Prepare: Assembler.sync_write,
+    Commit: Assembler.sync_write,
+    Abort: Assembler.sync_write,
 }
 
 

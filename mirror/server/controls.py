@@ -47,7 +47,7 @@ class Abilities:
     fractional_noop_interval: bool = True
     """The interval of noops may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
-    """It can send the prepares of durable writes."""
+    """It can send prepares, commits and aborts."""
     replication: bool = False
     """It can wait for the acknowledgements of durable writes by which a replica counts."""
     change_streams: bool = False

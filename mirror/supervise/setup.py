@@ -17,7 +17,7 @@ from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFai
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
-from mirror.ingest.selection import Selection, check_streams
+from mirror.ingest.selection import Selection
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.ownership import readers_gid
@@ -63,8 +63,6 @@ class Setup:
         self._required_groups = required_groups
         self._accept_older_map = accept_older_map
         self._selection = Selection.of(context.settings.scope, context.settings.collections)
-        if not directory.exists(str(context.data)):
-            check_streams(context.settings, self._selection)
         readers_gid(context.settings)
 
     def load(self) -> None:
@@ -160,7 +158,6 @@ class Setup:
                 hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
                 setting="scope" if requested.scope is not None else "collections",
             )
-        check_streams(self._context.settings, stored)
         vbuckets = self._context.settings.vbuckets
         held = (identity.vbids[0], identity.vbids[-1])
         if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:

@@ -116,7 +116,6 @@ def reported_row(report: Mapping[str, Any], group: int) -> Row:
         "seqnos_per_s": None,
         "requested_again_bytes": report.get("requested_again_bytes"),
         "stalls": report.get("stalls"),
-        "open_prepares": report.get("open_prepares"),
         "node": report.get("node"),
         "silent_ms": report.get("silent_ms"),
         "last_error": report.get("last_error"),

@@ -18,7 +18,7 @@ from storage.env.environment import DATA_FILE, MAP_SIZE, READER_TRIES, SHARED
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError
 from storage.format import keys, records, seal
-from storage.history import branches, chain, prepares
+from storage.history import branches, chain
 from storage.model import SEQNO_MAX, Identity, Kind, Vbid
 
 PROBLEMS_MAX = 1000
@@ -120,7 +120,7 @@ def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
 def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckReport) -> None:
     """Rows of shared trees that speak of vbuckets of other groups."""
     for name in keys.SHARED_DBS:
-        if name == keys.DB_META or not txn.environment.has(name):
+        if name == keys.DB_META:
             continue
         for key, _ in txn.cursor(name).iternext():
             vbid = int.from_bytes(key[:2], "big")
@@ -150,8 +150,6 @@ class _VbucketCheck:
         references = self._check_rows(known)
         self._check_keys(references)
         self._check_manifests()
-        if self.txn.environment.has(keys.DB_PREPARE):
-            self._check_prepares(known)
 
     def _check_state(self) -> None:
         state = self.state
@@ -347,31 +345,6 @@ class _VbucketCheck:
             references.pop(dup[records.ROW_KEY], None)
         for position in references:
             self._add(f"row {_show(position)} has no key row")
-
-    def _check_prepares(self, known: set[int]) -> None:
-        """Each prepare or abort is whole, lies where its branch may have it, and one of a key is open at most."""
-        state = self.state
-        links = chain.load(self.txn, self.vbid, state.staging_branch, state.staged_seqno)
-        cuts = {link.branch: link.cut for link in links}
-        found: set[bytes] = set()
-        for at, settled, frame in prepares.rows(self.txn, self.vbid):
-            where = f"prepare {at[0]}:{at[1]}"
-            if at[0] not in known:
-                self._add(f"{where} is of an unknown branch")
-            if at[0] == state.staging_branch and at[1] > state.staged_seqno:
-                self._add(f"{where} lies above the staged seqno {state.staged_seqno}")
-            try:
-                prepares.check_frame(frame, at[1])
-            except CorruptedError as error:
-                self._add(f"{where}: {error.message}")
-                continue
-            if settled != (0, 0) and (settled[0] not in known or settled <= at):
-                self._add(f"{where} is settled at {settled[0]}:{settled[1]}, which cannot be")
-            if prepares.is_open(at, settled, frame, cuts):
-                key = records.key_of(frame)
-                if key in found:
-                    self._add(f"{where} is not the only open one of key {key!r}")
-                found.add(key)
 
     def _check_manifests(self) -> None:
         cursor = self.txn.cursor(keys.DB_MANIFEST)

@@ -356,22 +356,11 @@ class Environment:
                 else:
                     # Not in a transaction of ours: py-lmdb resets a read transaction for later use instead of
                     # committing it, and LMDB then forgets the handles that were opened in it.
-                    self._handles = {name: self._open_db(name, create=False) for name in names if self._exists(name)}
+                    self._handles = {name: self._open_db(name, create=False) for name in names}
             except lmdb.NotFoundError as error:
                 raise CorruptedError("a tree is missing", path=self.path, hint="run `dcp-mirror check`") from error
             except lmdb.Error as error:
                 raise storage_error(error, self.path) from error
-
-    def has(self, name: bytes) -> bool:
-        """True when a tree was opened."""
-        return name in self._handles
-
-    def _exists(self, name: bytes) -> bool:
-        """False for a tree that a mirror made before it was thought of gets when a writer opens it."""
-        if name not in keys.LATER_DBS:
-            return True
-        with self.env.begin() as txn:
-            return txn.get(name) is not None
 
     def _open_db(self, name: bytes, **options: Any) -> Any:
         dups = name[:1] == b"k" and name[1:].isdigit()

@@ -21,9 +21,6 @@ class Trees(Protocol):
     def db(self, name: bytes) -> Any:
         """Handle of a tree."""
 
-    def has(self, name: bytes) -> bool:
-        """Whether there is such a tree."""
-
 
 class Transaction:
     """A read or write transaction of an environment; trees are named by `keys`."""

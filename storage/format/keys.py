@@ -27,8 +27,6 @@ PURGE = struct.Struct(">QQQI")
 """purged seqno u64 (rows up to it were looked at), local_purge_seqno u64, chain id u64, resyncs that are gone u32."""
 SPAN_KEY = struct.Struct(">HIQ")
 """vbid u16, branch u32, end seqno u64: key of a row of `span`."""
-PREPARE_KEY = struct.Struct(">HIQ")
-"""vbid u16, branch u32, seqno u64: key of a row of `prepare`."""
 SEQNO = struct.Struct(">Q")
 BOUNDARY = struct.Struct(">QQQQQQ")
 """snap_start_seqno, vbuuid, time_ms, history_ms, ordinal, row_bytes, each u64: value of a boundary row."""
@@ -48,11 +46,8 @@ DB_MANIFEST = b"manifest"
 DB_ROLLBACK = b"rollback"
 DB_PURGE = b"purge"
 DB_SPAN = b"span"
-DB_PREPARE = b"prepare"
 DB_META = b"meta"
-SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_PREPARE, DB_META)
-LATER_DBS = (DB_PREPARE,)
-"""Trees that a mirror of an earlier version lacks until a writer opens it."""
+SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, DB_SPAN, DB_META)
 
 
 def rows_db(vbid: int) -> bytes:

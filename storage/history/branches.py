@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, records
-from storage.history import chain, prepares
+from storage.history import chain
 from storage.model import (
     Boundary,
     Branch,
@@ -234,8 +234,7 @@ def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
-    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests,
-    prepares.
+    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests.
 
     Their numbers are not used again: the newest branch is never one of them.
     """
@@ -251,7 +250,6 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
             there = cursor.set_range(prefix)
             while there and cursor.key()[: len(prefix)] == prefix:
                 there = cursor.delete()
-    prepares.forget_branches(txn, vbid, frozenset(numbers))
     purged = purge_row(txn, vbid)
     put_purge_row(txn, vbid, purged._replace(resyncs_gone=purged.resyncs_gone + resyncs))
     draw_chain_id(txn, vbid)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys, records
 from storage.format.records import AFTER_BRANCH
-from storage.history import branches, chain, prepares
+from storage.history import branches, chain
 from storage.model import SEQNO_MAX, BranchReason, Vbid
 
 LINKS_MAX = 16
@@ -100,7 +100,6 @@ def step(txn: Transaction, vbid: Vbid, pair: Pair, limit: int) -> Moved:
     to_seqno = _move_rows(txn, vbid, pair, limit)
     done = to_seqno == pair.top_seqno
     branches.move_manifests(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
-    prepares.move(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno, done=done)
     _move_base(txn, vbid, pair, to_seqno, done)
     branches.draw_chain_id(txn, vbid)
     return Moved(pair.branch, pair.parent, to_seqno)

@@ -25,7 +25,7 @@ from itertools import islice, pairwise
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records, seal
-from storage.history import branches, chain, index, merge, prepares
+from storage.history import branches, chain, index, merge
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
 from storage.model import SEQNO_MAX, BranchReason, Vbid
@@ -231,12 +231,11 @@ class Purger:
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
-        aborts, position = prepares.old_aborts(txn, vbid, links, purged, floor, limit)
-        last = position
+        position = floor
         visited = 0
         for key, frame in _forward(txn, vbid, links, purged):
             seqno = records.seqno_of(key)
-            if seqno > last:
+            if seqno > floor:
                 break
             if len(key) == keys.BOUNDARY_KEY_SIZE:
                 if seqno < floor:
@@ -261,14 +260,9 @@ class Purger:
             if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
                 victims.local_purge_seqno = seqno
         removed = victims.delete()
-        local_purge_seqno = victims.local_purge_seqno
-        for at in aborts:
-            if at[1] <= position:
-                txn.delete(keys.DB_PREPARE, keys.PREPARE_KEY.pack(vbid, *at))
-                local_purge_seqno = max(local_purge_seqno, at[1])
         _forget_boundaries(txn, vbid, links, boundaries, purged, floor, position)
         row = branches.purge_row(txn, vbid)
-        local_purge_seqno = max(local_purge_seqno, row.local_purge_seqno)
+        local_purge_seqno = max(victims.local_purge_seqno, row.local_purge_seqno)
         branches.put_purge_row(txn, vbid, row._replace(purged_seqno=position, local_purge_seqno=local_purge_seqno))
         return removed
 

@@ -19,7 +19,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
-from storage.history import branches, chain, index, prepares
+from storage.history import branches, chain, index
 from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbid, Vbuuid, purge_seqno_of
 from storage.read import changes, validity
 from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
@@ -30,8 +30,6 @@ PIECE_ROWS = 2_000
 """Rows looked at in one transaction at most."""
 SETTLED_MS = 10_000
 """A boundary that is older than the newest one by so much is not expected to be lost in a failover."""
-PIECE_BYTES = 1024 * 1024
-"""Bytes of prepares read in one transaction where their last one is looked for."""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -220,20 +218,18 @@ def rows(
     rows_max: int = PIECE_ROWS,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
-    sync_writes: bool = False,
 ) -> tuple[list[Row], int]:
     """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
 
     `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
     With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
-    With `sync_writes` the prepares that are open at the end, and the aborts, are among them.
     Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises ViewInvalidated.
     """
     reader = view.reader(vbid)
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-        return _settled(reader, txn, pinned, after_seqno, found, position, rows_max, bytes_max, begins, sync_writes)
+        return _selected(reader, txn, pinned, found, position, begins), position
 
 
 def rows_or_large(
@@ -246,7 +242,6 @@ def rows_or_large(
     large_bytes: int,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
-    sync_writes: bool = False,
 ) -> tuple[list[Row], int, LargeDocument | None]:
     """Return what `rows` does; or no rows, and the mutation that comes next if its value, stored or decompressed, has
     more than `large_bytes`. Such a value is not read.
@@ -258,17 +253,13 @@ def rows_or_large(
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
             _check(reader, txn, pinned, tombstones_from)
             found, position = _look(reader, txn, links, after_seqno, PIECE_ROWS, bytes_max)
-            return *_settled(
-                reader, txn, pinned, after_seqno, found, position, PIECE_ROWS, bytes_max, begins, sync_writes
-            ), None
+            return _selected(reader, txn, pinned, found, position, begins), position, None
     # Nothing that a later transaction still holds was gone before.
     found, position, large = _look_at_sizes(reader, links, after_seqno, bytes_max, large_bytes)
     with reader.environment.read() as txn:
         _check(reader, txn, pinned, tombstones_from)
         if large is None:
-            return *_settled(
-                reader, txn, pinned, after_seqno, found, position, PIECE_ROWS, bytes_max, begins, sync_writes
-            ), None
+            return _selected(reader, txn, pinned, found, position, begins), position, None
         if begins is None and pinned.manifest.uid:
             begins = begins_of(pinned.manifest)
         if begins is not None:
@@ -277,33 +268,23 @@ def rows_or_large(
         return [], position, large if kept else None
 
 
-def _settled(
+def _selected(
     reader: VbucketReader,
     txn: Transaction,
     pinned: ServedState,
-    after_seqno: int,
     found: list[Row],
     position: int,
-    rows_max: int,
-    bytes_max: int,
     begins: Mapping[int, int] | None,
-    sync_writes: bool,
-) -> tuple[list[Row], int]:
-    """The selected rows of those that were found, without the superseded ones, and with prepares if requested."""
+) -> list[Row]:
+    """The selected rows of those that were found up to `position`, without the superseded ones."""
     for row in found:  # also what is left out
         reader.verify(*row)
     found = [(key, stored[seal.FRAME]) for key, stored in found]
-    others: list[Row] = []
-    if sync_writes and reader.environment.has(keys.DB_PREPARE):
-        others, position = _look_at_prepares(txn, reader.vbid, pinned, (after_seqno, position), rows_max, bytes_max)
-        found = [row for row in found if int.from_bytes(row[0][4:]) <= position]
     if begins is None and pinned.manifest.uid:
         begins = begins_of(pinned.manifest)
     if begins is not None:
         found = [row for row in found if _is_selected(row, begins)]
-        others = [row for row in others if _is_selected(row, begins)]
-    kept = _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
-    return (sorted(kept + others) if others else kept), position
+    return _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
 
 
 def begins_of(manifest: Manifest) -> dict[int, int]:
@@ -317,17 +298,12 @@ def last_document_seqno(
     pinned: ServedState,
     after_seqno: int,
     begins: Mapping[int, int],
-    *,
-    sync_writes: bool = False,
 ) -> int:
     """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
-    `sync_writes`: as in `rows`.
 
     Walks backwards, a transaction for each piece of the way. Raises ViewInvalidated.
     """
     reader = view.reader(vbid)
-    if sync_writes and reader.environment.has(keys.DB_PREPARE):
-        after_seqno = _last_prepare(reader, pinned, after_seqno, begins)
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
         while high > low:
@@ -339,17 +315,6 @@ def last_document_seqno(
                     return seqno_of(row[0])
             high = seqno_of(found[-1][0]) - 1 if len(found) == PIECE_ROWS else low
     return after_seqno
-
-
-def _last_prepare(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Seqno of the last prepare or abort that `rows` gives; `after_seqno` without one. Raises ViewInvalidated."""
-    last, at = after_seqno, after_seqno
-    while at < pinned.seqno:
-        with reader.environment.read() as txn:
-            _check(reader, txn, pinned, None)
-            found, at = _look_at_prepares(txn, reader.vbid, pinned, (at, pinned.seqno), PIECE_ROWS, PIECE_BYTES)
-        last = max((int.from_bytes(row[0][4:]) for row in found if _is_selected(row, begins)), default=last)
-    return last
 
 
 def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombstones_from: int | None) -> None:
@@ -430,26 +395,6 @@ def _look_at_sizes(
                 elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
                     raise index.not_in_order(txn, reader.vbid)
     return found, links[0].cut, None
-
-
-def _look_at_prepares(
-    txn: Transaction, vbid: int, pinned: ServedState, between: tuple[int, int], rows_max: int, bytes_max: int
-) -> tuple[list[Row], int]:
-    """The prepares of a range that are open at its snapshot's end, and its aborts; and how far that is.
-
-    What settled a prepare comes by itself: a row or event of a higher seqno, or an abort.
-    """
-    after_seqno, last_seqno = between
-    cuts = {link.branch: link.cut for link in pinned.links}
-    found: list[Row] = []
-    stored = prepares.in_range(txn, vbid, pinned.links, after_seqno, last_seqno)
-    for looked, (at, settled, frame) in enumerate(stored, 1):
-        if frame[1] == prepares.ABORT or prepares.is_open(at, settled, frame, cuts):
-            found.append((keys.ROW.pack(*at), frame))
-            bytes_max -= len(frame)
-        if looked == rows_max or bytes_max <= 0:
-            return found, at[1]
-    return found, last_seqno
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:

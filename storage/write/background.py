@@ -160,7 +160,6 @@ class Background:
         vbucket.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
         if purger.moved is not None:
             branch, parent, to_seqno = purger.moved
-            vbucket.prepares.moved(branch, parent, to_seqno)
             if vbucket.manifest_key[0] == branch and vbucket.manifest_key[1] <= to_seqno:
                 vbucket.manifest_key = (parent, vbucket.manifest_key[1])
 

@@ -28,7 +28,6 @@ class Plan(NamedTuple):
 
     row_count: int
     published: bool
-    staged_seqno: int
     time_ms: int
     counters: branches.BoundaryCounters
     manifest_count: int
@@ -68,10 +67,9 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
             moment,
             counters,
         )
-    staged_seqno = _put_state(txn, vbucket, len(rows), publish, moment.wall_ms)
-    vbucket.prepares.put(txn, state, staged_seqno, complete_seqno)
+    _put_state(txn, vbucket, len(rows), publish, moment.wall_ms)
     has_rows_above = publish and vbucket.flushed_seqno > (vbucket.complete_seqno or 0)
-    return Plan(len(rows), publish, staged_seqno, moment.wall_ms, counters, manifest_count, has_rows_above)
+    return Plan(len(rows), publish, moment.wall_ms, counters, manifest_count, has_rows_above)
 
 
 def _indexed_until(vbucket: PendingVbucket) -> int:
@@ -116,8 +114,7 @@ def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[int, Snaps
     return vbucket.flushed_seqno, None if is_published else vbucket.open_snapshot
 
 
-def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publish: bool, now_ms: int) -> int:
-    """Write the `state` row; returns the staged seqno that it says."""
+def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publish: bool, now_ms: int) -> None:
     state = vbucket.base
     staged, open_snapshot = _staged_on_disk(vbucket, row_count)
     published = indexed = state.staging_published_seqno  # a crash repeats the key rows of a job
@@ -140,7 +137,6 @@ def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publis
         _missing_seqno(vbucket) if publish else state.missing_seqno,
     )
     txn.put_state_row(state.vbid, row)
-    return staged
 
 
 def _missing_seqno(vbucket: PendingVbucket) -> int:
@@ -154,7 +150,6 @@ def _missing_seqno(vbucket: PendingVbucket) -> int:
 def settle(vbucket: PendingVbucket, plan: Plan) -> None:
     """Bring memory up to date after the commit."""
     vbucket.counters = plan.counters
-    vbucket.prepares_written(plan.staged_seqno)
     if plan.manifest_count:
         vbucket.manifests_written(plan.manifest_count)
     vbucket.rows_written(plan.row_count)

@@ -1,9 +1,9 @@
 """What a writer has accepted and not yet committed: the memory of each vbucket of a group.
 
-Knows rows, seqnos, prepares and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit`
+Knows rows, seqnos and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit`
 writes what is here and then calls back what was written. Invariants: `state` is the last commit and the operations
 accepted since; rows rise in seqno above what is staged; an operation that raises SeqnoOrder
-has changed nothing; `PendingBytes.count` is the sum over the group of rows, prepares and manifests in memory.
+has changed nothing; `PendingBytes.count` is the sum over the group of rows and manifests in memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from itertools import islice
 from operator import itemgetter, lt
 from typing import Any
 
-from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
 from storage.history import branches, index
-from storage.history.prepares import Prepares, committed_row
 from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid, VbucketState
 
 _unpack_row_key = keys.ROW.unpack
@@ -66,19 +64,17 @@ class PendingVbucket:
         "open_snapshot",
         "pending_bytes",
         "prefix",
-        "prepares",
         "rows",
         "staged_seqno",
         "unindexed_count",
     )
 
-    def __init__(self, loaded: branches.LoadedVbucket, prepares: Prepares, byte_count: PendingBytes, path: str) -> None:
+    def __init__(self, loaded: branches.LoadedVbucket, byte_count: PendingBytes, path: str) -> None:
         """Nothing is pending yet. `byte_count` is the group's."""
         state = loaded.state
         self._bytes = byte_count
         self._path = path
         self.base = state
-        self.prepares = prepares
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
@@ -103,8 +99,7 @@ class PendingVbucket:
     @staticmethod
     def load(txn: Transaction, vbid: Vbid, byte_count: PendingBytes) -> PendingVbucket:
         """A vbucket as the last commit left it."""
-        loaded = branches.load(txn, vbid)
-        return PendingVbucket(loaded, Prepares.load(txn, loaded.state), byte_count, txn.path)
+        return PendingVbucket(branches.load(txn, vbid), byte_count, txn.path)
 
     @property
     def state(self) -> VbucketState:
@@ -135,7 +130,6 @@ class PendingVbucket:
                 path=self._path,
                 vbid=self.base.vbid,
             )
-        self.prepares.settled_by_rows(rows)
         self.rows += seal.sealed_rows(row_keys, rows)
         self.pending_bytes += byte_count
         self._bytes.count += byte_count
@@ -169,7 +163,6 @@ class PendingVbucket:
         if change is None:
             change = ManifestChange.between(self.base.manifest, manifest)
         self._bytes.count += self._change_manifest(seqno, manifest, change)
-        self.prepares.settled_by_manifest(manifest, (branch, seqno))
 
     def _change_manifest(self, seqno: int, manifest: Manifest, change: ManifestChange) -> int:
         """Accept a manifest that holds from `seqno` on; returns the bytes that it costs until it is written.
@@ -183,38 +176,6 @@ class PendingVbucket:
         self.manifest_depth = 1 if change.whole else self.manifest_depth + 1
         self.change(manifest=manifest)
         return change.byte_count
-
-    def prepare(self, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
-        """Accept a PREPARE message in stored form. Raises SeqnoOrder."""
-        self._check_rises(seqno)
-        self._bytes.count += self.prepares.prepared((self.base.staging_branch, seqno), frame)
-        self._advance_in(seqno, open_snapshot)
-
-    def commit_prepare(self, environment: Environment, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> bool:
-        """Accept the commit of a sync write: a row with what was prepared. False: nothing is prepared of that key."""
-        frame = self.prepares.frame(environment, self.base.vbid, key)
-        if frame is None:
-            return False
-        row = committed_row(frame, seqno)
-        self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row)], len(row), open_snapshot)
-        return True
-
-    def abort_prepare(self, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
-        """Accept an ABORT message in stored form, whose prepare may be unknown. Raises SeqnoOrder."""
-        self._check_rises(seqno)
-        self._bytes.count += self.prepares.aborted((self.base.staging_branch, seqno), frame)
-        self._advance_in(seqno, open_snapshot)
-
-    def _check_rises(self, seqno: int) -> None:
-        if seqno <= self.staged_seqno:
-            raise SeqnoOrder(
-                f"seqno {seqno} does not rise above {self.staged_seqno}", path=self._path, vbid=self.base.vbid
-            )
-
-    def _advance_in(self, seqno: int, open_snapshot: SnapshotRange) -> None:
-        self.staged_seqno = seqno
-        self.open_snapshot = open_snapshot
-        self.dirty = True
 
     def publish(self, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None) -> None:
         """The snapshot that ends at `boundary_seqno` is complete (see `GroupWriter.publish`)."""
@@ -261,10 +222,6 @@ class PendingVbucket:
             (branch, seqno) for seqno, _ in written if (branch, seqno) not in self.manifest_keys[-1:]
         ]
 
-    def prepares_written(self, staged_seqno: int) -> None:
-        """Prepares and what settled them are on the disk up to a seqno."""
-        self._bytes.count -= self.prepares.written(staged_seqno)
-
     def rows_written(self, count: int) -> None:
         """The first `count` rows are on the disk."""
         if count == len(self.rows):
@@ -284,7 +241,7 @@ class PendingVbucket:
 
     def drop_rows(self) -> None:
         """Forget the rows in memory."""
-        self._bytes.count -= self.pending_bytes + self.prepares.pending_bytes
+        self._bytes.count -= self.pending_bytes
         self.rows = []
         self.pending_bytes = 0
         self.complete_count = 0
@@ -295,10 +252,9 @@ class PendingVbucket:
         self.complete_seqno = None
 
     def drop_above(self, txn: Transaction, seqno: int) -> None:
-        """Continue from `seqno`, after `drop_rows`: forget the position, manifests and prepares above it."""
+        """Continue from `seqno`, after `drop_rows`: forget the position and manifests above it."""
         self.staged_seqno = seqno
         self._drop_manifests(txn, seqno)
-        self.prepares = Prepares.load(txn, self.state)
         self.dirty = True
 
     def _drop_manifests(self, txn: Transaction, above_seqno: int) -> None:

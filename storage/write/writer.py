@@ -241,7 +241,7 @@ class GroupWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of rows, prepares and manifests that wait in memory."""
+        """Bytes of rows and manifests that wait in memory."""
         return self._bytes.count
 
     def state(self, vbid: int) -> VbucketState:
@@ -349,31 +349,6 @@ class GroupWriter:
         the one before, where the caller knows; otherwise the two are compared.
         """
         self._vbuckets[vbid].system_event(seqno, row_value, manifest, open_snapshot, change)
-
-    @_contained
-    def prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
-        """Accept the first half of a sync write: the PREPARE message in stored form. Raises SeqnoOrder."""
-        self._vbuckets[vbid].prepare(seqno, frame, open_snapshot)
-
-    @_contained
-    def commit_prepare(self, vbid: int, seqno: int, key: bytes, open_snapshot: SnapshotRange) -> bool:
-        """Accept the commit of a sync write: a row with what was prepared. False: nothing is prepared of that key.
-
-        Raises SeqnoOrder.
-        """
-        return self._vbuckets[vbid].commit_prepare(self.environment, seqno, key, open_snapshot)
-
-    @_contained
-    def abort_prepare(self, vbid: int, seqno: int, frame: bytes, open_snapshot: SnapshotRange) -> None:
-        """Accept the abort of a sync write, whose prepare may be unknown: the ABORT message in stored form.
-
-        Raises SeqnoOrder.
-        """
-        self._vbuckets[vbid].abort_prepare(seqno, frame, open_snapshot)
-
-    def open_prepares(self, vbid: int) -> dict[bytes, int]:
-        """Sync writes that are neither committed nor aborted as of what is staged: prefixed key -> seqno."""
-        return {key: at[1] for key, at in self._vbuckets[vbid].prepares.open.items()}
 
     @_contained
     def publish(

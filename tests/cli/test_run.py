@@ -212,7 +212,6 @@ def test_what_is_needed_is_requested(tmp_path: Path) -> None:
         (["--collection", "airline"], {}, "SCOPE.COLLECTION"),
         (["--collection", "a.b", "--scope", "a"], {}, "both a scope and collections"),
         (["--scope", "a.b"], {}, "not the name of a scope"),
-        (["--scope", "a", "--set", "track_prepares=true"], {}, "track_prepares"),
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.errors import ConfigError, NotSupported
+from mirror.errors import NotSupported
 from mirror.feed.cluster.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
@@ -269,21 +269,6 @@ async def test_a_node_whose_manifest_is_older_is_queried_again(
     await until_holds(mirror, "inventory.airline", keys(20))
     assert "manifest is older" in mirror.row(1)["last_error"]
     await mirror.stop()
-
-
-@pytest.mark.parametrize(
-    ("selection", "settings", "said"),
-    [
-        (AIRLINE, {"track_prepares": True}, "whole bucket"),
-    ],
-)
-async def test_settings_that_no_source_can_meet_are_refused_before_anything_starts(
-    cluster: SandboxCluster, tmp_path: Path, selection: Selection, settings: dict[str, bool], said: str
-) -> None:
-    mirror = mirror_of(cluster, tmp_path, selection, **settings)
-    with pytest.raises(ConfigError, match=said):
-        mirror.start(cluster.connection_string)
-    mirror.close()
 
 
 async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -> None:

@@ -179,27 +179,15 @@ async def test_what_the_settings_request_is_requested(tmp_path: Path) -> None:
 
     async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
         session, _ = make(node, tmp_path, compression="forced")
-        session.with_prepares = session.with_history = True
+        session.with_history = True
         await session.open()
         received_requests = [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)]
         assert set(received_requests) - set(CONTROLS_80) == {
-            (b"enable_sync_writes", b"true"),
             (b"force_value_compression", b"true"),
             (b"change_streams", b"true"),
         }
         assert not session.controls["change_streams"], "not on this storage: going on without"
         session.close()
-
-
-async def test_prepares_that_are_requested_and_not_offered_end_it(tmp_path: Path) -> None:
-    def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
-        return [response(frame, Status.EINVAL if frame.key == b"enable_sync_writes" else Status.SUCCESS)]
-
-    async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
-        session, _ = make(node, tmp_path)
-        session.with_prepares = True
-        with pytest.raises(NotSupported, match="enable_sync_writes"):
-            await session.open()
 
 
 @pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])

@@ -12,8 +12,6 @@ import pytest
 from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
-from mirror.wire import events as ev
-from mirror.wire.codec_dcp import encode as encode_event
 from storage.model import FailoverLog, Manifest, Seqno, SnapshotRange
 from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, stage
 
@@ -109,38 +107,6 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(4))])
     assert vbucket.answers_given == [events.NoBoundary()]
     assert vbucket.writer.state(0).rollback_count == 0
-
-
-def test_a_sync_write_is_staged_half_by_half(vbucket: FakeVbucket) -> None:
-    within = SnapshotRange(Seqno(1), Seqno(9))
-    frame = encode_event(ev.Prepare(0, b"\0k", 1, 1, 1, value=b"{}"))
-    vbucket.execute([ins.StagePrepare(VBID, "t", Seqno(1), frame, within)])
-    assert vbucket.writer.open_prepares(0) == {b"\0k": 1}
-    vbucket.execute([ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within)])
-    assert vbucket.writer.open_prepares(0) == {}
-    abort = encode_event(ev.Abort(0, b"\0k", 1, 3))
-    vbucket.execute([ins.AbortPrepare(VBID, "t", Seqno(3), abort, within)])
-    assert vbucket.writer.state(0).staged_seqno == 3
-    assert vbucket.answers_given == []
-
-
-def test_a_commit_without_its_prepare_ends_its_list_and_the_machine_learns_of_it(vbucket: FakeVbucket) -> None:
-    within = SnapshotRange(Seqno(1), Seqno(9))
-    vbucket.execute([ins.CommitPrepare(VBID, "t", Seqno(2), b"\0k", within), publish(9)])
-    assert vbucket.answers_given == [events.PrepareMissing(vbucket.writer.state(0), 2)]
-    assert not vbucket.writer.publishing(0)
-
-
-@pytest.mark.parametrize("kind", [ins.StagePrepare, ins.CommitPrepare, ins.AbortPrepare])
-def test_a_half_that_does_not_rise_ends_its_list(vbucket: FakeVbucket, kind: Any) -> None:
-    within = SnapshotRange(Seqno(1), Seqno(9))
-    frame = encode_event(ev.Prepare(0, b"\0k", 5, 1, 1, value=b"{}"))
-    vbucket.execute([ins.StagePrepare(VBID, "t", Seqno(5), frame, within)])
-    what = b"\0k" if kind is ins.CommitPrepare else frame
-    vbucket.execute([kind(VBID, "t", Seqno(5), what, within), publish(9)])
-    (answer,) = vbucket.answers_given
-    assert isinstance(answer, events.StagingRefused)
-    assert not vbucket.writer.publishing(0)
 
 
 def test_what_streams_are_filtered_to_is_kept(vbucket: FakeVbucket) -> None:

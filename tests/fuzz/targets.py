@@ -31,7 +31,7 @@ from mirror.wire.events import SystemEvent
 from mirror.wire.scan import Row, Run, normalise, scan
 from storage.errors import CorruptedError
 from storage.format import records
-from storage.history import chain, prepares
+from storage.history import chain
 from storage.model import Branch, Vbid
 from storage.read.view import Token
 from storage.read.wait import MutationToken
@@ -159,8 +159,6 @@ def stored_records(data: bytes) -> None:
     for raw in (False, True):
         with suppress(CorruptedError):
             records.decode_row(Vbid(0), Branch(1), data, raw=raw)
-    with suppress(CorruptedError):
-        prepares.check_frame(data, 1)
     with suppress(CorruptedError):
         chain.boundary_of(b"\0" * 13, data, 0)
 

@@ -12,17 +12,13 @@ import pytest
 from mirror.ingest.assembler import Assembler, Violation
 from mirror.ingest.collections import NAMES_MAX
 from mirror.ingest.instructions import (
-    AbortPrepare,
     Advance,
-    CommitPrepare,
     Instruction,
     PublishSnapshot,
-    StagePrepare,
     StageRows,
     StageSystemEvent,
 )
 from mirror.ingest.selection import StreamFilter
-from mirror.wire.codec_dcp import decode
 from mirror.wire.constants import MarkerVersion, OsoFlag
 from mirror.wire.events import (
     Abort,
@@ -65,15 +61,15 @@ def scope(seqno: int) -> Message:
 
 
 def prepared(seqno: int, key: bytes = b"\0k") -> Message:
-    return lambda assembler, out: assembler.prepare(Prepare(0, key, seqno, 1, 5, value=b"v"), out)
+    return lambda assembler, out: assembler.sync_write(Prepare(0, key, seqno, 1, 5, value=b"v"), out)
 
 
 def committed(seqno: int, key: bytes = b"\0k") -> Message:
-    return lambda assembler, out: assembler.commit(Commit(0, key, 0, seqno), out)
+    return lambda assembler, out: assembler.sync_write(Commit(0, key, 0, seqno), out)
 
 
 def aborted(seqno: int, key: bytes = b"\0k") -> Message:
-    return lambda assembler, out: assembler.abort(Abort(0, key, 0, seqno), out)
+    return lambda assembler, out: assembler.sync_write(Abort(0, key, 0, seqno), out)
 
 
 def oso(flag: int) -> Message:
@@ -127,23 +123,14 @@ def _short(instruction: Instruction) -> Any:
         (rows(5), ("rows", 5)),
         (advanced(5), ("advance", 5)),
         (scope(5), ("system event", 5)),
-        (prepared(5), StagePrepare),
-        (committed(5), CommitPrepare),
-        (aborted(5), AbortPrepare),
+        (prepared(5), ("advance", 5)),
+        (aborted(5), ("advance", 5)),
     ],
 )
 def test_whatever_carries_the_end_completes_the_snapshot(last: Message, staged: Any) -> None:
     assembler = assembler_at()
     assert said(assembler, marker(0, 5), rows(1, 4), last) == [("rows", 1, 4), staged, ("publish", 5)]
     assert assembler.boundary_seqno == assembler.position_seqno == 5
-
-
-def test_a_commit_at_the_end_completes_the_snapshot() -> None:
-    assert said(assembler_at(), marker(0, 5), prepared(4), committed(5)) == [
-        StagePrepare,
-        CommitPrepare,
-        ("publish", 5),
-    ]
 
 
 def test_nothing_is_published_before_the_end() -> None:
@@ -371,7 +358,7 @@ def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
         ([prepared(8)], "outside any snapshot"),
         ([marker(0, 20), prepared(7)], "must rise"),
         ([marker(0, 20), aborted(7)], "must rise"),
-        ([marker(0, 20), committed(7)], "must rise"),
+        ([marker(0, 20), committed(8)], "a commit at 8 without its value"),
         ([oso(OsoFlag.START)], "not requested"),
         ([marker(0, 20), oso(OsoFlag.END)], "not requested"),
     ],
@@ -422,32 +409,12 @@ def test_more_scopes_and_collections_than_a_bucket_can_have_are_a_violation() ->
 # --- sync writes ---
 
 
-def test_sync_writes_are_staged_half_by_half_and_end_snapshots_as_rows_do() -> None:
+def test_prepares_and_aborts_move_the_position_alone() -> None:
     assembler = assembler_at()
-    out: list[Instruction] = []
-    for message in (marker(0, 6), prepared(4), committed(6), marker(7, 9), aborted(9)):
-        message(assembler, out)
-    first, second, published, third, also = out
-    assert isinstance(first, StagePrepare)
-    frame, _ = decode_frame(first.frame)
-    assert isinstance(decode(frame), Prepare)
-    assert second == CommitPrepare(Vbid(0), "commit", Seqno(6), b"\0k", SnapshotRange(Seqno(0), Seqno(6), 1))
-    assert isinstance(third, AbortPrepare)
-    assert (third.seqno, third.open_snapshot) == (9, SnapshotRange(Seqno(7), Seqno(9), 1))
-    assert isinstance(decode(decode_frame(third.frame)[0]), Abort)
-    assert [each.seqno for each in (published, also) if isinstance(each, PublishSnapshot)] == [6, 9]
-
-
-def test_without_collections_their_keys_get_the_default_collections_id() -> None:
-    assembler = assembler_at()
-    assembler.begin_stream(inside_snapshot=False, collections_granted=False)
-    out: list[Instruction] = []
-    for message in (marker(0, 9), prepared(4), committed(6), aborted(7)):
-        message(assembler, out)
-    assert isinstance(out[0], StagePrepare)
-    assert decode_frame(out[0].frame)[0].key == b"\0\0k"
-    assert [each.key for each in out if isinstance(each, CommitPrepare)] == [b"\0\0k"]
-    assert [decode_frame(each.frame)[0].key for each in out if isinstance(each, AbortPrepare)] == [b"\0\0k"]
+    assert said(assembler, marker(0, 9), prepared(4), rows(6), aborted(7)) == [
+        ("advance", 4), ("rows", 6), ("advance", 7),
+    ]  # fmt: skip
+    assert assembler.position_seqno == 7
 
 
 # --- what is left out ---

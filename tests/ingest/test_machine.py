@@ -26,7 +26,6 @@ from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
     Commit,
-    Mutation,
     OsoSnapshot,
     Prepare,
     SeqnoAdvanced,
@@ -345,52 +344,25 @@ def test_it_is_caught_up_when_the_sources_high_seqno_is_durable() -> None:
     assert rig.machine.caught_up
 
 
-def test_a_commit_whose_prepare_came_before_anybody_tracked_them_is_fetched_from_the_start() -> None:
-    rig = streaming_at(100)
-    marker(rig, 101, 102)
-    done = rig.feed(Commit(0, b"\0k", 90, 101, opaque=rig.opaque_counter))
-    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.BeginResync, ins.RequestStream]
-    assert requested(rig) == (0, 0, 0, 0)
-    assert rig.store.served.seqno == 100
-    assert any("before such writes were tracked" in report.text for report in rig.reports)
-
-
-def test_a_commit_without_its_prepare_in_the_first_fill_is_waited_out() -> None:
-    rig = streaming_at()
-    marker(rig, 1, 9)
-    rows(rig, 1)
-    done = rig.feed(Commit(0, b"\0k", 4, 5, opaque=rig.opaque_counter))
-    assert kinds(done) == [ins.CommitPrepare, ins.CloseStream, ins.AbandonStaged, ins.RetryAfter]
-    rig.feed(ev.RetryDue())
-    assert requested(rig) == (0, 0, 0, 0)
-
-
-def test_sync_writes_become_visible_by_their_commit_and_never_by_an_abort() -> None:
+def test_prepares_and_aborts_are_skipped_and_a_commit_comes_as_a_mutation() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 106)
     rig.feed(Prepare(0, b"\0k", 101, 1, 5, value=b"kept", opaque=rig.opaque_counter))
     rig.feed(Prepare(0, b"\0l", 102, 1, 5, value=b"lost", opaque=rig.opaque_counter))
-    rig.feed(Commit(0, b"\0k", 101, 104, opaque=rig.opaque_counter))
+    rows(rig, 104)
     rig.feed(Abort(0, b"\0l", 102, 106, opaque=rig.opaque_counter))
     assert rig.store.served.seqno == 106
-    [document] = rig.store.served.documents.values()
-    assert isinstance(document, Mutation)
-    assert (document.seqno, document.value) == (104, b"kept")
+    assert [document.seqno for document in rig.store.served.documents.values()] == [104]
 
 
-def test_after_a_rollback_between_the_halves_the_commit_may_come_again() -> None:
+def test_a_commit_without_its_value_is_never_left_out_of_a_snapshot() -> None:
     rig = streaming_at(100)
-    marker(rig, 101, 101)
+    marker(rig, 101, 102)
     rig.feed(Prepare(0, b"\0k", 101, 1, 5, value=b"v", opaque=rig.opaque_counter))
-    marker(rig, 102, 102)
-    rig.feed(Commit(0, b"\0k", 101, 102, opaque=rig.opaque_counter))
-    ended(rig, StreamEndReason.STATE_CHANGED)
-    rig.feed(ev.RetryDue())
-    rollback(rig, 101)
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))
-    marker(rig, 102, 105)
-    rig.feed(Commit(0, b"\0k", 101, 105, opaque=rig.opaque_counter))
-    assert [document.seqno for document in rig.store.served.documents.values()] == [105]
+    done = rig.feed(Commit(0, b"\0k", 101, 102, opaque=rig.opaque_counter))
+    assert ins.PublishSnapshot not in kinds(done)
+    assert rig.machine.shown.violation_count == 1
+    assert rig.store.served.seqno == 100
 
 
 # --- what is mirrored of the bucket ---
@@ -1050,7 +1022,7 @@ ALWAYS = {"Start", "Stop", "ConnectionLost", "NoActiveNode", "HighSeqno", "Publi
 LEGAL = {
     Phase.IDLE: set(),
     Phase.REQUESTING: {"StreamRequested", "StreamAccepted", "StreamRollback", "StreamRefused"},
-    Phase.STREAMING: STREAM_EVENTS | {"PrepareMissing", "StagingRefused", "KeyRefused"},
+    Phase.STREAMING: STREAM_EVENTS | {"StagingRefused", "KeyRefused"},
     Phase.ASKING_LOG: {"FailoverLogReceived", "FailoverLogRefused"},
     Phase.ROLLING_BACK: {"RolledBack", "NoBoundary"},
     Phase.ABANDONING: {"Abandoned"},

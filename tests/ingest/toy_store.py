@@ -28,7 +28,6 @@ from mirror.wire.events import (
 )
 from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.system_events import decode_system_event
-from storage.history.prepares import committed_row
 from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
@@ -51,8 +50,6 @@ class Line:
     open_snapshot: SnapshotRange | None = None
     manifest: Manifest = field(default_factory=Manifest.initial)
     published: bool = False
-    prepares: list[tuple[int, bytes, bytes | None]] = field(default_factory=list)
-    """(seqno, key, PREPARE frame), rising; None: what settled it."""
 
 
 class ToyStore:
@@ -141,31 +138,6 @@ class ToyStore:
         line.open_snapshot = instruction.open_snapshot
         line.manifest = instruction.manifest
 
-    def _StagePrepare(self, instruction: ins.StagePrepare) -> None:
-        frame, _ = wire_frame.decode(instruction.frame)
-        self._settle(instruction, frame.key, instruction.frame)
-
-    def _CommitPrepare(self, instruction: ins.CommitPrepare) -> Any:
-        line = self.staging
-        found = [frame for _, key, frame in line.prepares if key == instruction.key]
-        if not found or found[-1] is None:
-            return ev.PrepareMissing(self.state(), instruction.seqno)
-        line.staged.append((instruction.seqno, committed_row(found[-1], instruction.seqno)))
-        self._settle(instruction, instruction.key, None)
-        return None
-
-    def _AbortPrepare(self, instruction: ins.AbortPrepare) -> None:
-        self._settle(instruction, wire_frame.decode(instruction.frame)[0].key, None)
-
-    def _settle(
-        self, instruction: ins.StagePrepare | ins.CommitPrepare | ins.AbortPrepare, key: bytes, frame: Any
-    ) -> None:
-        line = self.staging
-        assert line.position < instruction.seqno <= instruction.open_snapshot.end_seqno
-        line.prepares.append((instruction.seqno, key, frame))
-        line.position = instruction.seqno
-        line.open_snapshot = instruction.open_snapshot
-
     def _SaveFilter(self, instruction: ins.SaveFilter) -> None:
         self.stream_filter = instruction.text
 
@@ -203,8 +175,7 @@ class ToyStore:
         if kept[-1].seqno == 0:
             return ev.NoBoundary()
         self.rollbacks.append((line.boundaries[-1].seqno, kept[-1].seqno))
-        prepares = [each for each in line.prepares if each[0] <= kept[-1].seqno]
-        self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True, prepares))
+        self._open_branch(Line(kept, [], kept[-1].seqno, None, kept[-1].manifest, True))
         self.served_branch = self.staging_branch
         self.failover_log = self.failover_log.pruned(kept[-1].seqno)
         return ev.RolledBack(self.state())
@@ -218,7 +189,6 @@ class ToyStore:
             else Line()
         )
         self.staging.manifest = line.boundaries[-1].manifest
-        self.staging.prepares = [each for each in line.prepares if each[0] <= self.staging.position]
         if served:
             self.served_branch = self.staging_branch
         return ev.Abandoned(self.state())
@@ -299,7 +269,7 @@ class Rig:
                 answer = self.store.perform(instruction)
             if answer is not None:
                 done += self._perform(self.machine.handle(answer))
-            if isinstance(answer, (ev.StagingRefused, ev.PrepareMissing)):
+            if isinstance(answer, ev.StagingRefused):
                 break
         self.machine.validate()
         return done

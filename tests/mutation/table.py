@@ -153,9 +153,9 @@ MUTATIONS = (
     ),
     Mutation(
         _ASSEMBLER,
-        "if (problem := key_problem(key, prefixed=self._collections)) is not None:",
-        "if (problem := None) is not None:",
-        "tests/feed/test_vbucket.py -k key_that_cannot",
+        "if isinstance(event, Commit):",
+        "if False:",
+        _OF_ASSEMBLER,
     ),
     Mutation(
         "mirror/wire/scan.py", "and 0 < key_length <= 251", "and 0 < key_length", "tests/wire/test_scan.py -k key_that"
@@ -282,12 +282,6 @@ MUTATIONS = (
         "                txn.raw.abort()\n                raise storage_error(",
         "tests/crash/test_disk_errors.py",
     ),
-    Mutation(
-        "storage/write/pending.py",
-        "self.prepares.settled_by_rows(rows)",
-        "pass",
-        "tests/storage/test_prepares.py -k 'not model'",
-    ),
     Mutation(_LEAVING, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
     Mutation(
         "storage/write/commit.py",
@@ -348,12 +342,6 @@ MUTATIONS = (
         "while self.running:",
         "while False:",
         "tests/storage/test_environment.py -k new_size",
-    ),
-    Mutation(
-        "storage/history/prepares.py",
-        "not 0 < settled[1] <= cuts.get(settled[0], -1)",
-        "settled == _NOT_SETTLED",
-        "tests/storage/test_prepares.py",
     ),
     # --- what was found by breaking it: maps, files, readers, clocks, disks
     Mutation(

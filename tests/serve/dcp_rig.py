@@ -178,14 +178,13 @@ class DcpEndpoint:
 @asynccontextmanager
 async def serving_dcp(
     path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
-    limits: Limits | None = None, tls: Any = None, tracks_prepares: bool = False,
+    limits: Limits | None = None, tls: Any = None,
     publishes_persisted: bool = False,
 ) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
     bucket = KvBucket(
         path,
         SystemClock(),
         stale_allowed=False,
-        tracks_prepares=tracks_prepares,
         publishes_persisted=publishes_persisted,
     )
     held = [reserve(address, "dcp") for address in addresses]

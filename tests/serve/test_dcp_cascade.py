@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ async def cascade(
     """Source, a mirror of it, its DCP port, and a mirror of that."""
     first, second = mirror_of(cluster, path / "first", **settings), mirror_of(cluster, path / "second")
     first.start(cluster.connection_string)
-    async with serving_dcp(first.path, tracks_prepares=first.settings.track_prepares) as endpoint:
+    async with serving_dcp(first.path) as endpoint:
         second.start(endpoint.url)
         try:
             yield first, endpoint, second
@@ -180,13 +179,9 @@ async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp
         assert_equal(cluster, first, second)
 
 
-@pytest.mark.parametrize("tracked", [False, True])
-async def test_durable_writes_are_seen_when_they_are_committed(
-    cluster: SandboxCluster, tmp_path: Path, tracked: bool
-) -> None:
-    """Whether the first mirror keeps the open ones or does not get them."""
+async def test_durable_writes_are_seen_when_they_are_committed(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 50)
-    async with cascade(cluster, tmp_path, track_prepares=tracked) as (first, _, second):
+    async with cascade(cluster, tmp_path) as (first, _, second):
         await level(cluster, first, second)
         for number in range(30):
             cluster.bucket.prepare(f"doc-{number}", {"durable": number})
@@ -203,79 +198,6 @@ async def test_durable_writes_are_seen_when_they_are_committed(
             cluster.set("after", {"a": 2}, vbid=vbid)
         await level(cluster, first, second)
         assert_equal(cluster, first, second)
-
-
-def assert_same_prepares_open(cluster: SandboxCluster, *mirrors: Mirror) -> int:
-    """Of the source and of all mirrors, while they run; returns how many are open."""
-    at_source = [{key: item.seqno for key, item in cluster.vbucket(vbid).prepared.items()} for vbid in range(VBUCKETS)]
-    for each in mirrors:
-        writer = {int(vbid): writer for writer in each.writers for vbid in writer.vbids}
-        assert [writer[vbid].open_prepares(vbid) for vbid in range(VBUCKETS)] == at_source
-    return sum(map(len, at_source))
-
-
-def write_durably(cluster: SandboxCluster, rng: Random, count: int) -> None:
-    """Prepares, and what settles them, among plain writes."""
-    bucket = cluster.bucket
-    for _ in range(count):
-        vbid, key = rng.randrange(VBUCKETS), f"durable-{rng.randrange(12)}"
-        if bucket.wire_key(key) not in cluster.vbucket(vbid).prepared:
-            if rng.random() < 0.7:
-                deletes = bucket.get(key, vbid=vbid) is not None and rng.random() < 0.3
-                bucket.prepare(key, None if deletes else {"n": rng.random()}, vbid=vbid)
-            else:
-                cluster.set(key, {"plain": rng.random()}, vbid=vbid)
-        elif rng.random() < 0.6:
-            bucket.commit(key, vbid=vbid)
-        else:
-            bucket.abort(key, vbid=vbid)
-
-
-async def test_open_prepares_cascade_through_a_chain_of_three(cluster: SandboxCluster, tmp_path: Path) -> None:
-    """Over failovers that open them again, restarts, lost connections, a source that purges, and a drop."""
-    rng = Random(7)
-    cluster.bucket.create_scope("shop")
-    cluster.bucket.create_collection("shop", "carts")
-    write_durably(cluster, rng, 100)
-    cluster.bucket.to_disk()
-    mirrors = [mirror_of(cluster, tmp_path / name, track_prepares=True) for name in ("first", "second", "third")]
-    seen_open = 0
-    async with AsyncExitStack() as stack:
-        endpoints: list[DcpEndpoint] = []
-        for each in mirrors:
-            each.start(endpoints[-1].url if endpoints else cluster.connection_string)
-            if each is not mirrors[-1]:
-                endpoints.append(await stack.enter_async_context(serving_dcp(each.path, tracks_prepares=True)))
-        try:
-            for round_ in range(8):
-                await level(cluster, *mirrors)
-                seen_open += assert_same_prepares_open(cluster, *mirrors)
-                for each in mirrors[1:]:
-                    assert_equal(cluster, mirrors[0], each)
-                if round_ % 2:
-                    await mirrors[-1].stop()
-                write_durably(cluster, rng, 60)
-                if round_ in (2, 3, 5):
-                    for vbid in range(round_ % 2, VBUCKETS, 2):
-                        cluster.failover(vbid, lose=min(4, cluster.vbucket(vbid).high_seqno))
-                if round_ == 4:
-                    for vbid in range(VBUCKETS):
-                        cluster.bucket.prepare("dropped", {"x": 1}, vbid=vbid, collection="shop.carts")
-                if round_ == 6:
-                    cluster.bucket.drop_collection("shop.carts")
-                    cluster.bucket.to_disk()
-                write_durably(cluster, rng, 60)
-                if round_ % 2:
-                    mirrors[-1].start(endpoints[-1].url)
-                else:
-                    for connection in [each for endpoint in endpoints for each in endpoint.server.connections]:
-                        connection.abort()
-            await level(cluster, *mirrors)
-            seen_open += assert_same_prepares_open(cluster, *mirrors)
-        finally:
-            for each in reversed(mirrors):
-                await each.stop()
-    assert seen_open > 100
 
 
 async def test_the_middle_may_go_and_come_back(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -98,14 +98,14 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         else:
             mirror = Mirror(
                 tmp_path, bucket=cluster.bucket.name, bucket_uuid=cluster.bucket.map.bucket_uuid, vbuckets=VBUCKETS,
-                password="demo", settings={"track_prepares": True},
+                password="demo",
             )  # fmt: skip
             mirror.start(cluster.connection_string)
             for vbid in range(VBUCKETS):
                 await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
             settle(cluster)
             await mirror.until_published(2, cluster.vbucket(2).high_seqno)
-            async with serving_dcp(mirror.path, tracks_prepares=True) as endpoint:
+            async with serving_dcp(mirror.path) as endpoint:
                 made = Server(cluster, request.param, endpoint.port, mirror)
                 yield made
             await mirror.stop()
@@ -155,9 +155,6 @@ CONTROLS = [
     ("enable_ext_metadata", "true", Status.EINVAL),
     ("enable_value_compression", "true", Status.EINVAL),
     ("enable_stream_id", "false", Status.EINVAL),
-    ("enable_sync_writes", "false", Status.EINVAL),
-    ("enable_sync_writes", "true", OK),
-    ("enable_stream_id", "true", Status.NOT_SUPPORTED),  # not together with sync writes
     ("no_such_control", "true", Status.EINVAL),
 ]
 
@@ -169,6 +166,9 @@ async def test_controls(server: Server) -> None:
 
 
 DIFFERENCES = [
+    ("enable_sync_writes", "false", Status.EINVAL, Status.NOT_SUPPORTED),
+    ("enable_sync_writes", "true", OK, Status.NOT_SUPPORTED),
+    ("enable_stream_id", "true", Status.NOT_SUPPORTED, OK),  # not together with sync writes
     ("consumer_name", "me", OK, Status.NOT_SUPPORTED),  # a mirror does not wait for acknowledgements
     ("max_marker_version", "2.2", Status.EINVAL, OK),  # what 7.2 does not know yet and costs nothing
     ("set_noop_interval", "0.5", Status.EINVAL, OK),
@@ -320,8 +320,11 @@ async def test_stream_ids(server: Server) -> None:
 
 
 SYNC_WRITES = {b"enable_sync_writes": b"true"}
+SANDBOX_ALONE = pytest.mark.parametrize("server", ["sandbox"], indirect=True)
+"""A mirror grants no sync writes."""
 
 
+@SANDBOX_ALONE
 async def test_sync_writes_and_their_filters(server: Server) -> None:
     ids = await server.client(controls={b"enable_stream_id": b"true"})
     assert await ids.control(b"enable_sync_writes", b"true") == Status.NOT_SUPPORTED
@@ -332,6 +335,7 @@ async def test_sync_writes_and_their_filters(server: Server) -> None:
     assert found == [OK, OK, OK, Status.NOT_SUPPORTED, Status.NOT_SUPPORTED]
 
 
+@SANDBOX_ALONE
 async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -> None:
     """A committed write is a mutation in it, and a prepare counts two bytes more than it has."""
     vbucket = server.vbucket(2)
@@ -343,7 +347,7 @@ async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -
     events = [each for each in received if not isinstance(each, ev.SnapshotMarker)]
     assert await client.event() == ev.StreamEnd(2, int(StreamEndReason.OK), opaque=0x77)
     prepares: dict[bytes, ev.Prepare] = {}
-    for event in events:  # a mirror sends its boundaries one after the other: some settle the prepares of those before
+    for event in events:
         if isinstance(event, ev.Prepare):
             prepares[event.key] = event
         elif isinstance(event, (ev.Mutation, ev.Deletion, ev.Abort)):
@@ -375,6 +379,7 @@ async def test_a_client_without_sync_writes_gets_what_was_committed(server: Serv
     assert not any(isinstance(each, (ev.Prepare, ev.Commit, ev.Abort)) for each in events)
 
 
+@SANDBOX_ALONE
 async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
     """One that resumes behind the prepares: committed by a mutation, aborted by an abort."""
     vbucket = server.vbucket(2)

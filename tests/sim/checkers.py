@@ -156,7 +156,6 @@ class Checker:
             kept = [seqno for seqno in watched.boundaries if watched.floor <= seqno <= to_seqno]
             assert not kept, f"vb {vbid}: no boundary found at or below {to_seqno}, but {kept} are kept"
             return
-        self._open_again(vbid, result.boundary_seqno)
 
     def on_purged_rows(self, vbid: int, dead: Dead) -> None:
         if dead.since_ms is not None:
@@ -311,7 +310,6 @@ class Checker:
         self.compare(view, vbid, watched.seqno, int(kept[watched.seqno].vbuuid) if watched.seqno else 0, None)
         if not watched.seqno:
             return
-        self._prepares(vbid, watched.seqno, int(kept[watched.seqno].vbuuid))
         announced = self.source.bucket.sent[vbid].snapshot_ends
         assert watched.seqno in announced, f"vb {vbid}: published {watched.seqno}, where no snapshot ends"
         chosen = expected if every else [self.rng.choice(expected)]
@@ -321,27 +319,6 @@ class Checker:
         self._between(view, vbid, expected)
         if watched.floor > 1:
             self._below_floor(view, vbid, watched.floor)
-
-    def _open_again(self, vbid: int, seqno: int) -> None:
-        """Right after a rollback: prepares that the lost history had settled are open again."""
-        if self.source.prepares:
-            writer = self.mirror.writers[vbid % len(self.mirror.writers)]
-            vbuuid = next(int(entry.vbuuid) for entry in writer.state(vbid).failover_log if entry.seqno <= seqno)
-            expected = self.source.open_prepares(self.source.line(vbid, seqno, vbuuid), seqno)
-            found = writer.open_prepares(vbid)
-            assert found == expected, f"vb {vbid} back at {seqno}: open prepares {found}, not {expected}"
-            self.counts["open prepares compared after a rollback"] += bool(expected)
-
-    def _prepares(self, vbid: int, seqno: int, vbuuid: int) -> None:
-        """Where nothing is staged above what is published, the open prepares are the source's at that seqno."""
-        writer = self.mirror.writers[vbid % len(self.mirror.writers)]
-        state = writer.state(vbid)
-        if not self.source.prepares or (state.staging_branch, state.staged_seqno) != (state.branch, seqno):
-            return
-        expected = self.source.open_prepares(self.source.line(vbid, seqno, vbuuid), seqno)
-        found = writer.open_prepares(vbid)
-        assert found == expected, f"vb {vbid} at {seqno}: open prepares {found}, not {expected}"
-        self.counts["open prepares compared"] += bool(expected)
 
     def _between(self, view: View, vbid: int, expected: list[int]) -> None:
         """As of any seqno means: as of the newest boundary not above it. So does a time."""

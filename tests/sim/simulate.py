@@ -131,7 +131,7 @@ class World:
             self.write_group: 1,
             self.delete: 4,
             self.expire: 2,
-            self.write_durably: 3 if self.source.prepares else 1,
+            self.write_durably: 2,
             self.persist: 7 if self.mirror.persisted else 0,
             self.ask_persistence: 14 if self.mirror.persisted else 0,
             self.promote: 2 if self.mirror.persisted else 0,
@@ -512,9 +512,6 @@ class World:
     def fail_over(self) -> None:
         """Another copy takes over, perhaps with the loss of a tail; now and then several times in a row."""
         vbid = self.vbid()
-        if self.source.prepares:
-            for _ in range(self.rng.randint(0, 4)):
-                self.write_durably()
         for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
             beyond = self.source.vbucket(vbid).high_seqno - self.checker.watched[vbid].seqno
             into = max(0, beyond) + self.rng.choice((1, 2, 5, 20, 60))

@@ -30,7 +30,6 @@ from mirror.server.producer import StreamHistory
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
-from storage.format import keys
 from storage.model import FailoverLog
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
@@ -199,7 +198,6 @@ class SimConnection(NodeConnection):
             snappy=True,
             open_flags=int(flags),
             expiry_opcode=True,
-            sync_writes=source.prepares and of_mirror,
             noop_enabled=True,
             marker_version=MarkerVersion.V2_2 if source.marker_v2_2 else MarkerVersion.V1,
         )
@@ -225,11 +223,10 @@ class Source:
         self.shapes: tuple[str, ...] = ("plain", "plain")
         if self.collections:
             self.shapes = rng.choice((("plain",), ("plain", "advances", "double"), ("advances",), ("double",)))
-        self.prepares = self.collections and rng.random() < 0.3
         """Both halves of durable writes are sent."""
         self.selection = ""
         """What of the bucket is mirrored, as a mirror's identity has it; empty: all."""
-        if self.collections and not self.prepares and rng.random() < 0.5:
+        if self.collections and rng.random() < 0.5:
             self.selection = rng.choice(SELECTIONS)
         self.bucket = Bucket(
             "demo",
@@ -317,20 +314,6 @@ class Source:
         vbucket.reset()
         self.persisted[vbid] = 0
         self.end_streams(vbid)
-
-    def open_prepares(self, line: list[Item], seqno: int) -> dict[bytes, int]:
-        """Durable writes that a history has under way at a seqno."""
-        found: dict[bytes, int] = {}
-        for item in line[:seqno]:
-            if item.kind == SYSTEM_EVENT:
-                if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
-                    gone = system_id(item)
-                    found = {key: at for key, at in found.items() if keys.split_key(key)[0] != gone}
-            elif item.kind == PREPARE:
-                found[item.key] = item.seqno
-            else:
-                found.pop(item.key, None)
-        return found
 
     # --- what it was
 

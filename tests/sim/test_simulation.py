@@ -102,7 +102,6 @@ MUST_HAPPEN = (
     "mid-snapshot resumes of a reader",
     "mid-snapshot resumes",
     "newest commits read by another process",
-    "open prepares compared",
     "open snapshots written down",
     "pages or large that stayed open finished",
     "pages that stayed open ended by ViewInvalidated",
@@ -144,7 +143,6 @@ MUST_HAPPEN_IN_LONG_RUNS = (
     "followers refused after retracted rows were purged",
     "links merged",
     "mid-snapshot resumes below the purge seqno",
-    "open prepares compared after a rollback",
 )
 
 Remember = Callable[[str, object], None]

@@ -119,10 +119,6 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         put(keys.DB_PURGE, b"\0\1", keys.PURGE.pack(5, 5, 0, 0)),
         "tree purge has a row of vbucket 1",
     ),
-    "a prepare beyond what is staged": (
-        put(keys.DB_PREPARE, keys.SPAN_KEY.pack(0, 2, 99), bytes(12) + FRAME),
-        "prepare 2:99 lies above the staged seqno",
-    ),
     "no fence": (delete(keys.DB_META, b"fence"), "fence is not a number of 8 bytes"),
     "another bucket's data": (put(keys.DB_META, b"identity", directory.identity_bytes(IDENTITY, 1)), "holds group 1"),
     "no identity": (delete(keys.DB_META, b"identity"), "does not say what it is"),

@@ -16,9 +16,8 @@ from storage.model import Collection, Seqno
 from storage.read import states, stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import events, keys_of, span
+from tests.storage.model import events, keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
-from tests.storage.test_prepares import prepare_frame
 from tests.storage.test_purge import HOUR_MS
 from tests.storage.test_purge import purge as purge_all
 from tests.storage.test_writer import Clock, publish
@@ -199,11 +198,7 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
         stream.rows(view, 0, pinned, 0, bytes_max=1000)
 
 
-def prepare(writer: GroupWriter, key: bytes, seqno: int) -> None:
-    writer.prepare(0, seqno, prepare_frame(key, seqno), span(seqno, seqno))
-
-
-def test_manifests_and_open_prepares_go_where_the_rows_go(
+def test_manifests_go_where_the_rows_go(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the history that was lost, at the same seqnos, do not come back with them."""
@@ -211,18 +206,15 @@ def test_manifests_and_open_prepares_go_where_the_rows_go(
     publish(writer, 0, [(NAMES[0], b"1", 1)])
     system_event(writer, 2, DEFAULT, Collection(9, 8, "lost", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=9)
-    prepare(writer, NAMES[2], 4)
     put(writer, NAMES[5], 5)
     commit(writer, 5)
     assert sorted(view.manifest(0).collections) == [0, 9]
     writer.rollback(0, 1)
     system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=8)
-    prepare(writer, NAMES[3], 4)
-    prepare(writer, NAMES[4], 5)
     put(writer, NAMES[5], 6)
     commit(writer, 6)
-    assert writer.commit_prepare(0, 7, b"\0" + NAMES[4], span(7, 7))
+    put(writer, NAMES[4], 7)
     commit(writer, 7)
     assert sorted(view.manifest(0).collections) == [0, 8]
     writer.rollback(0, 7)
@@ -233,14 +225,6 @@ def test_manifests_and_open_prepares_go_where_the_rows_go(
     for each in (view, View(path)):
         assert sorted(each.manifest(0).collections) == [0, 8]
         assert each.get(NAMES[1], "shop.orders") is not None
-    assert writer.open_prepares(0) == {b"\0" + NAMES[3]: 4}
-    assert check(path).problems == []
-    assert writer.commit_prepare(0, 9, b"\0" + NAMES[3], span(9, 9))
-    system_event(writer, 10, DEFAULT, scopes=SCOPES)
-    commit(writer, 10)
-    assert view.get(NAMES[3]) is not None
-    writer.rollback(0, 8)
-    assert writer.open_prepares(0) == ({} if writer.state(0).published_seqno == 10 else {b"\0" + NAMES[3]: 4})
     assert check(path).problems == []
 
 

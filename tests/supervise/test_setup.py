@@ -140,8 +140,6 @@ async def test_a_mirror_of_some_collections_refuses_to_become_one_of_others(tmp_
         assert "leave --collection and --scope out" in str(caught.value)
     async with serving(service_of(tmp_path)) as service:  # not named again: it stays what it was made for
         await eventually(running(service))
-    with pytest.raises(ConfigError, match="track_prepares is set, and the data directory mirrors"):
-        await service_of(tmp_path, settings=settings_for(tmp_path, track_prepares=True)).run()
 
 
 async def test_a_mirror_of_the_whole_bucket_refuses_to_become_one_of_a_part(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class Connections:
         self.opaques = Opaques()
         self.acks_held = False
         """True while the source is kept waiting."""
-        self.with_prepares = self.with_history = False
-        """What sessions ask for in addition: see NodeSession."""
+        self.with_history = False
+        """`NodeSession.with_history` of new sessions."""
         self._access = access
         self._clock = clock
         self._owner = owner
@@ -87,7 +87,6 @@ class Connections:
     def _make_session(self, address: NodeAddress) -> NodeSession:
         session = NodeSession(self._access, address, self._owner, self._clock, name=self._name, opaques=self.opaques)
         session.map_watch = self._map_watch
-        session.with_prepares = self.with_prepares
         session.with_history = self.with_history
         return session
 

@@ -133,8 +133,8 @@ class NodeSession:
         """Control name -> whether the server took it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
-        self.with_prepares = self.with_history = False
-        """What else to ask for: both halves of sync writes, superseded versions."""
+        self.with_history = False
+        """Request superseded versions."""
         self.acks_held = False
         """True: nothing is acknowledged until `release_acks`, so that the source pauses when the window is full."""
         self.stream_filter: dict[str, Any] = {}
@@ -233,8 +233,6 @@ class NodeSession:
         await self._control(link, ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN, b"true", OPTIONAL)
         await self._control(link, ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM, b"true", OPTIONAL)
         await self._control(link, ControlKey.ENABLE_EXPIRY_OPCODE, b"true", OPTIONAL)
-        if self.with_prepares:
-            await self._control(link, ControlKey.ENABLE_SYNC_WRITES, b"true", REQUIRED)
         if self._open_flags_taken & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS:
             await self._control(link, ControlKey.INCLUDE_DELETED_USER_XATTRS, b"true", OPTIONAL)
         await self._control(link, ControlKey.V7_DCP_STATUS_CODES, b"true", OPTIONAL)
@@ -269,10 +267,7 @@ class NodeSession:
         if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
             raise NotSupported(
                 f"{self.address} does not take {name.decode()}={value.decode()}",
-                hint="track_prepares needs Couchbase Server 6.5 or newer, or a mirror that has the setting, too: "
-                "leave the setting out here, or set it there"
-                if name == ControlKey.ENABLE_SYNC_WRITES
-                else "Couchbase Server 5.5 or newer is needed",
+                hint="Couchbase Server 5.5 or newer is needed",
                 node=str(self.address),
             )
         raise HandshakeFailed(

@@ -39,7 +39,7 @@ from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.feed.follow.watch import SourceWatch
 from mirror.ingest import events
 from mirror.ingest.instructions import VbucketStatus
-from mirror.ingest.selection import Selection, check_streams
+from mirror.ingest.selection import Selection
 from mirror.ingest.state import Phase
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
@@ -77,7 +77,6 @@ class Consumer:
         self.settings = settings
         self.identity = identity
         selection = Selection.parse(identity.selection)
-        check_streams(settings, selection)
         self._source = source
         self._access = Access.of(source, settings)
         self._first_map = cluster_map
@@ -90,7 +89,6 @@ class Consumer:
             self._access, self.clock, self, self.map_follower, name=name, on_defect=self._end
         )
         self.map_follower.session_at = self.connections.session_at
-        self.connections.with_prepares = settings.track_prepares
         self.connections.with_history = settings.change_streams
         self.collections = CollectionWatch(
             selection, self.connections, self.map_follower, settings, self.clock, self._on_collections

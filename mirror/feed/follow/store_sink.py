@@ -16,7 +16,6 @@ from mirror.ingest import instructions as ins
 from mirror.ingest.events import (
     Abandoned,
     NoBoundary,
-    PrepareMissing,
     ResyncOpened,
     ResyncRefused,
     RolledBack,
@@ -99,31 +98,6 @@ class StoreSink:
                 event.open_snapshot,
                 event.change,
             )
-        except SeqnoOrder as error:
-            return self._refused(error)
-        return None
-
-    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused | None:
-        """Stage the first half of a sync write."""
-        try:
-            self.writer.prepare(self.vbid, prepare.seqno, prepare.frame, prepare.open_snapshot)
-        except SeqnoOrder as error:
-            return self._refused(error)
-        return None
-
-    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused | PrepareMissing | None:
-        """Stage what was prepared of a key as a row."""
-        try:
-            if self.writer.commit_prepare(self.vbid, commit.seqno, commit.key, commit.open_snapshot):
-                return None
-        except SeqnoOrder as error:
-            return self._refused(error)
-        return PrepareMissing(self.state(), commit.seqno)
-
-    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused | None:
-        """Settle what was prepared of a key."""
-        try:
-            self.writer.abort_prepare(self.vbid, abort.seqno, abort.frame, abort.open_snapshot)
         except SeqnoOrder as error:
             return self._refused(error)
         return None

@@ -236,7 +236,7 @@ class MirroredVbucket(VbucketHost):
     def on_event(self, event: ev.Event | KeyRefused) -> None:
         self.progressed()
         self.enter(event)
-        if isinstance(event, (ev.Prepare, ev.Commit, ev.SystemEvent)):  # they bring as much as rows do
+        if isinstance(event, ev.SystemEvent):  # it brings as much as rows do
             self.group.commits.flush_over_budget()
 
     def progressed(self) -> None:

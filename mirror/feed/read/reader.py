@@ -102,7 +102,7 @@ class SourceReader:
             raise ConfigError(f"a reader needs {MEMORY_BYTES_MIN} bytes of memory, a vbucket at a time, and time")
         if settings is None:
             settings = load().settings
-        plain: dict[str, Any] = dict.fromkeys(("track_prepares", "change_streams"), False)
+        plain: dict[str, Any] = {"change_streams": False}
         if ca is not None:
             plain["tls_ca_file"] = ca
         settings = replace(settings, **plain)

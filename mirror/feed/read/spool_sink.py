@@ -19,7 +19,6 @@ from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketSta
 
 BRANCH = Branch(0)
 ROW_PREFIX = bytes(4)
-SYNC_WRITE = "a half of a durable write came over a connection that did not ask for any"
 
 
 class SpoolOwner(Protocol):
@@ -110,18 +109,6 @@ class SpoolSink:
         """Put a system event's row into the spool."""
         self._keep([event.row_value])
         self._manifest_open = event.manifest
-
-    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused:
-        """Refused: a reader does not ask for sync writes, and a snapshot without them would lack documents."""
-        return self._refuse(SYNC_WRITE)
-
-    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused:
-        """Refused, as a prepare is."""
-        return self._refuse(SYNC_WRITE)
-
-    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused:
-        """Refused, as a prepare is."""
-        return self._refuse(SYNC_WRITE)
 
     def _refuse(self, text: str) -> StagingRefused:
         self.discard()

@@ -23,7 +23,7 @@ from mirror.feed.stream.sink import Sink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.ingest.backoff import delay_s
-from mirror.ingest.events import KeyRefused, PrepareMissing, Row, StagingRefused
+from mirror.ingest.events import KeyRefused, Row, StagingRefused
 from mirror.ingest.machine import VbucketMachine
 from mirror.ingest.state import Phase
 from mirror.wire import events as ev
@@ -137,7 +137,7 @@ class VbucketHost(ABC):
             if answer is None:
                 continue
             self.execute(self.answered(answer))
-            if isinstance(answer, (StagingRefused, PrepareMissing)):
+            if isinstance(answer, StagingRefused):
                 return  # the rest of the list relied on what was refused
 
     def _execute_one(self, instruction: ins.Instruction) -> events.Answer | None:
@@ -154,12 +154,6 @@ class VbucketHost(ABC):
                 self.answer_marker(instruction.opaque)
             case ins.StageSystemEvent():
                 return sink.stage_system_event(instruction)
-            case ins.StagePrepare():
-                return sink.stage_prepare(instruction)
-            case ins.CommitPrepare():
-                return sink.commit_prepare(instruction)
-            case ins.AbortPrepare():
-                return sink.abort_prepare(instruction)
             case ins.ReportStatus():
                 self.report(instruction.status, instruction.text)
             case ins.SaveFailoverLog():

@@ -14,7 +14,6 @@ from mirror.ingest import instructions as ins
 from mirror.ingest.events import (
     Abandoned,
     NoBoundary,
-    PrepareMissing,
     Published,
     ResyncOpened,
     ResyncRefused,
@@ -45,18 +44,6 @@ class Sink(Protocol):
 
     def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
         """Accept a system event's row and the manifest that follows from it."""
-        ...
-
-    def stage_prepare(self, prepare: ins.StagePrepare) -> StagingRefused | None:
-        """Accept the first half of a sync write."""
-        ...
-
-    def commit_prepare(self, commit: ins.CommitPrepare) -> StagingRefused | PrepareMissing | None:
-        """Make a row of what was prepared."""
-        ...
-
-    def abort_prepare(self, abort: ins.AbortPrepare) -> StagingRefused | None:
-        """Settle what was prepared."""
         ...
 
     def publish(self, snapshot: ins.PublishSnapshot) -> Published | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,7 +47,7 @@ OPEN_FLAGS = int(
 """The flags of DCP_OPEN that are known here."""
 
 ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
-"""What a mirror can do: no histories, and no acknowledgements of durable writes; their prepares where it tracks them.
+"""The controls that a mirror grants: no histories and no sync writes.
 What is granted is honoured, or is a permission that this producer does not make use of (out-of-order snapshots)."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
@@ -107,8 +106,7 @@ class DcpSession(KvSession):
         """Make this a DCP connection; another one of that name is closed."""
         if not self.bucket_selected:
             raise Refused(Status.NO_BUCKET)
-        abilities = replace(ABILITIES, sync_writes=self.bucket.tracks_prepares)
-        controls = Controls(abilities, self.collections, self.snappy, flags)
+        controls = Controls(ABILITIES, self.collections, self.snappy, flags)
         self.producer = self._connection.open_producer(name, controls)
 
 

@@ -28,8 +28,6 @@ from storage.model import Manifest
 from storage.read.large import LargeDocument
 
 MUTATION = int(Opcode.DCP_MUTATION)
-PREPARE = int(Opcode.DCP_PREPARE)
-ABORT = int(Opcode.DCP_ABORT)
 SYSTEM_EVENT = int(Opcode.DCP_SYSTEM_EVENT)
 
 _AS_STORED = Periodic("error", "a value that cannot be taken apart is sent as it is stored")
@@ -40,7 +38,6 @@ _EVENT_VERSION_AT = 24 + 12
 _MUTATION_METADATA = slice(28, 30)
 _DELETION_METADATA = slice(16, 18)
 _DELETION_V1_SIZE = 18
-_PREPARE_DELETED = 29
 _NO_METADATA = b"\0\0"
 _U16 = struct.Struct(">H")
 
@@ -52,7 +49,6 @@ class RowEncoder:
         """The controls must not change any more."""
         self._controls = controls
         self._shape = DocumentShape(controls)
-        self._has_collections = controls.collections
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
@@ -65,12 +61,7 @@ class RowEncoder:
 
     def encode(self, row: bytes) -> bytes:
         """The message; empty for what this client does not get."""
-        if row[1] == SYSTEM_EVENT:
-            message = self._event(row)
-        elif row[1] == ABORT and self._has_collections:
-            message = row
-        else:
-            message = self._document(row)
+        message = self._event(row) if row[1] == SYSTEM_EVENT else self._document(row)
         return message if self._stream_id is None or not message else with_stream_id(message, self._stream_id)
 
     async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
@@ -128,10 +119,6 @@ class RowEncoder:
         if opcode == MUTATION:
             extras, value = _without_metadata(extras, value, _MUTATION_METADATA)
             tombstone = False
-        elif opcode == PREPARE:
-            tombstone = extras[_PREPARE_DELETED] != 0
-        elif opcode == ABORT:
-            tombstone = True
         else:
             time = extras[16:20]
             if extras_length == _DELETION_V1_SIZE:

@@ -273,10 +273,10 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         free_bytes = PIECE_BYTES
         if window.window_bytes:
             free_bytes = min(free_bytes, window.window_bytes - window.outstanding)
-        rows, snapshots, uncounted = stream.row_count, stream.snapshot_count, stream.uncounted_bytes
+        rows, snapshots = stream.row_count, stream.snapshot_count
         data = stream.take(free_bytes)
         if data:
-            self._send(data, stream.uncounted_bytes - uncounted)
+            self._send(data)
         self._counters.rows += stream.row_count - rows
         self._counters.snapshots += stream.snapshot_count - snapshots
         self._go_on(stream)

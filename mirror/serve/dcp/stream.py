@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from mirror.log import get_logger
-from mirror.serve.dcp.encoder import MUTATION, PREPARE, RowEncoder
+from mirror.serve.dcp.encoder import MUTATION, RowEncoder
 from mirror.serve.dcp.filter import ServedFilter
 from mirror.serve.large import LARGE_BYTES, LargeReads, Pieces
 from mirror.server.controls import Controls
@@ -72,15 +72,12 @@ class DcpStream:
         """Nothing to say until something is published."""
         self.snapshot_count = 0
         self.row_count = 0
-        self.uncounted_bytes = 0
-        """Bytes that flow control counts beyond those sent."""
         self._view = view
         self._branch = served.branch
         self._failover_log = served.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
         self._sends_advance = controls.collections
-        self._sync_writes = controls.sync_writes
         self._marker_version = controls.marker_version
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
@@ -183,9 +180,7 @@ class DcpStream:
         begins = self.filter.begins(now.manifest)
         end_seqno = int(now.seqno)
         if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
-            end_seqno = store.last_document_seqno(
-                self._view(), self.vbid, now, position, begins, sync_writes=self._sync_writes
-            )
+            end_seqno = store.last_document_seqno(self._view(), self.vbid, now, position, begins)
             if end_seqno == position:
                 self.position_seqno = now.seqno
                 return
@@ -222,7 +217,6 @@ class DcpStream:
             large_bytes=LARGE_BYTES,
             begins=self._begins,
             tombstones_from=self.position_seqno if minded else None,
-            sync_writes=self._sync_writes,
         )
         if large is not None:
             self.large = large
@@ -254,8 +248,6 @@ class DcpStream:
             out[at + 6 : at + 8] = vbid
             out[at + 12 : at + 16] = opaque
             at += len(message)
-        if self._sync_writes:
-            self.uncounted_bytes += 2 * sum(message[1] == PREPARE for message in messages)
         self.row_count += len(messages)
         self.position_seqno, self._last_sent_seqno = position, int.from_bytes(last[4:])
 

@@ -73,14 +73,11 @@ class KvBucket:
         *,
         stale_allowed: bool,
         verify_reads: bool = True,
-        tracks_prepares: bool = False,
         publishes_persisted: bool = False,
     ) -> None:
         """Open the mirror at `data`. Raises StorageError."""
         self._data = data
         self.clock = clock
-        self.tracks_prepares = tracks_prepares
-        """The prepares of durable writes are kept (the setting `track_prepares`)."""
         self.publishes_persisted = publishes_persisted
         """All that is published is persisted on every copy at the source (`publish=persisted`)."""
         self._stale_allowed = stale_allowed

@@ -27,7 +27,7 @@ KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
 
-_BOTH = {"log_level", "log_json", "resync_reads", "track_prepares", "publish"}
+_BOTH = {"log_level", "log_json", "resync_reads", "publish"}
 _PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_", "verify_reads")
 _LIVE = {
     "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s", "on_event",

@@ -47,7 +47,6 @@ class KvServing:
             clock,
             stale_allowed=settings.resync_reads == "stale",
             verify_reads=settings.verify_reads,
-            tracks_prepares=settings.track_prepares,
             publishes_persisted=settings.publish == "persisted",
         )
         self._addresses = [address for address, _ in sockets]
