@@ -1,7 +1,7 @@
-"""Where the parts of a backup are kept: the files of a folder, or the members of a tar that is streamed.
+"""Storage of a backup's parts: the files of a folder, or the members of a tar stream.
 
-Knows files and tar; never what a part means. Invariants: a folder or tar is read and written part by part, so memory
-does not grow with the mirror; what comes out of a tar is bytes with a name, and never becomes a path here.
+Knows files and tar; never what a part means. Invariants: parts are read and written one by one, so memory does not grow
+with the mirror; the name of a tar's member never becomes a path here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FolderSink:
     """Parts as files of a folder, which is made here; the manifest gets its name last."""
 
     def __init__(self, path: str) -> None:
-        """Make the folder. Raises StorageError where it holds something, OSError."""
+        """Make the folder. Raises StorageError if it is not empty, OSError."""
         self._path = path
         os.makedirs(path, mode=0o700, exist_ok=True)
         if names := sorted(os.listdir(path)):
@@ -33,7 +33,7 @@ class FolderSink:
             raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
 
     def put(self, part: BackupPart) -> None:
-        """Write a file; it is on the disk when this returns."""
+        """Write a file and sync it."""
         target = os.path.join(self._path, part.name)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         descriptor = os.open(target + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -48,26 +48,23 @@ class FolderSink:
 
 
 class TarSink:
-    """Parts as members of an uncompressed tar, written as they come."""
+    """Parts as members of an uncompressed tar; `file` need not be seekable."""
 
     def __init__(self, file: IO[bytes], *, time_s: int) -> None:
-        """`file` need not be seekable; `time_s` becomes the time of every member."""
         self._time_s = time_s
         self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed by `close`
 
     def put(self, part: BackupPart) -> None:
-        """Write a member."""
         member = tarfile.TarInfo(part.name)
         member.size, member.mtime, member.mode = len(part.data), self._time_s, 0o600
         self._tar.addfile(member, io.BytesIO(part.data))
 
     def close(self) -> None:
-        """Write the end of the tar."""
         self._tar.close()
 
 
 def folder_parts(path: str) -> Iterator[BackupPart]:
-    """The parts in a folder; the manifest last. Raises CorruptedError, OSError."""
+    """Yield the parts in a folder, the manifest last. Raises CorruptedError, OSError."""
     if not os.path.exists(os.path.join(path, MANIFEST)):
         raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=_NOT_COMPLETE)
     names = []
@@ -79,7 +76,7 @@ def folder_parts(path: str) -> Iterator[BackupPart]:
 
 
 def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
-    """The parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError."""
+    """Yield the parts in a tar, plain or compressed by gzip, bzip2 or xz. Raises CorruptedError."""
     try:
         with tarfile.open(fileobj=file, mode="r|*") as tar:
             for member in tar:

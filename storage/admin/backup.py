@@ -1,10 +1,10 @@
-"""A copy of a mirror as checked parts: made next to a running service, and made into a mirror again elsewhere.
+"""Backups: a mirror is copied as checked parts next to a running service, and made into a mirror again elsewhere.
 
-Knows the layout of a backup (FORMAT.md, "Backups") and what makes a copy another mirror than its original;
-`storage.admin.archive` knows where the parts are kept. Invariants: one group is one read transaction, so every vbucket
-is copied with its state; the manifest is the last part, so a backup that was not finished has none; nothing is
-in place at the target before every checksum was compared, and `mirror.json` comes last; a copy gives positions above
-what it has published a history of its own, so that no token of the original is mistaken for one of the copy.
+Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` knows where the parts are kept. Invariants:
+each group is copied in one read transaction, so every vbucket comes with its state; the manifest is the last part, so
+an unfinished backup has none; nothing is in place at the target before every checksum was compared, and `mirror.json`
+comes last; a copy gives positions above its published ones a history of its own, so no token of the original is
+mistaken for one of the copy.
 """
 
 from __future__ import annotations
@@ -35,48 +35,41 @@ VERSION = 1
 MANIFEST = "backup.json"
 KIND = "dcp-mirror backup"
 PART_BYTES = 16 << 20
-"""A part is held in memory until it is whole, since a tar names the size of each before its bytes."""
+"""A part is whole in memory before it is written: a tar has the size of a member before its bytes."""
 MANIFEST_BYTES_MAX = 256 << 20
 WORK = "restore.new"
-"""Folder within the target in which a restored mirror is made ready: on the same file system, mount point or not."""
+"""Folder in the target in which a restored mirror is prepared, so that it is on the same file system."""
 _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
 _AGAIN = "make the backup again, or take another one"
 
 Progress = Callable[[int, int], None]
-"""Called with groups done and bytes so far."""
+"""Called with the number of groups done and of bytes so far."""
 
 
 class BackupPart(NamedTuple):
-    """A file of a backup."""
-
     name: str
     data: bytes
 
 
 class BackupSink(Protocol):
-    """Where the parts of a backup go."""
-
     def put(self, part: BackupPart) -> None:
         """Keep a part. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a backup holds."""
-
     identity: Identity
     time_ms: int
-    """When it was begun."""
+    """The begin of the backup."""
     as_of_ms: int | None
-    """The moment that the restored mirror goes back to; None: what was published."""
+    """The moment that the restored mirror goes back to; None: the published position."""
     published: dict[int, int]
-    """What the restored mirror serves, by vbucket."""
+    """The seqnos that the restored mirror serves, by vbucket."""
     parts: int
     bytes: int
 
 
 def part_name(group: int, number: int) -> str:
-    """The name of a part of a group's data file."""
     return f"{os.path.basename(directory.group_path('', group))}/{DATA_FILE}.{number:06}"
 
 
@@ -121,7 +114,6 @@ def create(
 
 
 def sum_bytes(files: list[dict[str, Any]]) -> int:
-    """Bytes of the data files that a manifest lists."""
     return sum(each["bytes"] for each in files)
 
 
@@ -132,7 +124,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
-    """The compacted copy of a group as of one read transaction, cut into parts; and where its vbuckets stand in it."""
+    """Yield the compacted copy of a group in parts; fill in the positions of its vbuckets in that transaction."""
     vbids = directory.group_vbids(view.identity, group)
     if not vbids:
         return
@@ -178,11 +170,10 @@ def restore(
     progress: Progress = lambda *_: None,
     check_rows: bool = True,
 ) -> Summary:
-    """Make a mirror at `target`, which is missing or empty, of a backup; the service goes on from there.
+    """Make a mirror of a backup at `target`, which is missing or empty.
 
-    The checksums of the files say that they are what was copied, with `check_rows` a walk over all rows that what was
-    copied was not damaged already. Raises CorruptedError that names what is damaged or missing, FormatTooNew; `target`
-    is as before then.
+    The checksums show that the files are as they were copied; `check_rows` walks over all rows to show that the
+    original was not damaged. Raises CorruptedError, FormatTooNew; `target` is as before then.
     """
     check_target(target)
     work = os.path.join(target, WORK)
@@ -214,7 +205,6 @@ def restore(
 def _prepare(
     parts: Iterable[BackupPart], work: str, clock_ms: Callable[[], int], progress: Progress, *, check_rows: bool
 ) -> Summary:
-    """Write the parts into `work`, compare them with the manifest, and make the folder a mirror."""
     found: dict[str, tuple[int, str]] = {}
     manifest: dict[str, Any] | None = None
     total = 0
@@ -248,7 +238,7 @@ def _prepare(
 
 
 class _Files:
-    """Data files that parts are appended to, in their order."""
+    """Data files that parts are appended to, in order."""
 
     def __init__(self, work: str) -> None:
         self._work = work
@@ -257,7 +247,6 @@ class _Files:
 
     @property
     def group(self) -> int:
-        """The group that is written."""
         return self._expected[0]
 
     def append(self, part: BackupPart) -> None:
@@ -288,7 +277,7 @@ class _Files:
 
 
 def read_manifest(data: bytes) -> dict[str, Any]:
-    """The manifest of a backup. Raises CorruptedError, FormatTooNew."""
+    """Decode the manifest of a backup. Raises CorruptedError, FormatTooNew."""
     try:
         manifest = json.loads(data)
         if manifest["kind"] != KIND:
@@ -320,7 +309,7 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
 
 
 def _check(work: str, identity: Identity, group: int) -> None:
-    """Walk a group as `check` does. Raises CorruptedError that counts what is damaged."""
+    """Raise CorruptedError if a walk over the group, as `check` does it, finds damage."""
     report = CheckReport()
     if directory.group_vbids(identity, group):
         check_group(work, group, identity, report)
@@ -335,8 +324,8 @@ def _check(work: str, identity: Identity, group: int) -> None:
 def _open_once(
     work: str, identity: Identity, group: int, rollbacks: dict[int, int], clock_ms: Callable[[], int]
 ) -> None:
-    """Make a copied group one of its own, as every writer does that opens one (FORMAT.md, "Positions"). Then go back to
-    the requested boundaries.
+    """Give a copied group a history of its own, as every writer does on opening (FORMAT.md, "Positions"), and go back
+    to the requested boundaries.
     """
     path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
     if not vbids:

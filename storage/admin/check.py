@@ -1,7 +1,7 @@
 """The integrity walk: every invariant of FORMAT.md, over every row of every vbucket.
 
-Reads through one transaction per vbucket, so a running service is not delayed and its file does not grow. It verifies
-that what is stored is consistent in itself. It does not verify that it equals the source: `verify` does.
+Each vbucket is read in one transaction, so the file of a running service does not grow. The walk shows that the stored
+data is consistent in itself; `verify` compares it with the source.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from storage.history import branches, chain
 from storage.model import SEQNO_MAX, Identity, Kind, Vbid
 
 PROBLEMS_MAX = 1000
-"""A damaged file can hold millions of contradictions; the first thousand are enough."""
 GAP_ROWS = 5_000_000
-"""Row references held in memory for one vbucket at most; beyond that keys are looked up one by one."""
+"""Row references of one vbucket held in memory; beyond that keys are looked up one by one."""
 
 
 @dataclass(slots=True)
 class CheckReport:
-    """What a check found."""
-
     problems: list[str] = field(default_factory=list)
     vbuckets: int = 0
     rows: int = 0
@@ -39,11 +36,9 @@ class CheckReport:
 
     @property
     def clean(self) -> bool:
-        """True when nothing contradicts the format."""
         return not self.problems
 
     def add(self, where: str, what: str) -> None:
-        """Note a problem."""
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(f"{where}: {what}")
 
@@ -52,7 +47,7 @@ Progress = Callable[[int, int], None]
 
 
 def check(path: str, *, progress: Progress | None = None) -> CheckReport:
-    """Walk the mirror at `path`: LMDB's own pages first (py-lmdb's verifier; some 150 MB/s), then what is in them.
+    """Walk the mirror at `path`: first LMDB's pages (py-lmdb's verifier; some 150 MB/s), then their contents.
 
     Raises NotAMirror, ReadOnly, FormatTooNew; damage is reported, not raised. `progress(done, of)` counts vbuckets.
     """
@@ -66,7 +61,6 @@ def check(path: str, *, progress: Progress | None = None) -> CheckReport:
 def check_group(
     path: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None = None
 ) -> None:
-    """Walk one group of the mirror at `path`."""
     try:
         _check_group(directory.group_path(path, group), group, identity, report, progress)
     except (StorageError, lmdb.Error, struct.error, OSError) as error:
@@ -77,7 +71,7 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
     vbids = directory.group_vbids(identity, group)
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
-        with environment.read():  # so no page is written again meanwhile
+        with environment.read():  # so that no page is reused meanwhile
             if not _check_pages(folder, group, report):
                 return  # LMDB does not survive reading damaged pages
         environment.open_all()
@@ -101,14 +95,14 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
 
 
 def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
-    """py-lmdb's own verifier, on the file. True when it found nothing."""
+    """Run py-lmdb's verifier on the file. Returns True if it found nothing."""
     from lmdb import verify
 
     problems: list[str] = []
     for _ in range(READER_TRIES):  # a commit between its looks at the file's size and at its newest meta page
         try:
             problems = verify.verify(os.path.join(folder, DATA_FILE))  # type: ignore[no-untyped-call]
-        except Exception as error:  # whatever a damaged file makes of the verifier is a finding about the file
+        except Exception as error:  # a damaged file makes the verifier raise anything
             problems = [f"{type(error).__name__}: {error}"]
         if not problems:
             break
@@ -118,7 +112,7 @@ def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
 
 
 def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckReport) -> None:
-    """Rows of shared trees that speak of vbuckets of other groups."""
+    """Report rows of shared trees that belong to vbuckets of other groups."""
     for name in keys.SHARED_DBS:
         if name == keys.DB_META:
             continue
@@ -144,10 +138,10 @@ class _VbucketCheck:
         self.state = loaded.state
         self.indexed = loaded.indexed_seqno
         self._check_state()
-        known = self._check_branches()
+        self._check_branches()
         self.served = chain.load(self.txn, self.vbid, self.state.branch, self.state.published_seqno)
         self._check_boundaries()
-        references = self._check_rows(known)
+        references = self._check_rows()
         self._check_keys(references)
         self._check_manifests()
 
@@ -172,29 +166,20 @@ class _VbucketCheck:
         if seqnos != sorted(seqnos, reverse=True):
             self._add("failover log is not newest first")
 
-    def _check_branches(self) -> set[int]:
-        known: dict[int, tuple[int | None, int]] = {}
-        cursor = self.txn.cursor(keys.DB_BRANCH)
-        if cursor.set_range(keys.BRANCH_KEY.pack(self.vbid, 0)):
-            for key, value in cursor.iternext():
-                vbid, branch = keys.BRANCH_KEY.unpack(key)
-                if vbid != self.vbid:
-                    break
-                row = records.decode_branch(value)
-                parent, base_seqno = row.parent, row.base_seqno
-                limits = [above for _, above in row.history_ids]
-                if not limits or limits != sorted(limits):
-                    self._add(f"the history ids of branch {branch} are missing or fall")
-                if parent is None and base_seqno:
-                    self._add(f"branch {branch} has no parent but base seqno {base_seqno}")
-                if parent is not None and parent not in known:
-                    self._add(f"branch {branch} has the unknown parent {parent}")
-                known[branch] = (parent, base_seqno)
+    def _check_branches(self) -> None:
+        self.bases: dict[int, int] = {}
+        for branch, row in branches.all_branches(self.txn, self.vbid).items():
+            limits = [above for _, above in row.history_ids]
+            if not limits or limits != sorted(limits):
+                self._add(f"the history ids of branch {branch} are missing or fall")
+            if row.parent is None and row.base_seqno:
+                self._add(f"branch {branch} has no parent but base seqno {row.base_seqno}")
+            if row.parent is not None and row.parent not in self.bases:
+                self._add(f"branch {branch} has the unknown parent {row.parent}")
+            self.bases[branch] = row.base_seqno
         for name, branch in (("served", self.state.branch), ("staging", self.state.staging_branch)):
-            if branch not in known:
+            if branch not in self.bases:
                 raise CorruptedError(f"the {name} branch {branch} is unknown")
-        self.bases = {branch: base_seqno for branch, (_, base_seqno) in known.items()}
-        return set(known)
 
     def _check_boundaries(self) -> None:
         state = self.state
@@ -216,7 +201,7 @@ class _VbucketCheck:
         self._check_spans()
 
     def _check_counters(self) -> None:
-        """From the floor on, each boundary counts the one before it and the rows between."""
+        """Compare the counters of each boundary from the floor on with the one before it and the rows between."""
         cursor = self.txn.cursor(keys.rows_db(self.vbid))
         before = None
         row_bytes = 0
@@ -243,15 +228,10 @@ class _VbucketCheck:
                 before, row_bytes = boundary, 0
 
     def _check_spans(self) -> None:
-        """Where `span` says that no boundary lies, none lies."""
-        cursor = self.txn.cursor(keys.DB_SPAN)
+        """Look for boundaries inside of spans."""
         rows = self.txn.cursor(keys.rows_db(self.vbid))
-        if not cursor.set_range(keys.SPAN_KEY.pack(self.vbid, 0, 0)):
-            return
-        for key, value in cursor.iternext():
-            vbid, branch, end_seqno = keys.SPAN_KEY.unpack(key)
-            if vbid != self.vbid:
-                break
+        for key, value in self.txn.of_vbucket(keys.DB_SPAN, self.vbid):
+            _, branch, end_seqno = keys.SPAN_KEY.unpack(key)
             (before_seqno,) = keys.SEQNO.unpack(value)
             if not rows.set_range(keys.ROW.pack(branch, before_seqno) + b"\x02"):
                 continue
@@ -263,9 +243,9 @@ class _VbucketCheck:
                     where = _show(row_key[records.ROW_KEY])
                     self._add(f"a boundary at {where}, inside a span from {before_seqno} to {end_seqno}")
 
-    def _check_rows(self, known: set[int]) -> dict[bytes, int] | None:
-        """Every row decodes, says its own seqno and lies where a branch may have it. Returns the references that the
-        key tree must hold (hash of key and position), or None when there are too many to hold.
+    def _check_rows(self) -> dict[bytes, int] | None:
+        """Check that every row decodes, has its own seqno and lies where its branch may have it. Returns the references
+        that the key tree must hold (hash of key and position), or None if they are too many to hold.
         """
         state = self.state
         references: dict[bytes, int] | None = {}
@@ -279,7 +259,7 @@ class _VbucketCheck:
             self.report.rows += 1
             branch, seqno = keys.ROW.unpack(key)
             where = f"row {branch}:{seqno}"
-            if branch not in known:
+            if branch not in self.bases:
                 self._add(f"{where} is of an unknown branch")
                 continue
             if seqno <= self.bases[branch]:
@@ -304,13 +284,13 @@ class _VbucketCheck:
         return references
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
-        """Rows that are, or once were, published; staged rows get their key rows when their snapshot is complete."""
+        """Return True for rows that were published; staged rows get key rows when their snapshot is complete."""
         if branch == self.state.staging_branch:
             return seqno <= self.indexed
         return any(link.branch == branch and seqno <= link.cut for link in self.served)
 
     def _check_keys(self, references: dict[bytes, int] | None) -> None:
-        """Every key row points to a row of that key and kind, and every visible row is pointed to."""
+        """Check that every key row points to a row of that key and kind, and every visible row is pointed to."""
         rows_db = keys.rows_db(self.vbid)
         pointed = 0
         previous = b""
@@ -347,19 +327,14 @@ class _VbucketCheck:
             self._add(f"row {_show(position)} has no key row")
 
     def _check_manifests(self) -> None:
-        cursor = self.txn.cursor(keys.DB_MANIFEST)
-        if cursor.set_range(keys.MANIFEST_KEY.pack(self.vbid, 0, 0)):
-            for key, value in cursor.iternext():
-                vbid, branch, seqno = keys.MANIFEST_KEY.unpack(key)
-                if vbid != self.vbid:
-                    break
-                change = records.decode_manifest(value)
-                if branch not in self.bases:
-                    self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
-                for entry in change.collections.values():
-                    # Its scope may be unknown: a stream that is filtered to a collection brings no scope's events.
-                    if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
-                        self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
+        for key, value in self.txn.of_vbucket(keys.DB_MANIFEST, self.vbid):
+            _, branch, seqno = keys.MANIFEST_KEY.unpack(key)
+            if branch not in self.bases:
+                self._add(f"manifest at {branch}:{seqno} is of an unknown branch")
+            for entry in records.decode_manifest(value).collections.values():
+                # Its scope may be unknown: a stream filtered to a collection brings no events of scopes.
+                if entry is not None and not 0 <= entry.begin_seqno <= SEQNO_MAX:
+                    self._add(f"manifest at {branch}:{seqno} contradicts itself in collection {entry.name!r}")
 
 
 def _show(position: bytes) -> str:

@@ -6,6 +6,8 @@ read through it may be wrong after its end. Hot loops use `raw` with handles tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any, Protocol
 
 from storage.errors import CorruptedError
@@ -54,6 +56,13 @@ class Transaction:
     def cursor(self, tree: bytes) -> Any:
         """An lmdb.Cursor."""
         return self.raw.cursor(self.environment.db(tree))
+
+    def of_vbucket(self, tree: bytes, vbid: int) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the rows of a vbucket in a tree that vbuckets share, in the order of keys."""
+        prefix = keys.VBID_KEY.pack(vbid)
+        cursor = self.cursor(tree)
+        if cursor.set_range(prefix):
+            yield from takewhile(lambda row: row[0].startswith(prefix), cursor.iternext())
 
     def stat(self, tree: bytes) -> dict[str, int]:
         """LMDB's figures of a tree."""

@@ -197,15 +197,8 @@ def newest_moment(txn: Transaction, vbid: Vbid) -> Moment:
 
 def all_branches(txn: Transaction, vbid: int) -> Known:
     """Every branch of a vbucket by number, rising."""
-    found = {}
-    cursor = txn.cursor(keys.DB_BRANCH)
-    if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 0)):
-        for key, value in cursor.iternext():
-            row_vbid, branch = keys.BRANCH_KEY.unpack(key)
-            if row_vbid != vbid:
-                break
-            found[branch] = records.decode_branch(value)
-    return found
+    stored = txn.of_vbucket(keys.DB_BRANCH, vbid)
+    return {keys.BRANCH_KEY.unpack(key)[1]: records.decode_branch(value) for key, value in stored}
 
 
 def put_branch(txn: Transaction, vbid: int, branch: int, row: records.BranchRow) -> None:
@@ -220,17 +213,9 @@ def get_branch(txn: Transaction, vbid: int, branch: int) -> records.BranchRow:
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
     """When readers first saw a resynced copy, as far as branches of it are left; and how often they ever did."""
-    vbid_key = keys.VBID_KEY.pack(vbid)
-    moments = []
-    cursor = txn.cursor(keys.DB_BRANCH)
-    if cursor.set_range(vbid_key):
-        for key, value in cursor.iternext():
-            if key[:2] != vbid_key:
-                break
-            row = records.decode_branch(value)
-            if row.reason == BranchReason.RESYNC and row.time_ms:
-                moments.append(row.time_ms)
-    return tuple(moments), purge_row(txn, vbid).resyncs_gone + len(moments)
+    rows = all_branches(txn, vbid).values()
+    moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
+    return moments, purge_row(txn, vbid).resyncs_gone + len(moments)
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:

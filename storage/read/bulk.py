@@ -1,16 +1,14 @@
-"""Documents in bulk: every document of a vbucket at one boundary as rows that nobody has taken apart, for readers that
-make columns of them.
+"""Documents in bulk: every document of a vbucket at one boundary as undecoded rows, for readers that make columns.
 
-Knows the key and row trees and who is visible; must never know what becomes of the rows. Invariants: the same documents
-as `View.scan` of the boundary finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated; a chunk
-is read in one transaction and holds `rows_max` rows or `CHUNK_BYTES` at most (and a run of `GET_ROWS` rows), so neither
-the purger nor memory suffers from a long read.
+Knows the key and row trees and what is visible. Invariants: the documents are those that `View.scan` of the boundary
+finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated is raised; a chunk is read in one
+transaction and holds at most `rows_max` rows or `CHUNK_BYTES` (and a run of `GET_ROWS` rows).
 
-Two ways: rows from the newest to the oldest, taking the first that is met of each key, is some times faster than
-looking each row up; but it needs the keys remembered, and it walks over older versions and over what is not requested.
-It begins so, and goes on by keys where that does not pay. Each row that is met is verified, also one that hides another
-or is not requested. A row that is not there at all is noticed by keys (and by `check`, `scan` and `get`), but not in
-the order of rows: promised is every document whose row is there.
+There are two ways. Walking the rows from the newest to the oldest, and taking the first of each key, is several times
+faster than a look-up of each row; but it has to remember keys, and walks over older versions and unrequested rows. A
+read begins so, and goes on by keys when that does not pay. Each row that is met is verified, even if it only hides
+another or is not requested. The order of rows does not show that a row is missing; the order of keys does, as do
+`check`, `scan` and `get`.
 """
 
 from __future__ import annotations
@@ -35,21 +33,21 @@ from storage.read.view import View
 ROWS_MAX = 2_000
 """Rows of a chunk: more cost the processor's caches more than they save."""
 GET_ROWS = 128
-"""Rows fetched between two looks at how many bytes they are."""
+"""Rows fetched between two looks at their size."""
 REMEMBERED_MAX = 500_000
 """Keys of a vbucket that are remembered while its rows are walked: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
-"""Walking rows and leaving out the older versions is faster than looking each row up, up to about so many."""
+"""Up to about so many rows for each document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
 _NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"
-"""Between these are mutations: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
+"""Mutations lie between these: magic, opcode, and the upper byte of a key's length, since no key has 256 bytes."""
 _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
-"""Opcodes of rows that make a document go, each with the length of its extras."""
+"""Opcodes of tombstones, each with the length of its extras."""
 _MAGIC = 0x80
-"""A row begins with it; a boundary, which begins with a seqno, does not, and some rows are as long as that."""
+"""A row begins with it, a boundary, which may be as long as a row, with a seqno."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
-"""Where a mutation's key stands, by its length."""
+"""The key in a mutation, by its length."""
 
 
 class KeyRange(NamedTuple):
@@ -68,12 +66,12 @@ class Chunk(NamedTuple):
 
     collection_id: int
     stored: list[bytes]
-    """Each a message with its checksum behind it (`seal.SIZE` bytes), which was verified if the view verifies."""
+    """Each a message and its checksum (`seal.SIZE` bytes), which was compared if the view verifies reads."""
     byte_count: int
 
     @property
     def frames(self) -> list[bytes]:
-        """The messages alone. A copy of each: who joins rows anyway leaves the checksums out there."""
+        """Copies of the messages alone. A caller that joins rows leaves the checksums out there instead."""
         return [each[seal.FRAME] for each in self.stored]
 
 
@@ -85,17 +83,15 @@ def documents(
     *,
     rows_max: int = ROWS_MAX,
 ) -> Iterator[Chunk]:
-    """Every document that `pin` sees, expired ones too, in whatever order is the fastest.
+    """Yield every document that `pin` sees, expired ones included, in the fastest order.
 
-    Raises ViewInvalidated once the purger has been at what `pin` sees. A rollback does not end it.
+    Raises ViewInvalidated once the purger has removed something that `pin` sees. A rollback does not end it.
     """
     read = _Read(view, pin, collection_ids, key_range, rows_max)
     return read.in_order_of_rows() if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
 
 
 class _Read:
-    """One vbucket of one pin, being read."""
-
     def __init__(
         self, view: View, pin: Pin, collection_ids: Collection[int] | None, key_range: KeyRange, rows_max: int
     ) -> None:
@@ -118,8 +114,8 @@ class _Read:
         }
 
     def in_order_of_rows(self) -> Iterator[Chunk]:
-        """Walk the rows, newest first; by keys from where those would be too many to remember, or most of the rows
-        older versions.
+        """Walk the rows, newest first; go on by keys once these are too many to remember, or most rows are older
+        versions.
         """
         seen: set[bytes] = set()
         row_count = 0
@@ -146,7 +142,7 @@ class _Read:
                     return
 
     def _run(self, txn: Transaction, position: bytes, first: bytes) -> tuple[list[bytes], bytes]:
-        """Some rows below `position` and above `first`, oldest first, and the position below them (empty: the end)."""
+        """Return rows below `position` and above `first`, oldest first, and the next position (empty: the end)."""
         cursor = txn.raw.cursor(self._reader.rows)
         if there := cursor.set_range(position):
             if (at := cursor.key()) != position:
@@ -176,8 +172,8 @@ class _Read:
         return frames, following
 
     def _newest(self, frames: list[bytes], seen: set[bytes]) -> Iterator[Collection[bytes]]:
-        """The documents of each collection whose keys are not in `seen`, which all keys join. Rows come oldest first: a
-        later version takes the place of an earlier one. What is left out must be known for what it is.
+        """Yield the documents of each collection whose keys are not in `seen`; all keys join `seen`. `frames` is oldest
+        first, so a later version replaces an earlier one. A row of an unknown kind is an error.
         """
         all_mutations = bool(frames) and _MUTATIONS[0] <= min(frames) and max(frames) < _MUTATIONS[1]
         rows = frames if all_mutations else self._without_boundaries(frames)
@@ -189,11 +185,11 @@ class _Read:
                 rows = [frame for frame in rows if frame[1] != SYSTEM_EVENT or frame[4] != 13]
                 newest = {frame[24 + frame[4] : 24 + frame[4] + (frame[2] << 8 | frame[3])]: frame for frame in rows}
         except IndexError:
-            raise self._cut_short() from None
+            raise self._damaged("a row is cut short") from None
         if b"" in newest:
-            raise self._cut_short()
+            raise self._damaged("a row is cut short")
         if len(newest) < len(rows) and (seqnos := [frame[24:32] for frame in rows]) != sorted(seqnos):
-            raise CorruptedError("rows do not rise in seqno", path=self._environment.path, vbid=self._vbid)
+            raise self._damaged("rows do not rise in seqno")
         oldest_seqno = rows[0][24:32] if rows else b""
         for prefix, _, begin_seqno in self._collections:
             if newest and min(newest).startswith(prefix) and max(newest).startswith(prefix):
@@ -205,14 +201,14 @@ class _Read:
             seen.update(mine)
             gone = [] if all_mutations else [frame for frame in mine.values() if frame[1] != MUTATION]
             if not _TOMBSTONES.issuperset([frame[1:5:3] for frame in gone]):
-                raise CorruptedError("a row is of no known kind", path=self._environment.path, vbid=self._vbid)
+                raise self._damaged("a row is of no known kind")
             if not gone and oldest_seqno > begin_seqno:
                 yield mine.values()
             else:
                 yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
     def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
-        """The rows. Some are as long as a boundary: a damaged one of those is not taken for one."""
+        """Return the rows of `frames`. A damaged row of the length of a boundary is an error."""
         rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
         if len(rows) < len(frames):
             for frame in frames:
@@ -221,12 +217,11 @@ class _Read:
         return rows
 
     def _check(self, rows: list[bytes]) -> None:
-        """Raise CorruptedError unless all rows are what was stored."""
         if self._reader.verify_reads:
             seal.check_all(rows, self._vbid, self._environment.path)
 
-    def _cut_short(self) -> CorruptedError:
-        return CorruptedError("a row is cut short", path=self._environment.path, vbid=self._vbid)
+    def _damaged(self, message: str) -> CorruptedError:
+        return CorruptedError(message, path=self._environment.path, vbid=self._vbid)
 
     def in_order_of_keys(self, done: Set[bytes]) -> Iterator[Chunk]:
         """Walk the requested keys, and look up the rows of those that are not `done`."""
@@ -251,15 +246,11 @@ class _Read:
                         run = found[len(frames) : len(frames) + GET_ROWS]
                         got = rows.getmulti([versions[key][ROW_KEY] for key in run])
                         if len(got) != len(run):
-                            raise CorruptedError(
-                                "a key points to a row that is missing", path=self._environment.path, vbid=self._vbid
-                            )
+                            raise self._damaged("a key points to a row that is missing")
                         stored = [frame for _, frame in got]
                         self._check(stored)
                         if [frame[_KEYS[frame[3]]] for frame in stored] != run:
-                            raise CorruptedError(
-                                "a key points to another document's row", path=self._environment.path, vbid=self._vbid
-                            )
+                            raise self._damaged("a key points to another document's row")
                         frames += stored
                         byte_count += sum(map(len, stored))
                         if byte_count > CHUNK_BYTES and len(frames) < len(found):
@@ -276,7 +267,6 @@ class _Read:
 
     @contextmanager
     def _transaction(self) -> Iterator[Transaction]:
-        """A read of what is certainly there still."""
         with self._environment.read() as txn:
             validity.check(self._reader, txn, self._served)
             yield txn
@@ -284,7 +274,7 @@ class _Read:
     def _versions(
         self, txn: Transaction, position: bytes, prefix: bytes, end: bytes | None
     ) -> tuple[dict[bytes, bytes], bytes]:
-        """The newest visible version of some keys from `position` on, and where to go on (empty: the end)."""
+        """Return the newest visible version of some keys from `position` on, and the next key (empty: the end)."""
         cursor = txn.raw.cursor(self._reader.keys)
         if not cursor.set_range(position):
             return {}, b""
@@ -319,7 +309,7 @@ class _Read:
 
 
 def collection_names(view: View, pin: Pin) -> dict[int, str]:
-    """`scope.collection` of each collection that `pin` sees, by id."""
+    """Return `scope.collection` of each collection that `pin` sees, by id."""
     reader = view.reader(pin.vbid)
     with reader.environment.read() as txn:
         return reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key).names()

@@ -81,15 +81,9 @@ class Range(NamedTuple):
 
 
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
-    found = []
     with reader.environment.read() as txn:
-        cursor = txn.cursor(keys.DB_ROLLBACK)
-        if cursor.set_range(keys.ROLLBACK_KEY.pack(reader.vbid, 0)):
-            for key, value in cursor.iternext():
-                if keys.ROLLBACK_KEY.unpack(key)[0] != reader.vbid:
-                    break
-                found.append(Rollback(reader.vbid, *records.decode_rollback(value)))
-    return found
+        stored = txn.of_vbucket(keys.DB_ROLLBACK, reader.vbid)
+        return [Rollback(reader.vbid, *records.decode_rollback(value)) for _, value in stored]
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:

@@ -34,9 +34,9 @@ class LargeDocument:
     document: Document
     """Without its value; `datatype` is that of the value as it is stored."""
     stored_bytes: int
-    """Of the value, as it is stored."""
+    """Length of the stored value."""
     value_bytes: int
-    """Of the value, decompressed, as far as it says so itself; with its xattrs."""
+    """Length that the value claims to have when decompressed, with its xattrs."""
     _reader: VbucketReader
     _row_key: bytes
     _head: bytes
@@ -48,8 +48,8 @@ class LargeDocument:
         return _without_value(self._head, self._value_at)
 
     def pieces(self) -> Iterator[bytes]:
-        """The value as it is stored. Raises ViewInvalidated where the purger removed it meanwhile, and CorruptedError
-        where the checksum of the row does not match, after the last piece.
+        """Yield the value as it is stored. Raises ViewInvalidated if the purger removed it meanwhile, CorruptedError
+        after the last piece if the checksum of the row does not match.
         """
         reader = self._reader
         value_end = self._value_at + self.stored_bytes
@@ -76,8 +76,8 @@ class LargeDocument:
 
 
 def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
-    """The document of a row of a mutation whose value, stored or decompressed, has more than `bytes_max`; else None. A
-    few bytes of the row are looked at. Raises CorruptedError.
+    """Return the document of a mutation's row if its value, stored or decompressed, has more than `bytes_max`. Only
+    some bytes of the row are read. Raises CorruptedError.
     """
     size = len(stored)
     if size <= bytes_max // SNAPPY_RATIO_MAX:
@@ -99,7 +99,7 @@ def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_m
 
 
 def _value_of(head: bytes, size: int, reader: VbucketReader) -> tuple[int, int]:
-    """Where the value of a row begins and ends. Raises CorruptedError."""
+    """Return the begin and the end of a row's value. Raises CorruptedError."""
     body_length = int.from_bytes(head[8:12], "big")
     value_at = 24 + head[4] + int.from_bytes(head[2:4], "big")
     value_end = size - seal.SIZE - int.from_bytes(head[_META_LENGTH], "big")
