@@ -11,16 +11,13 @@ from collections import deque
 
 
 class Budget:
-    """Bytes of answers that wait for their readers, over all connections."""
-
     def __init__(self, bytes_max: int) -> None:
-        """Nothing is out."""
         self._bytes_max = bytes_max
         self.out_bytes = 0
         self._requests: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_take(self, byte_count: int) -> bool:
-        """Have so much on its way, unless that is too much just now; a first one always goes."""
+        """Take so many bytes unless that is too much; the first taker always gets them."""
         if self.out_bytes and self.out_bytes + byte_count > self._bytes_max:
             return False
         self.out_bytes += byte_count
@@ -28,18 +25,17 @@ class Budget:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that are not granted yet."""
         return len(self._requests)
 
     def request(self, byte_count: int) -> asyncio.Future[None]:
-        """A future that is done when so much was taken, after those that were requested before."""
+        """Return a future that is done once so many bytes were taken, in the order of requests."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._requests.append((byte_count, granted))
         self._grant()
         return granted
 
     def withdraw(self, byte_count: int, granted: asyncio.Future[None]) -> None:
-        """Let go of a request: what it took is given back."""
+        """End a request; return what it took."""
         if granted.done():
             self.give_back(byte_count)
         else:
@@ -47,7 +43,6 @@ class Budget:
             self._grant()
 
     def give_back(self, byte_count: int) -> None:
-        """It was taken, or will not be."""
         self.out_bytes -= byte_count
         assert self.out_bytes >= 0, "given back more than was taken"
         self._grant()

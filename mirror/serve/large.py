@@ -21,27 +21,25 @@ from storage.format.records import DATATYPE_SNAPPY, DATATYPE_XATTR, decompress_i
 from storage.read.large import PIECE_BYTES, LargeDocument
 
 LARGE_BYTES = 256 * 1024
-"""A value of more is read in pieces."""
+"""Larger values are read in pieces."""
 
 T = TypeVar("T")
 Pieces = list[Buffer]
-"""A value, or a part of it. An empty one stands in place of each that was let go of."""
+"""A value, or a part of it. An empty one stands for each that was let go of."""
 
 
 class UnreadableValue(CorruptedError, ValueError):
-    """A value that is what was stored, and cannot be taken apart."""
+    """The value is as it was stored, but cannot be taken apart."""
 
 
 class Block:
-    """Memory for a value in one piece, which the system clears page by page, when each is written to first."""
+    """Memory for a value in one piece. The system clears it page by page at the first write."""
 
     def __init__(self, byte_count: int) -> None:
-        """Reserve it."""
         self.data: mmap | bytes = mmap(-1, byte_count, flags=MAP_PRIVATE | MAP_ANONYMOUS) if byte_count else b""
         self._released = 0
 
     def fill(self, pieces: Iterable[bytes]) -> Iterator[None]:
-        """Write these, one in each step."""
         at = 0
         for piece in pieces:
             assert isinstance(self.data, mmap), "there is nothing to write"
@@ -50,7 +48,7 @@ class Block:
             yield
 
     def release(self) -> bool:
-        """Give the memory of the next piece back; nothing of it may be read any more. False: that was the last."""
+        """Give the memory of the next piece back; it must not be read any more. False: that was the last."""
         if isinstance(self.data, mmap) and self._released < len(self.data):
             self.data.madvise(MADV_DONTNEED, self._released, min(PIECE_BYTES, len(self.data) - self._released))
             self._released += PIECE_BYTES
@@ -58,22 +56,19 @@ class Block:
 
 
 class LargeReads:
-    """The large values of one process."""
-
     def __init__(self, turns: Turns) -> None:
-        """Nothing is read."""
         self._turns = turns
         self._one = asyncio.Lock()
 
     async def pieces(self, found: LargeDocument, *, decompress: bool) -> tuple[Pieces, int]:
-        """The value with its xattrs, in pieces, and its datatype. Raises StorageError; UnreadableValue where it cannot
-        be decompressed.
+        """Return the value with its xattrs in pieces, and its datatype. Raises StorageError; UnreadableValue if it
+        cannot be decompressed.
         """
         return await self._alone(partial(self._pieces, found, decompress=decompress))
 
     async def body(self, found: LargeDocument) -> tuple[bytes, Block]:
-        """The xattr section (empty where there is none) and the body, decompressed. Raises as `pieces`, and
-        UnreadableValue where the value cannot be taken apart.
+        """Return the xattr section (perhaps empty) and the body, decompressed. Raises as `pieces`; UnreadableValue if
+        the value cannot be taken apart.
         """
         return await self._alone(partial(self._body, found))
 
@@ -141,7 +136,7 @@ class LargeReads:
 
 
 def let_go(turns: Turns, release: Callable[[], bool], then: Callable[[], object] = lambda: None) -> None:
-    """Call `release` once in each turn, beginning with this one, until it returns False; `then` after that."""
+    """Call `release` once in each turn, beginning now, until it returns False; then call `then`."""
     if release():
         turns.call(partial(let_go, turns, release, then))
     else:
@@ -156,16 +151,14 @@ def drop(pieces: Pieces) -> bool:
 
 
 def taken(pieces: Pieces) -> Iterator[bytes]:
-    """The pieces, each of which is let go of when the next one is requested."""
+    """Yield the pieces; each is let go of at the next."""
     for at, piece in enumerate(pieces):
         pieces[at] = b""
         yield bytes(piece)
 
 
 def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
-    """The bytes of these parts in pieces of at least so many, but for the last, and less than twice as many. The parts
-    are let go of.
-    """
+    """Yield the bytes of these parts in pieces of `bytes_max` to twice that, but for the last. They are let go of."""
     found: list[Buffer] = []
     size = 0
     parts.reverse()
@@ -183,14 +176,14 @@ def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
 
 
 def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
-    """What reading a value takes in memory."""
+    """Memory for reading a value."""
     if decompress and found.document.datatype & DATATYPE_SNAPPY:
         return found.stored_bytes + found.value_bytes
     return found.stored_bytes
 
 
 def cut_xattrs(pieces: Pieces) -> Pieces:
-    """The xattr section of a value that is not compressed, cut off its pieces. Raises UnreadableValue."""
+    """Cut the xattr section off the pieces of a value that is not compressed. Raises UnreadableValue."""
     head = b"".join(pieces[:2])[:4]
     left = 4 + int.from_bytes(head)
     if len(head) < 4 or left > sum(map(len, pieces)):

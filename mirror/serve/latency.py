@@ -10,22 +10,19 @@ from bisect import bisect_left
 from typing import Any
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Upper bounds of the classes; what took longer is in one more class."""
+"""Upper bounds; one more class has what took longer."""
 
 
 class Latencies:
-    """Requests by the time that they took."""
-
     __slots__ = ("_bounds_s", "_counts", "_sum_s")
 
     def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
-        """None yet."""
         self._bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """Count requests that took this long, each."""
+        """Count requests of this duration each."""
         self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 

@@ -22,20 +22,20 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 
 BACKLOG = 1024
-"""Connections that wait to be taken; a burst of clients that start at once."""
+"""Connections not accepted yet: a burst of clients."""
 
 HOST_DEFAULT = "127.0.0.1"
 
 PENDING_SHARE = 4
-"""Of its connections, a process has one in so many for clients that have not logged in."""
+"""One in so many of a process's connections is for clients without a login."""
 PENDING_MIN = 16
-"""So many at least, where a process may have them."""
+"""At least so many, if the process has them."""
 _LOCAL_NAMES = {"localhost": "127.0.0.1", "ip6-localhost": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One place to listen at: a host and port, or the path of a Unix socket."""
+    """A place to listen at: host and port, or the path of a Unix socket."""
 
     host: str = HOST_DEFAULT
     port: int = 0
@@ -43,7 +43,6 @@ class Address:
     tls: bool = False
 
     def __str__(self) -> str:
-        """As it is written."""
         head = "tls://" if self.tls else ""
         if self.path is not None:
             return f"{head}unix:{self.path}"
@@ -51,12 +50,11 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """Host and port, as they stand in a URL."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def local(self) -> bool:
-        """True when only this machine gets here."""
+        """True if only this machine can connect."""
         if self.path is not None:
             return True
         try:
@@ -66,7 +64,7 @@ class Address:
 
 
 def parse_addresses(text: str, setting: str) -> list[Address]:
-    """The addresses of a setting. Raises ConfigError that names it."""
+    """Parse a setting's addresses. Raises ConfigError that names it."""
     addresses = [_parse(part.strip(), setting) for part in text.split(",")]
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"{setting} names an address twice: {text}", setting=setting)
@@ -102,7 +100,7 @@ def _bad(text: str, setting: str, why: str) -> ConfigError:
 
 
 def check_addresses(addresses: Sequence[Address], settings: Settings, setting: str) -> None:
-    """Refuse what would let strangers read. Raises ConfigError."""
+    """Refuse addresses at which strangers could read. Raises ConfigError."""
     for address in addresses:
         if address.tls and settings.listen_tls_cert_file is None:
             raise ConfigError(
@@ -128,18 +126,17 @@ def check_addresses(addresses: Sequence[Address], settings: Settings, setting: s
 
 @dataclass(slots=True)
 class Reserved:
-    """An address that nobody else can take any more, with its real port, and the socket that holds it."""
+    """A taken address with its real port, and the socket that holds it."""
 
     address: Address
     socket: socket.socket
 
     @property
     def inherited(self) -> int | None:
-        """The descriptor that processes inherit; None where each binds for itself."""
+        """The descriptor that processes inherit; None if each binds for itself."""
         return self.socket.fileno() if self.address.path is not None else None
 
     def release(self) -> None:
-        """Let go of it."""
         self.socket.close()
         if self.address.path is not None:
             with contextlib.suppress(OSError):
@@ -147,9 +144,8 @@ class Reserved:
 
 
 def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved:
-    """Take an address for the processes to come. Raises ConfigError when somebody else has it.
-
-    `shared`: processes of this service listen on its port already, at another of the machine's addresses.
+    """Take an address for the processes to come. Raises ConfigError if somebody else has it. `shared`: processes of
+    this service listen on its port already, at another of the machine's addresses.
     """
     try:
         if address.path is not None:
@@ -167,7 +163,7 @@ def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved
 
 
 def listening_socket(address: Address, inherited: int | None = None) -> socket.socket:
-    """The socket of one process at an address that was reserved. Raises OSError."""
+    """Return one process's socket at a reserved address. Raises OSError."""
     if address.path is not None:
         assert inherited is not None, "a Unix socket is bound by the supervisor"
         made = socket.socket(fileno=inherited)
@@ -222,8 +218,6 @@ def _remove_left_over(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one listening process allows its readers."""
-
     connections_max: int = 1024
     idle_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
@@ -233,12 +227,11 @@ class Limits:
 
     @property
     def pending_max(self) -> int:
-        """Connections on which nobody has logged in: the others are reserved for those who have."""
+        """Connections without a login; the others are reserved for users."""
         return max(self.connections_max // PENDING_SHARE, min(self.connections_max, PENDING_MIN))
 
     @staticmethod
     def of(settings: Settings) -> Limits:
-        """The limits of the settings."""
         return Limits(
             settings.reader_connections_max,
             settings.reader_idle_timeout_s,

@@ -24,16 +24,14 @@ STATES = (
     "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
 )  # fmt: skip
-"""Every state of cli/JSON.md; each has its series even at 0, so that an alert on one does not lack it."""
+"""Every state of cli/JSON.md has its series, even at 0, for alerts."""
 
 Report = dict[str, Any]
 
 
 class Requests:
-    """What one HTTP process counts of its own requests."""
-
     def __init__(self, server: str) -> None:
-        """`server` names the process among those that share a port."""
+        """`server` names this process among those that share a port."""
         self.server = server
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -42,7 +40,7 @@ class Requests:
         )
         self.streams = Gauge("dcp_mirror_http_streams", "Open streams of changes.", ("server",), registry=self.registry)
         self._answers: dict[tuple[str, int], tuple[int, float]] = {}
-        """By route and code: how many, and since when. A counter of prometheus_client takes ten times as long."""
+        """By route and code: count, and time of the first. A counter of prometheus_client takes ten times as long."""
         self._seconds: dict[str, tuple[Latencies, float]] = {}
         self._began_s = time()
         self.open_connections = self.connections.labels(server)
@@ -54,7 +52,6 @@ class Requests:
         self.byte_total = 0
 
     def answered(self, route: str, code: int, seconds: float | None, byte_count: int) -> None:
-        """Count one answer."""
         count, since_s = self._answers.get((route, code)) or (0, time())
         self._answers[route, code] = count + 1, since_s
         if seconds is not None:
@@ -67,21 +64,17 @@ class Requests:
         self.byte_total += byte_count
 
     def stream_began(self) -> None:
-        """One more reader of changes."""
         self.stream_count += 1
         self._streams.inc()
 
     def stream_ended(self) -> None:
-        """One less."""
         self.stream_count -= 1
         self._streams.dec()
 
     def gave(self, count: int) -> None:
-        """Count documents."""
         self.document_total += count
 
     def collect(self) -> Iterator[Metric]:
-        """What was counted, for the registry."""
         own = self.server
         answers = CounterMetricFamily(
             "dcp_mirror_http_requests", "Requests answered.", labels=("server", "route", "code")
@@ -132,7 +125,6 @@ def _counter(name: str, text: str, rows: Iterable[tuple[list[str], Any]], labels
 
 
 def families(report: Report) -> Iterator[Metric]:
-    """The metric families of a status document."""
     rows, workers, sums = report["vbuckets"], report["workers"], report["totals"]
     yield _gauge("up", "1 while the service runs, 0 when only its store was read.", [([], report["service"] == "up")])
     yield _gauge("ready", "1 when /readyz says so.", [([], not report["reasons"])])
@@ -199,7 +191,7 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _holders(report: Report) -> Iterator[Metric]:
-    """Who keeps history or pages from being used again."""
+    """Leases and long transactions, as numbers: names are not for every reader."""
     leases, readers = report["leases"], report["readers"]
     yield _gauge("leases", "Readers that hold history.", [([], len(leases))])
     yield _gauge(
@@ -227,7 +219,6 @@ def _latencies(servers: Iterable[Report]) -> Metric:
 def _add_histogram(
     family: HistogramMetricFamily, labels: list[str], figures: dict[str, Any], bound_format: str = "g"
 ) -> None:
-    """Add `Latencies.figures`."""
     below, buckets = 0, []
     for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
         below += count
@@ -255,23 +246,19 @@ def _name(kind: str, row: Report) -> str:
 
 
 class _Given:
-    """Families as a collector."""
-
     def __init__(self, found: Iterable[Metric]) -> None:
         self._found = list(found)
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
         return self._found
 
 
 def exposition(report: Report) -> bytes:
-    """The text of a status document. With 1,024 vbuckets it takes 30 ms: not for the event loop."""
+    """Return the text of a status document. With 1,024 vbuckets it takes 30 ms: not for the event loop."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Given(families(report)))
     return generate_latest(registry)
 
 
 def own_exposition(requests: Requests) -> bytes:
-    """The text of what this process counted."""
     return generate_latest(requests.registry)

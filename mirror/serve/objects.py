@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from mirror.document import judge
@@ -17,6 +18,7 @@ from storage.model import Document, Kind
 from storage.read.view import Change, Rollback
 
 DATATYPE_JSON = 1
+DOCUMENT_FIELDS = ("vbid", "collection_id", "seqno", "rev_seqno", "cas", "flags", "expiry", "datatype")
 STEPS_BYTES = 256 * 1024
 """A larger value is judged to be JSON in steps."""
 _ALL_BITS = 7
@@ -29,7 +31,7 @@ def dumps(value: Any) -> bytes:
 
 
 def key_fields(key: bytes) -> dict[str, Any]:
-    """`key`, or `key_b64` where the key is not UTF-8."""
+    """`key`, or `key_b64` if the key is not UTF-8."""
     try:
         return {"key": key.decode()}
     except UnicodeDecodeError:
@@ -37,7 +39,7 @@ def key_fields(key: bytes) -> dict[str, Any]:
 
 
 def value_fields(document: Document) -> dict[str, Any]:
-    """`value` where the datatype says JSON and the bytes are, else `value_b64`; a tombstone has a null `value`."""
+    """`value` if the datatype says JSON and the bytes are, else `value_b64`; a tombstone has a null `value`."""
     if document.deleted and not document.value:
         return {"value": None}
     if document.datatype & _ALL_BITS == DATATYPE_JSON:
@@ -50,25 +52,17 @@ def value_fields(document: Document) -> dict[str, Any]:
     return found if problem is None else found | {"problem": problem}
 
 
+_numbers = attrgetter(*DOCUMENT_FIELDS)
+
+
 def _head(document: Document) -> dict[str, Any]:
     if document.kind is Kind.SYSTEM_EVENT:
         return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
-    return {
-        "vbid": document.vbid,
-        "collection_id": document.collection_id,
-        **key_fields(document.key),
-        "seqno": document.seqno,
-        "rev_seqno": document.rev_seqno,
-        "cas": document.cas,
-        "flags": document.flags,
-        "expiry": document.expiry,
-        "datatype": document.datatype,
-        "deleted": document.deleted,
-    }
+    named = {"vbid": document.vbid, "collection_id": document.collection_id} | key_fields(document.key)
+    return named | dict(zip(DOCUMENT_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
 
 
 def document_object(document: Document) -> dict[str, Any]:
-    """A document as `scan`, `get --json` and `changes` print it."""
     head = _head(document)
     return head if document.kind is Kind.SYSTEM_EVENT else head | value_fields(document)
 
@@ -104,13 +98,11 @@ def value_json(document: Document) -> bytes:
 
 
 def document_json(document: Document) -> bytes:
-    """The same object as bytes."""
     head = dumps(_head(document))
     return head if document.kind is Kind.SYSTEM_EVENT else head[:-1] + b"," + value_json(document) + b"}"
 
 
 def rollback_object(rollback: Rollback) -> dict[str, Any]:
-    """A rollback as `changes` prints it."""
     return {
         "from_branch": rollback.from_branch,
         "from_seqno": rollback.from_seqno,
@@ -123,7 +115,6 @@ def rollback_object(rollback: Rollback) -> dict[str, Any]:
 
 
 def change_object(change: Change) -> dict[str, Any]:
-    """One event as `changes` prints it."""
     event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     if change.rollback is not None:
         event["rollback"] = rollback_object(change.rollback)
@@ -133,7 +124,6 @@ def change_object(change: Change) -> dict[str, Any]:
 
 
 def change_json(change: Change) -> bytes:
-    """The same event as bytes."""
     event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     if change.rollback is not None:
         event["rollback"] = rollback_object(change.rollback)

@@ -13,20 +13,16 @@ from collections.abc import Callable
 
 
 class Turns:
-    """The large work of one process."""
-
     def __init__(self) -> None:
-        """Nothing to do."""
         self._waiting: deque[Callable[[], object]] = deque()
 
     def call(self, step: Callable[[], object]) -> None:
-        """Call this when its turn has come, never at once."""
+        """Call `step` in its turn, never at once."""
         self._waiting.append(step)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._grant)
 
     async def turn(self) -> None:
-        """Return when the caller's turn has come."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def grant() -> None:

@@ -15,13 +15,13 @@ NO_MANAGEMENT = (
     b"HTTP/1.1 501 Not Implemented\r\nContent-Type: text/plain\r\nContent-Length: 38\r\nConnection: close\r\n\r\n"
     b"this server has no management service\n"
 )
-"""The answer of a key-value port to HTTP: a client's managers fail with it at once, with the text in their error."""
+"""The answer to HTTP on a key-value port: management clients fail at once, with this text in their error."""
 
 KV_PORT = 11210
-"""Named in the list of servers for a node that listens with TLS alone, as clusters do."""
+"""Named for a node that listens with TLS alone, as clusters do."""
 
 NOWHERE = -1
-"""In a vbucket's chain: there is no such copy."""
+"""No such copy in a vbucket's chain."""
 
 CAPABILITIES = (
     "xattr",
@@ -38,43 +38,38 @@ CAPABILITIES = (
     "subdoc.DocumentMacroSupport",
     "preserveExpiry",
 )
-"""What the bucket of the recorded server can do."""
 
 _VIEWS = "couchapi"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigNode:
-    """A node as the configuration names it."""
-
     host: str | None
-    """None: the host that the client came by."""
+    """None: the client's own target."""
     kv_port: int | None
     """Without TLS; None: not offered."""
     tls_port: int | None = None
     external_host: str | None = None
-    """Its host from outside: the alternate address `external`."""
+    """The alternate address `external`."""
     answers: bool = False
-    """It is the node that answers."""
+    """True for the node that answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigBucket:
-    """A bucket as the configuration describes it."""
-
     name: str
     uuid: str
     chains: Sequence[Sequence[int]]
     """Of each vbucket: the indexes of its active node and of its replicas, or NOWHERE."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """It lives in memory alone, and has no views."""
+    """Lives in memory alone, and has no views."""
     mirror: bool = False
-    """A mirror says so, as no server does: its revisions are not comparable with those of the cluster's maps."""
+    """True for a mirror, whose revisions are not comparable with those of the cluster's maps."""
 
 
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
-    """The configuration; without a bucket the one of the nodes alone. `epoch` None: a server that has none."""
+    """Return the configuration; without a bucket that of the nodes alone. `epoch` None: a server without epochs."""
     config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
     nodes_ext = [_node(node) for node in nodes]
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}
@@ -105,7 +100,7 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
 
 
 def is_http(data: bytes) -> bool:
-    """True if a connection's bytes are an HTTP request. The first byte of no frame is a letter."""
+    """Return True if a connection's bytes are an HTTP request. No frame begins with a letter."""
     return data[:1].isalpha()
 
 

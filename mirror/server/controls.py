@@ -43,27 +43,23 @@ class Abilities:
     """What one kind of server knows and can do of what DCP_CONTROL requests."""
 
     controls: frozenset[bytes]
-    """The names that it knows."""
     fractional_noop_interval: bool = True
-    """The interval of noops may be a fraction of a second (7.6 and newer)."""
+    """Noop intervals may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
-    """It can send prepares, commits and aborts."""
+    """Can send the prepares of durable writes."""
     replication: bool = False
-    """It can wait for the acknowledgements of durable writes by which a replica counts."""
+    """Can wait for acknowledgements of durable writes, by which a replica counts."""
     change_streams: bool = False
-    """Its storage keeps every version."""
+    """Stores every version."""
     oso_with_seqno_advanced: bool = True
-    """It knows the second form of out-of-order snapshots (7.1 and newer)."""
+    """Knows the second form of out-of-order snapshots (7.1 and newer)."""
     stream_flags: int = STREAM_FLAGS_7_2
-    """The flags of a stream request that it knows."""
     refuses_unknown_stream_flags: bool = True
-    """A request with another flag is EINVAL (7.2 and newer); older servers ignore it."""
+    """Unknown flags are EINVAL (7.2 and newer); older servers ignore them."""
 
 
 @dataclass(slots=True)
 class Controls:
-    """The settings of one DCP connection."""
-
     abilities: Abilities
     collections: bool = False
     snappy: bool = False
@@ -87,36 +83,32 @@ class Controls:
 
     @property
     def xattrs(self) -> bool:
-        """Whether values carry their xattrs."""
         return bool(self.open_flags & DcpOpenFlag.INCLUDE_XATTRS)
 
     @property
     def deleted_user_xattrs(self) -> bool:
-        """Whether deletions keep the xattrs of users, too."""
         return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
 
     @property
     def delete_times(self) -> bool:
-        """Whether deletions carry their time."""
         return bool(self.open_flags & DcpOpenFlag.INCLUDE_DELETE_TIMES)
 
     @property
     def expirations(self) -> bool:
-        """Whether expirations have an opcode of their own: only with delete times (recorded: success either way)."""
+        """True if expirations have their own opcode: only with delete times (recorded: success either way)."""
         return self.expiry_opcode and self.delete_times
 
     @property
     def no_value(self) -> bool:
-        """Whether bodies are left out, and the datatype says so."""
+        """True if bodies are left out, and the datatype says so."""
         return bool(self.open_flags & DcpOpenFlag.NO_VALUE)
 
     @property
     def no_value_with_underlying_datatype(self) -> bool:
-        """Whether values are left out, and the datatype stays that of the document."""
+        """True if values are left out, and the datatype stays that of the document."""
         return bool(self.open_flags & DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE)
 
     def set(self, name: bytes, value: bytes) -> Status:
-        """DCP_CONTROL: the status is the answer."""
         handler = _CONTROLS.get(name) if name in self.abilities.controls else None
         return Status.EINVAL if handler is None else handler(self, value)
 
@@ -192,14 +184,14 @@ class Controls:
         return Status.SUCCESS if value == _TRUE and self.deleted_user_xattrs else Status.EINVAL
 
     def _accept_oso(self, value: bytes) -> Status:
-        """A permission that no producer here makes use of (docs/protocol.md 4.4)."""
+        """Accept a permission that no producer here uses (docs/protocol.md 4.4)."""
         with_seqno_advanced = value == _OSO_WITH_SEQNO_ADVANCED and self.abilities.oso_with_seqno_advanced
         if value != _TRUE and not with_seqno_advanced:
             return Status.EINVAL
         return Status.SUCCESS
 
     def _set_change_streams(self, value: bytes) -> Status:
-        """Only where the storage keeps history; a client cannot turn it off again (docs/protocol.md 2.3)."""
+        """Accept only if the storage keeps history; a client cannot turn it off again (docs/protocol.md 2.3)."""
         if value != _TRUE:
             return Status.EINVAL
         if not self.abilities.change_streams:

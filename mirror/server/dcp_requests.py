@@ -82,7 +82,7 @@ def _noop(session: Session, _frame: Frame) -> Reply:
 
 
 def take_answer(session: Session, frame: Frame) -> None:
-    """The client answered: a noop, or a marker that requested it. Anything else is a RemoteProtocolError."""
+    """Take a client's answer to a noop or a marker. Any other is a RemoteProtocolError."""
     if session.producer is None or frame.opcode not in _ANSWERABLE:
         raise RemoteProtocolError("an answer to nothing", op=frame.opcode)
     if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
@@ -100,7 +100,7 @@ def _out_of_place(session: Session, context: str) -> Exception:
 
 
 def _invalid(session: Session, context: str) -> Reply:
-    """The answer to what no client may ask; servers that then hang up do not say why."""
+    """Refuse what no client may ask; servers that then hang up give no reason."""
     return Reply(Status.EINVAL, hang_up=True) if session.hangs_up else session.refuse(Status.EINVAL, context)
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | Later | None:
-    """The answer to a request; None where there is none. Raises OutOfPlace: hang up."""
+    """Return the answer to a request; None if it has none. Raises OutOfPlace: hang up."""
     operation = operations.get(frame.opcode)
     if not session.logged_in and not (operation and operation.before_login):
         return Reply(Status.EACCESS)
@@ -40,7 +40,7 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 
 
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
-    """As `answer`, for servers whose clients do not mind each other: what takes time is computed to its end."""
+    """Answer like `answer`, but compute what takes time to its end: for servers of one client's test."""
     found = answer(session, operations, frame)
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):
@@ -62,7 +62,7 @@ def _checked(operation: Operation[SessionT], session: SessionT, frame: Frame) ->
 
 
 def guarded(session: Session, compute: Callable[[], T]) -> T | Reply:
-    """What `compute` returns, or the answer to the refusal that it raises."""
+    """Return what `compute` returns, or the answer to the refusal that it raises."""
     try:
         return compute()
     except Refused as error:

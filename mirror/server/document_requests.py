@@ -29,8 +29,7 @@ KEY_BYTES_MAX = 250
 """Of a key without its collection id."""
 
 LARGE_BYTES = 64 * 1024
-"""Bytes that a lookup walks through, if each of its paths is at the end of the document: above this, other clients have
-their turn meanwhile."""
+"""Bytes that a lookup walks through if all its paths are at the document's end: above, other clients have turns."""
 
 PIECE_BYTES = 256 * 1024
 """Of an answer with large values, written at a time."""
@@ -54,52 +53,44 @@ class FoundDocument(Protocol):
         """Xattrs and body, perhaps compressed: `datatype` says which."""
 
     @property
-    def datatype(self) -> int:
-        """Datatype bits of the value."""
+    def datatype(self) -> int: ...
 
     @property
-    def flags(self) -> int:
-        """The client's flags."""
+    def flags(self) -> int: ...
 
     @property
-    def cas(self) -> int:
-        """The CAS that clients see."""
+    def cas(self) -> int: ...
 
     @property
     def expiry(self) -> int:
-        """When it expires, in seconds of Unix time; 0: never."""
+        """Seconds of Unix time; 0: never."""
 
     @property
-    def rev_seqno(self) -> int:
-        """How many times it was changed."""
+    def rev_seqno(self) -> int: ...
 
     @property
-    def deleted(self) -> bool:
-        """It is a tombstone."""
+    def deleted(self) -> bool: ...
 
 
 class DocumentSession(Session):
-    """A client of a server that has documents."""
-
     lookup_flags = ACCESS_DELETED
     """Document flags of a lookup that the server knows."""
 
     @abstractmethod
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundDocument:
-        """The document of a request, or with `deletions` its tombstone. Raises Refused."""
+        """Return the document of a request, or with `deletions` its tombstone. Raises Refused."""
 
     @abstractmethod
-    def content_of(self, document: FoundDocument) -> Content:
-        """A document that `find_document` returned, for lookups in it."""
+    def content_of(self, document: FoundDocument) -> Content: ...
 
     def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
-        """The answer that `reply_with` makes of a document's body and datatype, as this client can take them."""
+        """Return the answer that `reply_with` makes of a document's body and datatype, as this client can take them."""
         return reply_with(*outgoing(self, document.value, document.datatype))
 
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
     ) -> Reply | Later:
-        """The answer that `steps` end with. A server with large documents gives others their turn between them."""
+        """Return the answer that `steps` end with. A server with large documents gives others turns between them."""
         computed = steps(self.content_of(document))
         if len(document.value) * path_count > LARGE_BYTES:
             return Later(computed.__next__)
@@ -109,7 +100,7 @@ class DocumentSession(Session):
 
 
 def wire_key(session: Session, frame: Frame) -> bytes:
-    """The request's key with a collection id, which clients without collections leave out. Raises Refused."""
+    """Return the request's key with a collection id, which clients without collections leave out. Raises Refused."""
     start = leb128.decode(frame.key)[1] if session.collections else 0
     if not 0 < len(frame.key) - start <= KEY_BYTES_MAX:
         raise Refused(Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes")
@@ -117,7 +108,7 @@ def wire_key(session: Session, frame: Frame) -> bytes:
 
 
 def outgoing(session: Session, value: bytes, datatype: int) -> tuple[bytes, int]:
-    """A document's body as this client can take it. Raises ValueError for one that cannot be taken apart."""
+    """Return a document's body as this client can take it. Raises ValueError if it cannot be taken apart."""
     if datatype & values.XATTR:
         value, datatype = values.without_xattrs(value, datatype)
     if datatype & values.SNAPPY and not session.snappy:
@@ -130,7 +121,6 @@ def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) ->
 
 
 def got(session: DocumentSession, frame: Frame, document: FoundDocument) -> Reply | Later:
-    """The answer to a GET or one of its variants."""
     key = frame.key if frame.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
 
     def reply_with(value: bytes, datatype: int) -> Reply:
@@ -195,7 +185,7 @@ def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: FoundDocument,
 
 
 def _with_values(reply: Reply, values: Sequence[Buffer]) -> Reply:
-    """An answer with these values; with large ones in pieces, which are not copied."""
+    """Return an answer with these values; large ones in pieces, which are not copied."""
     if sum(map(len, values)) <= LARGE_BYTES:
         reply.value = b"".join(values)
     else:
@@ -211,14 +201,14 @@ def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Foun
 
 
 def check_path_order(flags: list[int]) -> None:
-    """Raise Refused unless the paths of xattrs come before those of the body."""
+    """Raise Refused unless paths of xattrs come before those of the body."""
     attributes = [bool(flag & XATTR_PATH) for flag in flags]
     if attributes != sorted(attributes, reverse=True):
         raise Refused(Status.SUBDOC_INVALID_XATTR_ORDER)
 
 
 def path_text(path: bytes) -> str:
-    """A path as text. Raises PathError."""
+    """Return a path as text. Raises PathError."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -226,7 +216,7 @@ def path_text(path: bytes) -> str:
 
 
 def quiet_miss(handle: Callable[[SessionT, Frame], Answer]) -> Callable[[SessionT, Frame], Answer]:
-    """The quiet form of a getter: misses are not answered."""
+    """Make the quiet form of a getter: misses are not answered."""
 
     def handle_quietly(session: SessionT, frame: Frame) -> Answer:
         try:

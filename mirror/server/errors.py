@@ -9,8 +9,6 @@ UNKNOWN_COLLECTION_CONTEXT = "Unknown scope or collection in operation"
 
 
 class Refused(Exception):
-    """The request is answered with an error status."""
-
     def __init__(
         self,
         status: int,
@@ -21,7 +19,7 @@ class Refused(Exception):
         with_reference: bool = False,
         bare: bool = False,
     ) -> None:
-        """`context` is for clients with XERROR. `bare`: the answer is the status and `value`, whatever the status."""
+        """`context` is for clients with XERROR. `bare`: the answer is the status and `value` alone."""
         super().__init__(context)
         self.status = status
         self.context = context
@@ -32,7 +30,7 @@ class Refused(Exception):
 
 
 def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTION) -> Refused:
-    """The refusal of a collection (or scope, by its status) that the manifest does not have."""
+    """The refusal of an unknown collection, or by its status of a scope."""
     return Refused(status, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest_uid)
 
 

@@ -26,9 +26,8 @@ def requested_filter(
     manifest_uid: int,
     known_keys: frozenset[str] = KEYS,
 ) -> FilterRequest:
-    """The filter. `scopes` and `collections` are the ids that exist for the client.
-
-    Raises Refused, for a value that is not a filter without a context, as recorded.
+    """Parse a filter; `scopes` and `collections` are the ids that exist for the client. Raises Refused, without a
+    context for what is no filter, as recorded.
     """
     if not has_collections:
         if value:

@@ -18,7 +18,7 @@ ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SY
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
-    """The user whom a client certificate is for: the common name of its subject, as clusters are mostly set up."""
+    """Return the user that a client certificate names: its subject's common name, the usual set-up of clusters."""
     for part in certificate.get("subject", ()):
         for name, value in part:
             if name == "commonName":

@@ -30,16 +30,13 @@ IDLE_TIMEOUT_S = 360.0
 
 
 class ProducerPort(Protocol):
-    """What a producer needs of its connection."""
-
     def write(self, data: bytes) -> None:
         """Send now, or as soon as the client takes it."""
 
     async def writable(self) -> None:
         """Return when the client takes what was written."""
 
-    def hang_up(self) -> None:
-        """Close the connection."""
+    def hang_up(self) -> None: ...
 
     @property
     def silence_s(self) -> float:
@@ -47,8 +44,6 @@ class ProducerPort(Protocol):
 
 
 class Filter(Protocol):
-    """What a stream shows of its vbucket."""
-
     stream_id: int | None
     purge_seqno: int | None
 
@@ -60,30 +55,28 @@ class Filter(Protocol):
 
 
 class Stream(Protocol):
-    """A stream that was accepted."""
-
     vbid: int
     stream_id: int | None
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """The STREAM_END message; the stream gives nothing more."""
+        """Return the STREAM_END message; the stream gives nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamHistory:
-    """Where a vbucket is, as stream requests are judged by it."""
+    """A vbucket's history, by which stream requests are judged."""
 
     failover_log: FailoverLog
     high_seqno: int
     purge_seqno: int
     holds_whole_filter: bool = False
-    """Nothing that the filter shows is above the requested start."""
+    """Everything that the filter shows is at or below the requested start."""
     answered_log: FailoverLog | None = None
-    """The log that a client is answered, where it is not the one that it is judged by."""
+    """The failover log of the answer, if it is not the judging one."""
 
 
 def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | None) -> ProducerAnswer:
-    """Apply the producer's rollback rule to a stream request (`ingest.rollback`); `purge_seqno` is the client's."""
+    """Apply the producer's rollback rule (`ingest.rollback`); `purge_seqno` is the client's."""
     return producer_answer(
         request.start_seqno,
         request.snap_start_seqno,
@@ -101,29 +94,25 @@ def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | Non
 
 
 class Producer(Protocol):
-    """What the requests of a DCP client do."""
-
     name: str
 
-    def control(self, name: bytes, value: bytes) -> Status:
-        """DCP_CONTROL: the status is the answer."""
+    def control(self, name: bytes, value: bytes) -> Status: ...
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """DCP_STREAM_REQ: the failover log, newest first. Nothing is sent before the caller returned to the loop.
-        Raises Refused.
+        """Return the failover log of a DCP_STREAM_REQ, newest first. Nothing is sent before the caller returns to the
+        loop. Raises Refused.
         """
 
     def close_stream(self, vbid: int, stream_id: int | None) -> None:
-        """DCP_CLOSE_STREAM; a STREAM_END, if it was negotiated, follows the answer. Raises Refused."""
+        """Close a stream; a STREAM_END, if negotiated, follows the answer. Raises Refused."""
 
     def acked(self, count: int) -> None:
-        """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
+        """Take a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
 
     def marker_answered(self, opaque: int) -> None:
         """The client answered a snapshot marker that requested it."""
 
-    def statistics(self) -> dict[str, str]:
-        """Statistics of this connection, by the server's names."""
+    def statistics(self) -> dict[str, str]: ...
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
@@ -144,13 +133,13 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         self._port = port
         self._wake = asyncio.Event()
         self._stream_ends: deque[bytes] = deque()
-        """STREAM_ENDs that wait for the answer before them to be written."""
+        """STREAM_ENDs to send after the present answer."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._noop_task: asyncio.Task[None] | None = None
         self._pump_task: asyncio.Task[None] | None = None
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
-        """Begin to send; `report` is called when sending ends by an error of this program."""
+        """Begin to send; `report` is called if sending ends by an error of this program."""
 
         def done(task: asyncio.Task[None]) -> None:
             if report is not None and not task.cancelled() and (error := task.exception()) is not None:
@@ -168,13 +157,12 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
             self._forget(stream)
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Check for data to send."""
         self._wake.set()
 
     # -- requests
 
     def control(self, name: bytes, value: bytes) -> Status:
-        """DCP_CONTROL: the status is the answer."""
         controls = self.controls
         noops = (controls.noop_enabled, controls.noop_interval_s)
         status = controls.set(name, value)
@@ -188,7 +176,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return status
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """DCP_STREAM_REQ: the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
+        """Return the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
             raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
@@ -209,7 +197,6 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return history.failover_log if history.answered_log is None else history.answered_log
 
     def close_stream(self, vbid: int, stream_id: int | None) -> None:
-        """DCP_CLOSE_STREAM; a STREAM_END, if it was negotiated, follows the answer. Raises Refused."""
         if (stream_id is not None) != self.controls.stream_ids:
             raise Refused(Status.DCP_STREAM_ID_INVALID)
         stream = self.streams.get((vbid, stream_id))
@@ -222,13 +209,12 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
             self.wake()
 
     def end_stream(self, stream: StreamT, reason: StreamEndReason) -> None:
-        """End a stream and send its STREAM_END, whether the window is open or not."""
+        """End a stream and send its STREAM_END, even if the window is closed."""
         end = stream.end(reason)
         self._forget(stream)
         self._send(end)
 
     def acked(self, count: int) -> None:
-        """DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
         self.window.acked(count)
         self.wake()
 
@@ -245,43 +231,38 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return replace(request, flags=request.flags & ~unknown)
 
     def _names_collections(self, stream_filter: FilterT) -> bool:
-        """Not a scope, and not the one collection of a client that knows of none."""
+        """Return False for a scope, and for the one collection of a client that knows of none."""
         return self.controls.collections and stream_filter.collections is not None and stream_filter.scope_id is None
 
     @abstractmethod
     def _check_request(self, request: StreamRequest) -> StreamRequest:
-        """The request as it is judged. Raises Refused for a vbucket that is not served here, a flag that is not
-        supported, or a privilege that the user lacks.
+        """Return the request to judge. Raises Refused for a vbucket that is not served here, an unsupported flag, or a
+        missing privilege.
         """
 
     @abstractmethod
-    def _parse_filter(self, request: StreamRequest) -> FilterT:
-        """The filter that the request's value describes. Raises Refused."""
+    def _parse_filter(self, request: StreamRequest) -> FilterT: ...
 
     @abstractmethod
-    def _history(self, request: StreamRequest, stream_filter: FilterT) -> StreamHistory:
-        """Where the vbucket is now. Raises Refused."""
+    def _history(self, request: StreamRequest, stream_filter: FilterT) -> StreamHistory: ...
 
     def _rollback_seqno(self, request: StreamRequest, history: StreamHistory, seqno: int) -> int:
-        """Where a client is sent back to that the rule sends to `seqno`: there, or below."""
+        """Return the seqno to roll back to; `seqno` is the rule's."""
         return seqno
 
     @abstractmethod
-    def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: StreamHistory) -> StreamT:
-        """The stream of a request that was accepted."""
+    def _open_stream(self, request: StreamRequest, stream_filter: FilterT, history: StreamHistory) -> StreamT: ...
 
     def _opened(self, stream: StreamT) -> None:
-        """The stream was added to `streams`."""
+        """Called once the stream is in `streams`."""
 
     def _forget(self, stream: StreamT) -> None:
-        """Remove a stream."""
         del self.streams[stream.vbid, stream.stream_id]
 
     # -- sending
 
     @abstractmethod
-    async def _pump(self) -> None:
-        """Send what there is to send, for ever."""
+    async def _pump(self) -> None: ...
 
     def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
         """Send messages of streams; flow control counts them, and `uncounted_bytes` more than are sent."""
@@ -294,7 +275,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
 
     @property
     def _noops_withheld(self) -> bool:
-        """Noops are not sent: a fault of the embedded source."""
+        """True to send no noops: a fault of the embedded source."""
         return False
 
     async def _send_noops(self) -> None:

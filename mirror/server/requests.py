@@ -86,7 +86,7 @@ def _step(session: Session, frame: Frame) -> Reply | Later:
 
 
 def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: Callable[[T], bytes]) -> Later:
-    """The answer to the last message of a login, once the server has checked it."""
+    """Answer the last message of a login once the server has checked it."""
 
     def step() -> Reply | None:
         try:
@@ -196,7 +196,6 @@ def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
 
 
 def failover_log(session: Session, frame: Frame) -> Reply:
-    """The failover log of a vbucket: DCP_GET_FAILOVER_LOG and its older form."""
     return Reply(value=codec_dcp.encode_failover_log(session.vbucket_history(frame.vbucket).failover_log))
 
 

@@ -39,8 +39,6 @@ _NEVER_SENT: Revision = (-1, -1)
 
 @dataclass(slots=True)
 class Reply:
-    """An answer without its addressing."""
-
     status: int = Status.SUCCESS
     extras: bytes = b""
     key: bytes = b""
@@ -50,19 +48,17 @@ class Reply:
     before: tuple[Reply, ...] = ()
     """Answers to the same request that go before this one."""
     more: bool = False
-    """There is nothing but `before` yet: more answers to the same request follow. Only of a `Later`."""
+    """There is only `before` yet: more answers to the same request follow. Only of a `Later`."""
     hang_up: bool = False
     """Close the connection when everything was sent."""
     pieces: list[Buffer] | tuple[()] = ()
-    """More of the value, behind `value`: sent one after the other, each when the client takes it. Only of a `Later`."""
+    """More of the value, behind `value`: each is sent when the client takes it. Only of a `Later`."""
 
     @property
     def pieces_bytes(self) -> int:
-        """How many bytes the pieces are together."""
         return sum(map(len, self.pieces))
 
     def joined(self) -> Reply:
-        """The same answer without pieces."""
         if self.pieces:
             self.value, self.pieces = b"".join((self.value, *self.pieces)), ()
         return self
@@ -73,7 +69,7 @@ class Later:
     """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
 
     step: Callable[[], Reply | Later | None]
-    """The answer, None: not yet, or what will have it. Raises Refused."""
+    """Returns the answer, None: not yet, or its successor. Raises Refused."""
     pause_s: float = 0.0
     """Between steps."""
     wait: Callable[[], Awaitable[None]] | None = None
@@ -81,37 +77,31 @@ class Later:
     barrier: bool = False
     """Later requests of the client wait for this answer, whatever it negotiated."""
     done: Callable[[], None] = lambda: None
-    """Called once, when the answer was written to its end, or will not be."""
+    """Called once, when the answer was written to its end or was given up."""
 
 
 class LoginAttempt(Protocol[T_co]):
-    """A login whose outcome may take time."""
-
     def poll(self) -> tuple[T_co | None] | None:
-        """None while the outcome is not known; then what was found out, None where it is refused. Raises SaslError."""
+        """Return None until the outcome is known, then a tuple of it (None: refused). Raises SaslError."""
 
-    async def wait(self) -> None:
-        """Return when the outcome is known."""
+    async def wait(self) -> None: ...
 
 
 class CheckedAtOnce(Generic[T]):
-    """A login that is checked when it is requested."""
+    """A login that is checked by `poll`."""
 
     def __init__(self, check: Callable[[], T | None]) -> None:
-        """`check` is called by `poll`."""
         self._check = check
 
     def poll(self) -> tuple[T | None] | None:
-        """What the check returns."""
         return (self._check(),)
 
-    async def wait(self) -> None:
-        """Return at once."""
+    async def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class VbucketHistory:
-    """What OBSERVE_SEQNO and GET_FAILOVER_LOG answer of a vbucket."""
+    """The answer to OBSERVE_SEQNO and GET_FAILOVER_LOG."""
 
     failover_log: FailoverLog
     """Never empty."""
@@ -129,24 +119,21 @@ def failover_statistics(vbid: int, failover_log: FailoverLog) -> dict[str, str]:
 
 
 class Session(ABC):
-    """A client of a KV or DCP server."""
-
     grantable: frozenset[int]
     """Features that HELLO can grant."""
     version: bytes
-    """What VERSION answers."""
+    """The answer to VERSION."""
     plain_allowed = True
     """SASL PLAIN is accepted on this connection."""
     needs_bucket = True
     """Documents can be requested only after SELECT_BUCKET."""
 
     def __init__(self) -> None:
-        """Nothing is negotiated, and nobody is logged in."""
         self.features: frozenset[int] = frozenset()
         self.agent = ""
         self.bucket_selected = False
         self.scram: tuple[str, ScramServer] | None = None
-        """Mechanism and state of the login that is under way."""
+        """Mechanism and state of the present login."""
         self.known_map: Revision = _NEVER_SENT
         """The newest cluster map that this client was sent."""
         self.producer: Producer | None = None
@@ -155,7 +142,6 @@ class Session(ABC):
         self.unordered = self.sync_replication = False
 
     def grant(self, features: frozenset[int]) -> None:
-        """Set the client's features."""
         self.features = features
         self.xerror = Feature.XERROR in features
         self.tracing = Feature.TRACING in features
@@ -166,7 +152,6 @@ class Session(ABC):
         self.sync_replication = Feature.SYNC_REPLICATION in features
 
     def has(self, feature: Feature) -> bool:
-        """Whether a feature was granted."""
         return feature in self.features
 
     # -- answers
@@ -174,7 +159,7 @@ class Session(ABC):
     def refuse(
         self, status: int, context: str = "", *, with_reference: bool = False, manifest_uid: int | None = None
     ) -> Reply:
-        """An error answer, with its context where the client negotiated XERROR."""
+        """Return an error answer, with its context if the client negotiated XERROR."""
         if not self.xerror or not (context or with_reference):
             return Reply(status)
         error = {"context": context} if context else {}
@@ -186,7 +171,6 @@ class Session(ABC):
         return Reply(status, value=json.dumps(body, separators=(",", ":")).encode(), datatype=JSON)
 
     def refused(self, error: Refused) -> Reply:
-        """The answer to a request that was refused."""
         if error.bare:
             return Reply(error.status, value=error.value)
         if error.status == Status.NOT_MY_VBUCKET:
@@ -196,21 +180,21 @@ class Session(ABC):
         )
 
     def not_my_vbucket(self) -> Reply:
-        """The refusal that says where the vbucket is, with the map, unless the client has that map and negotiated not
-        to get it twice (SDK RFC 75).
+        """Return the refusal with the map, unless the client has that map and negotiated not to get it twice (SDK RFC
+        75).
         """
         if self.known_map >= self.map_revision and self.has(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP):
             return Reply(Status.NOT_MY_VBUCKET)
         return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)
 
     def send_map(self, *, with_bucket: bool) -> bytes:
-        """The cluster map as JSON; the client knows it from now on."""
+        """Return the cluster map as JSON; the client knows it from now on."""
         self.known_map = self.map_revision
         return self.map_text(with_bucket=with_bucket)
 
     def map_notification(self) -> Frame | None:
-        """The message that a new map is there, in the form that the client negotiated; None for a client without
-        (kv_engine docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
+        """Return the message about a new map in the negotiated form; None for a client without (kv_engine
+        docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
         """
         if not (self.logged_in and self.has(Feature.DUPLEX)):
             return None
@@ -223,7 +207,7 @@ class Session(ABC):
         return None
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
-        """The bytes of an answer, without its pieces, and of those before it; `duration_us` is what it took."""
+        """Return the bytes of an answer, without its pieces, and of those before it; `duration_us` is what it took."""
         if reply.more:
             return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
@@ -247,60 +231,53 @@ class Session(ABC):
         return b"".join([*(self.encode(request, each, duration_us) for each in reply.before), answer])
 
     def error_reference(self) -> str:
-        """The id by which an error can be found in the log."""
+        """Return an id by which an error can be found in the log."""
         return str(uuid.uuid4())
 
     # -- policy: login
 
     @property
     @abstractmethod
-    def logged_in(self) -> bool:
-        """Whether the client may ask for more than HELLO and a login."""
+    def logged_in(self) -> bool: ...
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """The SASL mechanisms, the best first; none where the client has shown a certificate."""
+        """The SASL mechanisms, the best first; none if the client has shown a certificate."""
         return MECHANISMS if self.plain_allowed else tuple(HASHES)
 
     @abstractmethod
-    def password_attempt(self, username: str, password: str) -> LoginAttempt[object]:
-        """A login by user and password."""
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[object]: ...
 
     @abstractmethod
-    def scram_server(self, mechanism: str) -> ScramServer:
-        """The server's side of a SCRAM login."""
+    def scram_server(self, mechanism: str) -> ScramServer: ...
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
-        """A login. `check` returns None or raises SaslError where it is refused. A server for tests checks at once."""
+        """Begin a login; `check` returns None or raises SaslError to refuse. A server for tests checks at once."""
         return CheckedAtOnce(check)
 
     @abstractmethod
-    def log_in(self, username: str) -> None:
-        """The client has proven to be this user."""
+    def log_in(self, username: str) -> None: ...
 
     @abstractmethod
-    def log_out(self) -> None:
-        """The client is nobody from now on."""
+    def log_out(self) -> None: ...
 
     def login_failed(self) -> bool:
         """Count a failed login; True: hang up."""
         return False
 
     def may(self, privilege: str) -> bool:
-        """Whether the user has a privilege now. A server without privileges grants all of them."""
+        """Return True if the user has a privilege now. A server without privileges grants all of them."""
         return True
 
     # -- policy: the bucket
 
     @property
     @abstractmethod
-    def bucket_name(self) -> str:
-        """The one bucket of this server."""
+    def bucket_name(self) -> str: ...
 
     @property
     @abstractmethod
-    def map_revision(self) -> Revision:
-        """Of the newest cluster map."""
+    def map_revision(self) -> Revision: ...
 
     @abstractmethod
     def map_text(self, *, with_bucket: bool) -> bytes:
@@ -308,18 +285,17 @@ class Session(ABC):
 
     @property
     def map_needs_bucket(self) -> bool:
-        """GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
+        """True if GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
         return False
 
     @property
     def no_collections_status(self) -> int | None:
-        """How requests for collections are refused by a server that has none; None: it has them."""
+        """The refusal of requests for collections by a server that has none; None: it has them."""
         return None
 
     @property
     @abstractmethod
-    def manifest_uid(self) -> int:
-        """Of the newest manifest."""
+    def manifest_uid(self) -> int: ...
 
     @abstractmethod
     def manifest_text(self) -> bytes:
@@ -327,23 +303,22 @@ class Session(ABC):
 
     @abstractmethod
     def scope_id(self, name: str) -> int | None:
-        """The id of a scope that the client may see; None: there is none."""
+        """Return the id of a scope that the client may see; None: there is none."""
 
     @abstractmethod
     def collection_id(self, scope: str, name: str) -> int | None:
-        """The id of a collection that the client may see; None: there is none."""
+        """Return the id of a collection that the client may see; None: there is none."""
 
     @abstractmethod
-    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
-        """The answer to GET_ALL_VB_SEQNOS. Raises Refused."""
+    def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later: ...
 
     @abstractmethod
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """The failover log and seqnos of a vbucket that is served here. Raises Refused."""
+        """Raises Refused for a vbucket that is not served here."""
 
     @abstractmethod
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """A group of statistics, of one vbucket or all, in parts that are bounded work each. Raises Refused."""
+        """Yield a group of statistics, of one vbucket or all, in parts of bounded work. Raises Refused."""
 
     # -- policy: DCP
 
@@ -354,12 +329,12 @@ class Session(ABC):
 
     @property
     def hangs_up(self) -> bool:
-        """A DCP request out of place ends the connection (6.0 and older, as recorded)."""
+        """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""
         return False
 
     @abstractmethod
     def open_producer(self, name: str, flags: int) -> None:
-        """Make this a DCP connection: sets `producer`. Another connection of that name is closed."""
+        """Set `producer`; another connection of that name is closed."""
 
 
 SessionT_contra = TypeVar("SessionT_contra", bound=Session, contravariant=True)
@@ -378,6 +353,6 @@ class Operation(Generic[SessionT_contra]):
     before_login: bool = False
     without_bucket: bool = False
     privilege: str = ""
-    """A client without it is refused."""
+    """Refused to clients without it."""
     checked: bool = True
-    """Extras, key and value must have the shape of the opcode (`codec_kv.check_request`)."""
+    """Extras, key and value must have the opcode's shape (`codec_kv.check_request`)."""

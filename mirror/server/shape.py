@@ -20,10 +20,8 @@ _UNUSED = b"\0"
 
 
 class DocumentShape:
-    """The form of keys, values and tombstones for one client."""
-
     def __init__(self, controls: Controls) -> None:
-        """The controls must not change any more."""
+        """`controls` must not change any more."""
         self._controls = controls
         self.unwanted_datatype = (0 if controls.xattrs else values.XATTR) | (0 if controls.snappy else values.SNAPPY)
         """Datatype bits that this client must not get."""
@@ -33,11 +31,10 @@ class DocumentShape:
         """A mutation without unwanted datatype bits needs no change."""
 
     def key(self, wire_key: bytes) -> bytes:
-        """The key, without its collection id for clients without collections."""
         return wire_key if self._controls.collections else wire_key[leb128.decode(wire_key)[1] :]
 
     def value(self, value: bytes, datatype: int, *, tombstone: bool) -> tuple[bytes, int]:
-        """The value and datatype. Raises ValueError for a value that cannot be taken apart."""
+        """Return value and datatype. Raises ValueError for a value that cannot be taken apart."""
         controls = self._controls
         if controls.no_value_with_underlying_datatype:
             return b"", datatype
@@ -54,7 +51,7 @@ class DocumentShape:
         return value, datatype
 
     def tombstone(self, opcode: int, seqnos: bytes, time: bytes) -> tuple[int, bytes]:
-        """Opcode and extras of a deletion or expiration: `seqnos` are its first 16 bytes, `time` 4 bytes."""
+        """Return opcode and extras of a deletion or expiration: `seqnos` are its first 16 bytes, `time` 4 bytes."""
         if opcode == EXPIRATION and self._controls.expirations:
             return EXPIRATION, seqnos + time
         return DELETION, seqnos + (time + _UNUSED if self._controls.delete_times else _NO_METADATA)

@@ -17,12 +17,9 @@ __all__ = ["FrameBuffer"]
 
 
 class FrameBuffer:
-    """A queue of bytes that knows how long the frame at its front is."""
-
     __slots__ = ("_bytes_needed", "_data", "_pieces", "_pos", "_size", "body_length_max")
 
     def __init__(self, body_length_max: int = BODY_LENGTH_MAX) -> None:
-        """Empty; `body_length_max` is the largest body believed."""
         assert 0 < body_length_max < 1 << 32
         self.body_length_max = body_length_max
         self._data = b""
@@ -32,22 +29,20 @@ class FrameBuffer:
         self._bytes_needed = 1
 
     def __len__(self) -> int:
-        """Bytes that came and did not leave."""
         return self._size
 
     def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """Take what the peer sent."""
         if data:
             self._pieces.append(bytes(data))
             self._size += len(data)
 
     @property
     def ready(self) -> bool:
-        """True when `take` has something new to look at; False: more bytes have to come first."""
+        """True if `take` has something new; False: more bytes have to come first."""
         return self._size >= self._bytes_needed
 
     def take(self) -> tuple[bytes, int]:
-        """All bytes here, and the position in them of the first that did not leave. To be followed by `release`."""
+        """Return all bytes here, and the position of the first that did not leave. Call `release` next."""
         if self._pieces:
             rest = self._data[self._pos :] if self._pos else self._data
             self._data = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
@@ -56,7 +51,7 @@ class FrameBuffer:
         return self._data, self._pos
 
     def release(self, pos: int) -> None:
-        """Let everything before `pos` of what `take` gave leave; judge the header that stands there now."""
+        """Drop everything before `pos` of what `take` returned; judge the header that stands there now."""
         assert not self._pieces, "release belongs to the take before it; nothing may be fed in between"
         assert self._pos <= pos <= len(self._data)
         self._size -= pos - self._pos
@@ -68,7 +63,7 @@ class FrameBuffer:
         self._bytes_needed = size or HEADER_SIZE
 
     def next_frame(self) -> Frame | None:
-        """The frame at the front, or None when it is not whole yet."""
+        """Return the frame at the front, or None if it is not whole."""
         if self._size < self._bytes_needed:
             return None
         data, pos = self.take()
@@ -85,6 +80,6 @@ class FrameBuffer:
         return frame
 
     def end(self) -> None:
-        """The peer will send no more: bytes still here are a frame that was cut."""
+        """Note that the peer will send no more: bytes still here are a cut frame."""
         if self._size:
             raise RemoteProtocolError(f"the connection ended inside of a frame: {self._size} bytes of it came")

@@ -77,8 +77,6 @@ _Parts = tuple[bytes, bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One opcode: its event, its shape, and the two functions between them."""
-
     event: type[Any]
     extras: tuple[int, ...]
     key: str
@@ -425,7 +423,6 @@ _ROWS: dict[int, _Row] = {
         ev.CacheTransferEnd, (0,), _NONE, _NONE, _only_vbid(ev.CacheTransferEnd), _nothing
     ),
 }
-"""Every request of DCP, by opcode."""
 
 _OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
 _WITH_CAS = frozenset(
@@ -507,7 +504,7 @@ def _response_body(e: ev.Response) -> bytes:
 
 
 def decode(frame: Frame) -> ev.DcpEvent:
-    """The event a frame is. Unknown opcodes and shapes are a RemoteProtocolError."""
+    """Return a frame's event. Unknown opcodes and shapes are a RemoteProtocolError."""
     row = _ROWS.get(frame.opcode)
     if row is None or frame.magic in (Magic.SERVER_REQUEST, Magic.SERVER_RESPONSE):
         raise _error(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)
@@ -525,7 +522,6 @@ def decode(frame: Frame) -> ev.DcpEvent:
 
 
 def opcode_of(event: ev.Event) -> int:
-    """The opcode of an event."""
     if isinstance(event, ev.Response):
         return event.op
     opcode = _OPCODE_OF.get(type(event))
@@ -535,7 +531,7 @@ def opcode_of(event: ev.Event) -> int:
 
 
 def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
-    """The frame that says an event; `opaque` replaces the event's own."""
+    """Return an event's frame; `opaque` replaces the event's own."""
     opcode = opcode_of(event)
     opaque = event.opaque if opaque is None else opaque
     if isinstance(event, ev.Response):
@@ -568,12 +564,10 @@ def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
 
 
 def encode(event: ev.Event, *, opaque: int | None = None) -> bytes:
-    """The bytes that say an event; `opaque` replaces the event's own."""
     return fr.encode(to_frame(event, opaque=opaque))
 
 
 def answer(event: ev.Event, status: int = Status.SUCCESS, value: bytes = b"", datatype: int = 0) -> ev.Response:
-    """The plain answer to a request of DCP."""
     assert not isinstance(event, ev.Response), f"{opcode_name(event.op)} is itself an answer"
     return ev.Response(opcode_of(event), int(status), value, datatype=datatype, request=event, opaque=event.opaque)
 
@@ -582,7 +576,7 @@ def answer(event: ev.Event, status: int = Status.SUCCESS, value: bytes = b"", da
 
 
 def decode_failover_log(body: bytes) -> list[tuple[int, int]]:
-    """(vbuuid, seqno) pairs, newest first."""
+    """Return (vbuuid, seqno) pairs, newest first."""
     count, rest = divmod(len(body), _FAILOVER_ENTRY.size)
     if rest or count > FAILOVER_LOG_LENGTH_MAX:
         raise RemoteProtocolError(f"a failover log of {len(body)} bytes", op=Opcode.DCP_GET_FAILOVER_LOG)
@@ -590,12 +584,10 @@ def decode_failover_log(body: bytes) -> list[tuple[int, int]]:
 
 
 def encode_failover_log(log: ev.FailoverLog | list[tuple[int, int]]) -> bytes:
-    """The body that says a failover log."""
     return b"".join(_FAILOVER_ENTRY.pack(vbuuid, seqno) for vbuuid, seqno in log)
 
 
 def decode_rollback_seqno(body: bytes) -> int:
-    """The seqno in the answer ROLLBACK."""
     if len(body) != _U64.size:
         raise RemoteProtocolError(f"a rollback seqno of {len(body)} bytes", op=Opcode.DCP_STREAM_REQ)
     seqno: int = _U64.unpack(body)[0]
@@ -603,31 +595,28 @@ def decode_rollback_seqno(body: bytes) -> int:
 
 
 def encode_rollback_seqno(seqno: int) -> bytes:
-    """The body of the answer ROLLBACK."""
     return _U64.pack(seqno)
 
 
 def decode_all_vb_seqnos(body: bytes) -> list[tuple[int, int]]:
-    """(vbid, high seqno) pairs of GET_ALL_VB_SEQNOS."""
+    """Return (vbid, high seqno) pairs."""
     if len(body) % _VB_SEQNO.size:
         raise RemoteProtocolError(f"seqnos of vbuckets in {len(body)} bytes", op=Opcode.GET_ALL_VB_SEQNOS)
     return list(_VB_SEQNO.iter_unpack(body))
 
 
 def encode_all_vb_seqnos(seqnos: list[tuple[int, int]]) -> bytes:
-    """The body that says (vbid, high seqno) pairs."""
     return b"".join(_VB_SEQNO.pack(vbid, seqno) for vbid, seqno in seqnos)
 
 
 def encode_all_vb_seqnos_request(state: int | None = None, collection_id: int | None = None) -> bytes:
-    """Extras of GET_ALL_VB_SEQNOS: no restriction, a VbucketState, or a state and a collection."""
+    """Return the extras: no restriction, a VbucketState, or a state and a collection."""
     if collection_id is not None:
         return _U32.pack(state or VbucketRole.ALIVE) + _U32.pack(collection_id)
     return b"" if state is None else _U32.pack(state)
 
 
 def decode_all_vb_seqnos_request(frame: Frame) -> tuple[int, int | None]:
-    """(VbucketState, collection id or None) that a GET_ALL_VB_SEQNOS asks for."""
     if len(frame.extras) not in (0, 4, 8) or frame.key or frame.value:
         raise _error(frame, f"extras of {len(frame.extras)} bytes, not 0, 4 or 8, or a key or a value")
     state, collection_id = int(VbucketRole.ALIVE), None

@@ -97,7 +97,7 @@ _NONE, _MAY, _MUST = "no", "may", "must"
 _PRESENT = {_NONE: (False,), _MAY: (False, True), _MUST: (True,)}
 
 _Shape = tuple[tuple[int, ...], str, str]
-"""Lengths the extras can have, key, value."""
+"""Possible lengths of the extras, then key and value."""
 
 _WITH_META_EXTRAS = (24, 26, 28, 30)
 _SHAPES: dict[int, _Shape] = {
@@ -151,7 +151,6 @@ _SHAPES: dict[int, _Shape] = {
     Opcode.RANGE_SCAN_CONTINUE: ((28,), _NONE, _NONE),
     Opcode.RANGE_SCAN_CANCEL: ((16,), _NONE, _NONE),
 }
-"""Requests of clients that are known, by opcode."""
 
 _SERVER_SHAPES: dict[int, _Shape] = {
     ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), _MAY, _MAY),
@@ -160,7 +159,7 @@ _SERVER_SHAPES: dict[int, _Shape] = {
 
 
 def check_request(frame: Frame) -> Frame:
-    """The frame itself, if it is a known request of a possible shape; else a RemoteProtocolError with a status."""
+    """Return the frame if it is a known request of a possible shape; else raise a RemoteProtocolError with a status."""
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
@@ -190,44 +189,37 @@ def _exactly(layout: struct.Struct, data: bytes, op: int, what: str) -> tuple[in
 
 
 def hello(agent: bytes, features: Iterable[int], *, opaque: int = 0) -> Frame:
-    """HELLO: who we are, and what we would like to use."""
     return request(Opcode.HELLO, opaque=opaque, key=agent, value=encode_features(features))
 
 
 def decode_hello(frame: Frame) -> tuple[bytes, tuple[int, ...]]:
-    """Agent and features of a HELLO."""
     return frame.key, decode_features(frame.value)
 
 
 def encode_features(features: Iterable[int]) -> bytes:
-    """A list of features: the value of a HELLO and of its answer."""
     return b"".join(_U16.pack(feature) for feature in features)
 
 
 def decode_features(value: bytes) -> tuple[int, ...]:
-    """The features requested, or granted, in their order; unknown ones included."""
+    """Return features in their order; unknown ones included."""
     if len(value) % _U16.size:
         raise RemoteProtocolError(f"a list of features of {len(value)} bytes", op=Opcode.HELLO)
     return tuple(feature for (feature,) in _U16.iter_unpack(value))
 
 
 def sasl_auth(mechanism: bytes, data: bytes, *, opaque: int = 0) -> Frame:
-    """SASL_AUTH: the first message of a mechanism."""
     return request(Opcode.SASL_AUTH, opaque=opaque, key=mechanism, value=data)
 
 
 def decode_sasl(frame: Frame) -> tuple[bytes, bytes]:
-    """Mechanism and data of SASL_AUTH or SASL_STEP."""
     return frame.key, frame.value
 
 
 def select_bucket(name: bytes, *, opaque: int = 0) -> Frame:
-    """SELECT_BUCKET."""
     return request(Opcode.SELECT_BUCKET, opaque=opaque, key=name)
 
 
 def decode_error_map_request(frame: Frame) -> int:
-    """The version that a GET_ERROR_MAP asks for."""
     return _exactly(_U16, frame.value, frame.opcode, "an error map version")[0]
 
 
@@ -235,12 +227,11 @@ def decode_error_map_request(frame: Frame) -> int:
 
 
 def get_cluster_config(known: tuple[int, int] | None = None, *, opaque: int = 0) -> Frame:
-    """GET_CLUSTER_CONFIG; with (epoch, revision) only a newer one is sent (if HELLO granted it)."""
+    """With (epoch, revision) only a newer one is sent (if HELLO granted it)."""
     return request(Opcode.GET_CLUSTER_CONFIG, opaque=opaque, extras=b"" if known is None else _REVISION.pack(*known))
 
 
 def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
-    """The (epoch, revision) that the asker knows."""
     if not frame.extras:
         return None
     epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a known revision")
@@ -256,7 +247,7 @@ def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: by
 
 
 def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes]:
-    """Epoch (0 where the old form has none), revision, bucket name, configuration (empty: brief)."""
+    """Return epoch (0 in the old form), revision, bucket name and configuration (empty: brief)."""
     if len(frame.extras) == _U32.size:
         return 0, _U32.unpack(frame.extras)[0], frame.key, frame.value
     epoch, revision = _exactly(_REVISION, frame.extras, frame.opcode, "a revision")
@@ -268,8 +259,6 @@ def decode_clustermap_notification(frame: Frame) -> tuple[int, int, bytes, bytes
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Extras of SET, ADD and REPLACE."""
-
     flags: int = 0
     expiry: int = 0
 
@@ -285,7 +274,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Extras of the answer to GET_META; `datatype` only where version 2 was requested."""
+    """Extras of the answer to GET_META; `datatype` only if version 2 was requested."""
 
     deleted: bool
     flags: int
@@ -295,29 +284,26 @@ class Meta:
 
 
 def decode_store(extras: bytes) -> Store:
-    """What extras of SET, ADD, REPLACE say."""
     flags, expiry = _exactly(_STORE, extras, Opcode.SET, "extras")
     return Store(flags, expiry)
 
 
 def decode_counter(extras: bytes) -> Counter:
-    """What extras of INCREMENT, DECREMENT say."""
     delta, initial, expiry = _exactly(_COUNTER, extras, Opcode.INCREMENT, "extras")
     return Counter(delta, initial, expiry)
 
 
 def decode_expiry(extras: bytes) -> int:
-    """What extras of TOUCH, GAT, GET_LOCKED say; 0 without any."""
+    """Read extras of TOUCH, GAT, GET_LOCKED; 0 without any."""
     return _exactly(_U32, extras, Opcode.TOUCH, "extras")[0] if extras else 0
 
 
 def encode_mutation_token(vbuuid: int, seqno: int) -> bytes:
-    """Extras of the answer to a write, where HELLO granted MUTATION_SEQNO."""
+    """Extras of the answer to a write, if HELLO granted MUTATION_SEQNO."""
     return _TOKEN.pack(vbuuid, seqno)
 
 
 def encode_meta(meta: Meta) -> bytes:
-    """Extras of the answer to GET_META."""
     extras = _META.pack(meta.deleted, meta.flags, meta.expiry, meta.rev_seqno)
     return extras if meta.datatype is None else extras + _U8.pack(meta.datatype)
 
@@ -326,12 +312,11 @@ def encode_meta(meta: Meta) -> bytes:
 
 
 def encode_collection_id(manifest_uid: int, collection_id: int) -> bytes:
-    """Extras of the answer to GET_COLLECTION_ID and GET_SCOPE_ID."""
     return _COLLECTION.pack(manifest_uid, collection_id)
 
 
 def decode_collection_id(extras: bytes) -> tuple[int, int]:
-    """(manifest uid, id of the collection or scope)."""
+    """Return (manifest uid, id of the collection or scope)."""
     manifest_uid, collection_id = _exactly(_COLLECTION, extras, Opcode.GET_COLLECTION_ID, "extras")
     return manifest_uid, collection_id
 
@@ -341,7 +326,7 @@ def decode_collection_id(extras: bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ObservedSeqno:
-    """Answer to OBSERVE_SEQNO; the last two only after a failover that the asker's vbuuid does not know."""
+    """Answer to OBSERVE_SEQNO; the last two only after a failover that the client's vbuuid does not know."""
 
     vbid: int
     vbuuid: int
@@ -352,17 +337,14 @@ class ObservedSeqno:
 
 
 def observe_seqno(vbid: int, vbuuid: int, *, opaque: int = 0) -> Frame:
-    """OBSERVE_SEQNO."""
     return request(Opcode.OBSERVE_SEQNO, vbucket=vbid, opaque=opaque, value=_U64.pack(vbuuid))
 
 
 def decode_observe_seqno_request(frame: Frame) -> int:
-    """The vbuuid that an OBSERVE_SEQNO names."""
     return _exactly(_U64, frame.value, frame.opcode, "a vbuuid")[0]
 
 
 def encode_observe_seqno(seen: ObservedSeqno) -> bytes:
-    """Value of the answer to OBSERVE_SEQNO."""
     common = (seen.vbid, seen.vbuuid, seen.persisted_seqno, seen.current_seqno)
     if seen.old_vbuuid is None:
         return _OBSERVED.pack(0, *common)
@@ -370,7 +352,6 @@ def encode_observe_seqno(seen: ObservedSeqno) -> bytes:
 
 
 def decode_observe_seqno(value: bytes) -> ObservedSeqno:
-    """What the answer to OBSERVE_SEQNO says."""
     if value[:1] == b"\1":
         return ObservedSeqno(*_exactly(_OBSERVED_FAILOVER, value, Opcode.OBSERVE_SEQNO, "an answer")[1:])
     if value[:1] != b"\0":
@@ -383,8 +364,6 @@ def decode_observe_seqno(value: bytes) -> ObservedSeqno:
 
 @dataclass(frozen=True, slots=True)
 class LookupSpec:
-    """One path of SUBDOC_MULTI_LOOKUP."""
-
     opcode: int
     path: bytes
     flags: int = 0
@@ -392,8 +371,6 @@ class LookupSpec:
 
 @dataclass(frozen=True, slots=True)
 class MutationSpec:
-    """One path of SUBDOC_MULTI_MUTATION."""
-
     opcode: int
     path: bytes
     value: bytes = b""
@@ -402,7 +379,7 @@ class MutationSpec:
 
 @dataclass(frozen=True, slots=True)
 class MutationResult:
-    """Answer for one path of SUBDOC_MULTI_MUTATION; only paths that return a value, or the one that failed."""
+    """Answer for one path of SUBDOC_MULTI_MUTATION: a path that returns a value, or the one that failed."""
 
     index: int
     status: int
@@ -410,7 +387,6 @@ class MutationResult:
 
 
 def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
-    """The paths that a SUBDOC_MULTI_LOOKUP asks for."""
     cutter = _Cutter(value, Opcode.SUBDOC_MULTI_LOOKUP)
     specs = []
     while cutter:
@@ -420,12 +396,10 @@ def decode_lookup_specs(value: bytes) -> list[LookupSpec]:
 
 
 def encode_lookup_head(status: int, value_bytes: int) -> bytes:
-    """What stands before the value of one path in that answer."""
     return _LOOKUP_RESULT.pack(status, value_bytes)
 
 
 def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
-    """The changes that a SUBDOC_MULTI_MUTATION asks for."""
     cutter = _Cutter(value, Opcode.SUBDOC_MULTI_MUTATION)
     specs = []
     while cutter:
@@ -436,7 +410,7 @@ def decode_mutation_specs(value: bytes) -> list[MutationSpec]:
 
 
 def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
-    """Value of the answer to SUBDOC_MULTI_MUTATION. A value follows only where the path succeeded."""
+    """Value of the answer to SUBDOC_MULTI_MUTATION. A value follows only if the path succeeded."""
     parts = []
     for result in results:
         parts.append(_MUTATION_RESULT.pack(result.index, result.status))
@@ -446,7 +420,7 @@ def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
 
 
 def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
-    """Path, fragment, path flags, expiry (None: as it was) and document flags of a request with one path."""
+    """Return path, fragment, path flags, expiry (None: as it was) and document flags of a request with one path."""
     if len(frame.extras) not in (3, 4, 7, 8):
         raise _error(frame, f"extras of {len(frame.extras)} bytes")
     path_length = _U16.unpack_from(frame.extras)[0]
@@ -484,14 +458,12 @@ class ScanItem:
 
 
 def decode_scan_continue(extras: bytes) -> ScanLimits:
-    """What extras of RANGE_SCAN_CONTINUE say."""
     if len(extras) != _SCAN_CONTINUE.size:
         raise RemoteProtocolError(f"extras of {len(extras)} bytes", op=Opcode.RANGE_SCAN_CONTINUE)
     return ScanLimits(*_SCAN_CONTINUE.unpack(extras))
 
 
 def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
-    """Value of an answer to RANGE_SCAN_CONTINUE."""
     parts = []
     for item in items:
         if item.value is None:
@@ -502,7 +474,6 @@ def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
 
 
 def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
-    """What stands before the value of a document in that answer."""
     fields = _SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype)
     return b"".join((fields, leb128.encode(len(item.key)), item.key, leb128.encode(value_bytes)))
 
@@ -511,7 +482,6 @@ def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
 
 
 def encode_server_duration(duration_us: float) -> bytes:
-    """Framing extras that say how long the server took."""
     encoded = min(_DURATION_MAX, round((max(duration_us, 0) * 2) ** (1 / _DURATION_POWER)))
     return b"\x02" + _U16.pack(encoded)
 

@@ -40,14 +40,13 @@ __all__ = [
 ]
 
 HEADER_SIZE = 24
-"""Every frame starts with a header of this many bytes."""
 
 BODY_LENGTH_MAX = 32 * 1024 * 1024
 """Largest body believed: a 20 MiB document, 1 MiB of system xattrs, and slack for keys, extras, compression overhead
 and the largest cluster configurations. A header that claims more is an error, not a reason to wait."""
 
 KEY_LENGTH_MAX = 65_535
-"""What the plain header can say. Documents are bounded by the server (250 bytes and the collection id)."""
+"""The plain header's limit. Servers bound keys of documents (250 bytes and the collection id)."""
 
 DCP_NAME_LENGTH_MAX = 200
 """Longest name of a DCP connection (open-connection.md)."""
@@ -60,8 +59,6 @@ NO_END_SEQNO = 2**64 - 1
 
 
 class Magic(IntEnum):
-    """First byte of a frame."""
-
     REQUEST = 0x80
     RESPONSE = 0x81
     FLEX_REQUEST = 0x08
@@ -71,8 +68,6 @@ class Magic(IntEnum):
 
 
 class Opcode(IntEnum):
-    """Second byte of a frame sent by or to a client."""
-
     GET = 0x00
     SET = 0x01
     ADD = 0x02
@@ -235,7 +230,7 @@ class ServerOpcode(IntEnum):
 
 
 class Status(IntEnum):
-    """Status of a response; stands where a request has its vbucket."""
+    """Status of a response; stands in place of a request's vbucket."""
 
     SUCCESS = 0x00
     KEY_ENOENT = 0x01
@@ -315,7 +310,7 @@ class Status(IntEnum):
 
 
 class Datatype(IntFlag):
-    """What a value is. Snappy is over the whole value, xattrs included."""
+    """Snappy is over the whole value, xattrs included."""
 
     RAW = 0x00
     JSON = 0x01
@@ -324,8 +319,6 @@ class Datatype(IntFlag):
 
 
 class Feature(IntEnum):
-    """What HELLO negotiates."""
-
     TLS = 0x02
     TCP_NODELAY = 0x03
     MUTATION_SEQNO = 0x04
@@ -377,8 +370,6 @@ class FrameInfoId(IntEnum):
 
 
 class DcpOpenFlag(IntFlag):
-    """Flags of DCP_OPEN."""
-
     PRODUCER = 0x01
     INVALID = 0x02
     INCLUDE_XATTRS = 0x04
@@ -390,8 +381,6 @@ class DcpOpenFlag(IntFlag):
 
 
 class StreamRequestFlag(IntFlag):
-    """Flags of DCP_STREAM_REQ, and of DCP_ADD_STREAM."""
-
     TAKEOVER = 0x01
     DISK_ONLY = 0x02
     TO_LATEST = 0x04
@@ -404,8 +393,6 @@ class StreamRequestFlag(IntFlag):
 
 
 class SnapshotFlag(IntFlag):
-    """Flags of a snapshot marker."""
-
     MEMORY = 0x01
     DISK = 0x02
     CHECKPOINT = 0x04
@@ -415,10 +402,9 @@ class SnapshotFlag(IntFlag):
 
 
 class MarkerVersion(IntEnum):
-    """Which shape a snapshot marker has on the wire.
-
-    V1: extras of 20 bytes. The others: one byte of extras (0, 1, 2, 2) and a value of 36, 44, 52, 44 bytes. V2_1 is in
-    no release; V2_2_SHORT is what documents of some ages call V2.2: without the high prepared seqno.
+    """Shape of a snapshot marker on the wire. V1: extras of 20 bytes. The others: one byte of extras (0, 1, 2, 2) and a
+    value of 36, 44, 52, 44 bytes. V2_1 is in no release; V2_2_SHORT, called V2.2 in some documents, lacks the high
+    prepared seqno.
     """
 
     V1 = 10
@@ -429,14 +415,12 @@ class MarkerVersion(IntEnum):
 
 
 class OsoFlag(IntFlag):
-    """Flags of DCP_OSO_SNAPSHOT."""
-
     START = 0x01
     END = 0x02
 
 
 class StreamEndReason(IntEnum):
-    """Why a stream ended. Any of them may hide a rollback: resume by a full stream request always."""
+    """Any of them may hide a rollback: always resume by a full stream request."""
 
     OK = 0
     CLOSED = 1
@@ -470,7 +454,7 @@ class VbucketRole(IntEnum):
 
 
 CONTACT_STATISTIC = b"contact"
-"""Our own STAT group (docs/protocol.md 4.7): the vbuckets of a mirror that have no contact with its source."""
+"""Our own STAT group (docs/protocol.md 4.7): the vbuckets of a mirror without contact with its source."""
 
 
 class ControlKey:
@@ -504,10 +488,8 @@ _STATUS_NAMES = {int(status): status.name for status in Status}
 
 
 def opcode_name(opcode: int) -> str:
-    """The name of an opcode, or its hexadecimal number when it has none."""
     return _OPCODE_NAMES.get(opcode, f"0x{opcode:02x}")
 
 
 def status_name(status: int) -> str:
-    """The name of a status, or its hexadecimal number when it has none."""
     return _STATUS_NAMES.get(status, f"0x{status:02x}")

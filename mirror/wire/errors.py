@@ -27,18 +27,16 @@ class ProtocolError(Exception):
     def __init__(
         self, detail: str, *, op: int | None = None, vbid: int | None = None, status: int = Status.EINVAL
     ) -> None:
-        """Say what is wrong, and where."""
         self.detail = detail
         self.op = op
         self.vbid = vbid
         self.status = int(status)
-        """What a server would answer with, where the message can be answered at all."""
+        """A server's answer, if the message can be answered at all."""
         self.opaque: int | None = None
-        """Opaque of the request at fault, where there is one to answer."""
+        """Opaque of the request at fault, if there is one to answer."""
         super().__init__(detail)
 
     def __str__(self) -> str:
-        """Where, then what."""
         where = []
         if self.op is not None:
             where.append(opcode_name(self.op))
@@ -48,13 +46,13 @@ class ProtocolError(Exception):
 
 
 class LocalProtocolError(ProtocolError):
-    """We tried to send or do what the protocol does not allow now; the connection is as it was."""
+    """The protocol does not allow our message or action now; the connection is as it was."""
 
     hint: ClassVar[str] = "A defect of this program: report it with the lines before it in the log."
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what the protocol does not allow; close the connection and start again."""
+    """The peer broke the protocol; close the connection and start again."""
 
     retryable: ClassVar[bool] = True
     hint: ClassVar[str] = "Is a Couchbase data service listening there, on the data port (11210, or 11207 for TLS)?"

@@ -60,15 +60,13 @@ FailoverLog = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Anything said over DCP. A message of a stream carries the opaque of its stream request."""
+    """A DCP message. One of a stream carries the opaque of its stream request."""
 
     opaque: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent(Event):
-    """A message about a stream of a vbucket."""
-
     stream_id: int | None = None
 
 
@@ -77,10 +75,9 @@ class StreamEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMarker(StreamEvent):
-    """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not to be trusted.
-
-    Fields after `flags` are 0 where the marker's version does not carry them. `high_completed_seqno` is valid on disk
-    snapshots only. `version` is a MarkerVersion.
+    """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not to be trusted. Fields after `flags`
+    are 0 if the marker's version does not carry them. `high_completed_seqno` is valid on disk snapshots only. `version`
+    is a MarkerVersion.
     """
 
     vbid: int
@@ -133,8 +130,6 @@ class Deletion(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class Expiration(StreamEvent):
-    """A tombstone of a document whose time was over."""
-
     vbid: int
     key: bytes
     seqno: int
@@ -271,8 +266,6 @@ class CacheTransferEnd(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class DcpOpen(Event):
-    """Make this connection speak DCP. `flags` are DcpOpenFlag."""
-
     name: bytes
     flags: int
     value: bytes = b""
@@ -280,8 +273,6 @@ class DcpOpen(Event):
 
 @dataclass(frozen=True, slots=True)
 class DcpControl(Event):
-    """One setting of the connection; the names are in ControlKey."""
-
     name: bytes
     value: bytes
 
@@ -310,15 +301,11 @@ class StreamRequest(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class CloseStream(StreamEvent):
-    """Stop the stream of a vbucket."""
-
     vbid: int
 
 
 @dataclass(frozen=True, slots=True)
 class GetFailoverLog(Event):
-    """Ask for the histories of a vbucket."""
-
     vbid: int
 
 
@@ -340,7 +327,7 @@ class SeqnoAcknowledged(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class DcpNoop(Event):
-    """Are you there? To be answered at once with its opaque."""
+    """To be answered at once with its opaque."""
 
 
 # Answers.
@@ -358,7 +345,7 @@ class Response(Event):
     datatype: int = 0
     cas: int = 0
     request: object | None = field(default=None, compare=False)
-    """The question, where the connection knows it."""
+    """The question, if the connection knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +358,6 @@ class StreamResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogResponse(Response):
-    """Answer to GetFailoverLog."""
-
     failover_log: FailoverLog = ()
 
 
@@ -381,7 +366,7 @@ class FailoverLogResponse(Response):
 
 @dataclass(frozen=True, slots=True)
 class CollectionCreated:
-    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 where the form does not have it."""
+    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 in forms without it."""
 
     manifest_uid: int
     scope_id: int
@@ -396,8 +381,6 @@ class CollectionCreated:
 
 @dataclass(frozen=True, slots=True)
 class CollectionModified:
-    """A collection got other settings; its documents stay."""
-
     manifest_uid: int
     scope_id: int
     collection_id: int
@@ -421,8 +404,6 @@ class CollectionDropped:
 
 @dataclass(frozen=True, slots=True)
 class ScopeCreated:
-    """A scope begins."""
-
     manifest_uid: int
     scope_id: int
     name: str

@@ -18,7 +18,6 @@ ACK_SHARE = 0.2
 """Part of the window after which a consumer acknowledges; the server's own consumer uses the same."""
 
 _ACK_MAX = 0xFFFF_FFFF
-"""Largest number of bytes that one BUFFER_ACK can say."""
 
 _REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
 
@@ -38,11 +37,11 @@ _COUNTED: dict[int, int] = {
     int(Opcode.DCP_CACHE_TRANSFER): 0,
     int(Opcode.DCP_CACHE_TRANSFER_END): 0,
 }
-"""Requests of a producer that count, and the bytes counted beyond those sent. A noop does not count, nor a response."""
+"""Requests of a producer that count, and the bytes counted beyond those sent. Noops and responses do not count."""
 
 
 def counted_size(frame: Frame) -> int:
-    """Bytes of the window that a frame sent by a producer uses; 0 for what does not count."""
+    """Return the bytes of the window that a producer's frame uses; 0 if it does not count."""
     more = _COUNTED.get(frame.opcode)
     if more is None or frame.magic not in _REQUESTS:
         return 0
@@ -50,12 +49,10 @@ def counted_size(frame: Frame) -> int:
 
 
 class FlowControlLedger:
-    """The consumer's side: what was received, and when to acknowledge it."""
-
     __slots__ = ("_threshold", "acked_total", "received_total", "unacked", "window_bytes")
 
     def __init__(self, window_bytes: int, ack_share: float = ACK_SHARE) -> None:
-        """`window_bytes` is what connection_buffer_size was set to; 0: no flow control."""
+        """`window_bytes` is connection_buffer_size; 0: no flow control."""
         assert 0 <= window_bytes <= _ACK_MAX
         assert 0 < ack_share <= 1
         self.window_bytes = window_bytes
@@ -70,7 +67,7 @@ class FlowControlLedger:
         self.unacked += count
 
     def due(self, *, force: bool = False) -> int:
-        """Bytes that should be acknowledged now; 0 when nothing is due. `force`: whatever there is (a timer)."""
+        """Return the bytes to acknowledge now; 0: none. `force`: whatever there is (a timer)."""
         if self.window_bytes == 0 or not (force or self.unacked >= self._threshold):
             return 0
         return min(self.unacked, _ACK_MAX)
@@ -83,7 +80,7 @@ class FlowControlLedger:
         self.acked_total += count
 
     def take_ack(self, *, force: bool = False) -> int:
-        """`due` and `acked` in one: who calls sends a BUFFER_ACK of this many bytes, unless it is 0."""
+        """Return the bytes of a BUFFER_ACK that the caller must send, unless it is 0."""
         count = self.due(force=force)
         if count:
             self.acked(count)
@@ -103,26 +100,22 @@ class ProducerWindow:
 
     @property
     def outstanding(self) -> int:
-        """Bytes sent that were not acknowledged."""
         return self._outstanding
 
     @property
     def is_open(self) -> bool:
-        """True when one more message may be sent."""
         return self.window_bytes == 0 or self._outstanding < self.window_bytes
 
     def resize(self, window_bytes: int) -> None:
-        """The consumer sent connection_buffer_size (again)."""
         assert window_bytes >= 0
         self.window_bytes = window_bytes
 
     def sent(self, count: int) -> None:
-        """`count` bytes that count were sent."""
         assert count >= 0
         self._outstanding += count
 
     def acked(self, count: int) -> None:
-        """The consumer acknowledged; more than was sent is its error."""
+        """Take an acknowledgement; more than was sent is the consumer's error."""
         if count > self._outstanding:
             detail = f"acknowledged {count} bytes, {self._outstanding} are outstanding"
             raise RemoteProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)

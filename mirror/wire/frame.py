@@ -35,7 +35,7 @@ vbucket or status, body length, opaque, cas."""
 assert HEADER.size == HEADER_SIZE
 
 _LENGTHS = struct.Struct(">BBHBxxxI")
-"""The part of the header that says how long a frame is."""
+"""The header's part with the frame's length."""
 
 _PLAIN = 0
 _FLEX = 1
@@ -57,7 +57,7 @@ _ESCAPE = 15
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame, whole. `vbucket` holds the status where the frame is a response."""
+    """One frame, whole. `vbucket` holds the status if the frame is a response."""
 
     magic: int
     opcode: int
@@ -72,12 +72,10 @@ class Frame:
 
     @property
     def status(self) -> int:
-        """The status of a response."""
         return self.vbucket
 
     @property
     def is_response(self) -> bool:
-        """True for the three magics that answer something."""
         return self.magic in _RESPONSES
 
     @property
@@ -87,7 +85,6 @@ class Frame:
 
     @property
     def stream_id(self) -> int | None:
-        """The DCP stream id in the framing extras, None without one."""
         if not self.framing:
             return None
         for info_id, content in frame_infos(self.framing):
@@ -99,9 +96,8 @@ class Frame:
 
 
 def frame_size(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> int:
-    """Size in bytes of the frame that starts at `pos`, judged from its header alone; 0 when more bytes are needed.
-
-    The magic is judged as soon as it is there, the lengths as soon as all 24 bytes are.
+    """Return the size in bytes of the frame at `pos` by its header; 0 if more bytes are needed. The magic is judged as
+    soon as it is there, the lengths as soon as all 24 bytes are.
     """
     available = len(buf) - pos
     if available <= 0:
@@ -130,7 +126,7 @@ def _bad_length(buf: Buffer, pos: int, opcode: int, detail: str) -> RemoteProtoc
 
 
 def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> tuple[Frame, int]:
-    """The frame that starts at `pos` and the position after it. A frame that is not whole is an error here."""
+    """Return the frame at `pos` and the position after it. A frame that is not whole is an error here."""
     size = frame_size(buf, pos, body_length_max)
     available = len(buf) - pos
     if size == 0 or size > available:
@@ -160,8 +156,8 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
 
 
 def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """The bytes of a frame, but for so many of its value, which follow. What cannot be said in a header is a
-    LocalProtocolError.
+    """Return the bytes of a frame, but for so many of its value, which follow. Raises LocalProtocolError for what a
+    header cannot say.
     """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
     kind = _KIND.get(frame.magic)
@@ -195,7 +191,7 @@ def encode(frame: Frame, following_bytes: int = 0) -> bytes:
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
-    """The (id, content) pairs in framing extras. First the id's escape byte, then the length's."""
+    """Yield the (id, content) pairs in framing extras. First the id's escape byte, then the length's."""
     infos = []
     pos, end = 0, len(framing)
     while pos < end:
@@ -219,7 +215,6 @@ def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
 
 
 def stream_id_framing(stream_id: int | None) -> bytes:
-    """Framing extras that carry a DCP stream id; none for None."""
     if stream_id is None:
         return b""
     if not 0 <= stream_id <= 0xFFFF:
@@ -228,7 +223,7 @@ def stream_id_framing(stream_id: int | None) -> bytes:
 
 
 def with_stream_id(message: bytes, stream_id: int) -> bytes:
-    """The bytes of a plain request in flexible framing, with its stream's id: made for every message of a stream."""
+    """Return a plain request in flexible framing with its stream's id: made for every message of a stream."""
     key_length = int.from_bytes(message[2:4])
     body_length = int.from_bytes(message[8:12]) + 3
     head = bytes((_FLEX_REQUEST, message[1], 3, key_length)) + message[4:8] + body_length.to_bytes(4) + message[12:24]
@@ -247,7 +242,6 @@ def request(
     key: bytes = b"",
     value: bytes = b"",
 ) -> Frame:
-    """A request; with framing extras a flexible one."""
     magic = int(Magic.FLEX_REQUEST if framing else Magic.REQUEST)
     return Frame(magic, int(opcode), int(datatype), vbucket, opaque, cas, framing, extras, key, value)
 
@@ -263,7 +257,6 @@ def response(
     key: bytes = b"",
     value: bytes = b"",
 ) -> Frame:
-    """The answer to a request: its opcode and opaque, and a status."""
     if to.is_response:
         raise LocalProtocolError(f"{opcode_name(to.opcode)} is itself a response", op=to.opcode)
     magic = int(Magic.SERVER_RESPONSE if to.magic == Magic.SERVER_REQUEST else Magic.RESPONSE)

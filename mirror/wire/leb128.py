@@ -17,7 +17,6 @@ _U32_MAX = 0xFFFF_FFFF
 
 
 def encode(number: int) -> bytes:
-    """The one spelling of a number of 32 bits."""
     if not 0 <= number <= _U32_MAX:
         raise LocalProtocolError(f"{number} is not an unsigned number of 32 bits")
     out = bytearray()
@@ -29,7 +28,7 @@ def encode(number: int) -> bytes:
 
 
 def decode(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[int, int]:
-    """The number that starts at `pos` and the position after it."""
+    """Return the number at `pos` and the position after it."""
     number = 0
     for index, byte in enumerate(buf[pos : pos + LENGTH_MAX]):
         number |= (byte & 0x7F) << 7 * index
@@ -45,6 +44,6 @@ def decode(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[int, int]
 
 
 def split_key(key: bytes) -> tuple[int, bytes]:
-    """A wire key with a collection id: the id, and the key without it."""
+    """Return the collection id of a wire key, and the key without it."""
     collection_id, pos = decode(key)
     return collection_id, key[pos:]

@@ -25,7 +25,6 @@ HASHES = {"SCRAM-SHA512": "sha512", "SCRAM-SHA256": "sha256", "SCRAM-SHA1": "sha
 """Mechanism name as the server spells it -> hash; the best first."""
 
 MECHANISMS = (*HASHES, "PLAIN")
-"""What both of our sides speak, the best first."""
 
 ITERATIONS_MAX = 1_000_000
 """More would let a hostile server keep a processor busy: this is half a second. Servers use 4,000 to 15,000."""
@@ -45,7 +44,7 @@ class SaslError(AuthRejected):
 
 
 def choose_mechanism(offered: Sequence[str], *, plain_allowed: bool) -> str:
-    """Return the best mechanism that both sides know; PLAIN only where it is allowed."""
+    """Return the best mechanism that both sides know; PLAIN only if it is allowed."""
     for mechanism in HASHES:
         if mechanism in offered:
             return mechanism
@@ -60,12 +59,10 @@ def choose_mechanism(offered: Sequence[str], *, plain_allowed: bool) -> str:
 
 
 def plain_encode(username: str, password: str) -> bytes:
-    """Return the one message of PLAIN."""
     return b"\0" + username.encode() + b"\0" + password.encode()
 
 
 def plain_decode(message: bytes) -> tuple[str, str]:
-    """Return (username, password) of a PLAIN message."""
     parts = message.split(b"\0")
     if len(message) > MESSAGE_BYTES_MAX or len(parts) != 3:
         raise SaslError("bad PLAIN message")
@@ -81,7 +78,6 @@ class ScramClient:
     """The client's side: `first()`, `final(challenge)`, `verify(outcome)`."""
 
     def __init__(self, mechanism: str, username: str, password: str, *, nonce: str | None = None) -> None:
-        """`nonce` is for tests; else it is random."""
         self._hash = _hash_of(mechanism)
         self._password = password
         self._nonce = nonce or secrets.token_hex(16)
@@ -89,11 +85,9 @@ class ScramClient:
         self._server_signature: bytes | None = None
 
     def first(self) -> bytes:
-        """Return the first message."""
         return f"n,,{self._first_bare}".encode()
 
     def final(self, challenge: bytes) -> bytes:
-        """Return the answer to the server's challenge."""
         text = _text(challenge)
         fields = _fields(text)
         nonce = fields.get("r", "")
@@ -119,7 +113,7 @@ class ScramClient:
 
 @dataclass(frozen=True, slots=True)
 class ScramVerifier:
-    """What a server keeps instead of a password: enough to check a proof, not enough to log in elsewhere."""
+    """Stored instead of a password: enough to check a proof, not enough to log in elsewhere."""
 
     salt: bytes
     iterations: int
@@ -130,7 +124,6 @@ class ScramVerifier:
     def of(
         mechanism: str, password: str, *, salt: bytes | None = None, iterations: int = ITERATIONS_DEFAULT
     ) -> ScramVerifier:
-        """The verifier of a password; `salt` is random unless given."""
         name = _hash_of(mechanism)
         salt = secrets.token_bytes(16) if salt is None else salt
         salted = hashlib.pbkdf2_hmac(name, password.encode(), salt, iterations)
@@ -141,20 +134,19 @@ class ScramVerifier:
     def decoy(
         mechanism: str, username: str, secret: bytes, *, iterations: int = ITERATIONS_DEFAULT, salt_bytes: int = 16
     ) -> ScramVerifier:
-        """The verifier of a user who does not exist: looks like one who does, and proves no password."""
+        """Return the verifier of an unknown user: looks like a known one's, and proves no password."""
         size = hashlib.new(_hash_of(mechanism)).digest_size
         salt = salt_of(mechanism, username, secret, salt_bytes)
         return ScramVerifier(salt, iterations, secrets.token_bytes(size), secrets.token_bytes(size))
 
     def proves(self, mechanism: str, password: str) -> bool:
-        """Whether this is the password."""
         other = ScramVerifier.of(mechanism, password, salt=self.salt, iterations=self.iterations)
         # HMAC pads its key with zeros: "password" and "password\0" have one verifier
         return hmac.compare_digest(other.stored_key, self.stored_key) and not password.endswith("\0")
 
 
 def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> bytes:
-    """A user's salt where none is stored: the same each time, for as long as the secret lives."""
+    """Return a user's salt if none is stored: the same each time, for as long as the secret lives."""
     return hashlib.shake_256(_hmac("sha512", secret, f"{mechanism} {username}".encode())).digest(size)
 
 
@@ -172,9 +164,8 @@ class ScramServer:
         nonce: str | None = None,
         decoy_of: Callable[[str], ScramVerifier] | None = None,
     ) -> None:
-        """One of `password_of` and `verifier_of` knows the users, None for an unknown one (refused only at the end).
-
-        `decoy_of` gives the verifier that an unknown user is challenged by, which must look like a known user's.
+        """One of `password_of` and `verifier_of` knows the users; None for an unknown one, who is refused only at the
+        end. `decoy_of` gives the verifier of an unknown user's challenge, which must look like a known user's.
         """
         assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
         self._mechanism = mechanism
@@ -202,7 +193,6 @@ class ScramServer:
         return ScramVerifier.of(self._mechanism, password, salt=self._salt, iterations=self._iterations)
 
     def challenge(self, first: bytes) -> bytes:
-        """Return the challenge for a client's first message."""
         text = _text(first)
         gs2, _, bare = text.partition(",,")
         if gs2 not in ("n", "y") or self._nonce:
@@ -221,7 +211,7 @@ class ScramServer:
         return reply.encode()
 
     def outcome(self, final: bytes) -> bytes:
-        """Return the last message, or raise SaslError when the client does not know the password."""
+        """Return the last message. Raises SaslError if the client does not know the password."""
         text = _text(final)
         fields = _fields(text)
         verifier = self._verifier

@@ -64,7 +64,7 @@ class Run:
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
     def __init__(self, opaque: int, vbid: int, rows: list[Row], byte_count: int) -> None:
-        """Rows are never empty when a scan hands a run out."""
+        """Rows are never empty when a scan returns a run."""
         self.opaque = opaque
         self.vbid = vbid
         self.rows = rows
@@ -72,26 +72,22 @@ class Run:
 
     @property
     def first_seqno(self) -> int:
-        """Seqno of the first row."""
         return int.from_bytes(self.rows[0][0][PREFIX_SIZE : PREFIX_SIZE + 8])
 
     @property
     def last_seqno(self) -> int:
-        """Seqno of the last row."""
         return int.from_bytes(self.rows[-1][0][PREFIX_SIZE : PREFIX_SIZE + 8])
 
     def __repr__(self) -> str:
-        """For people."""
         return f"Run(opaque={self.opaque:#x}, vbid={self.vbid}, rows={len(self.rows)}, byte_count={self.byte_count})"
 
 
 def scan(
     data: bytes, pos: int, routes: Mapping[int, bytes], body_length_max: int = BODY_LENGTH_MAX
 ) -> tuple[list[Run | Frame], int]:
-    """Everything whole in `data[pos:]`, each stream's in order, and the position of what is not.
-
-    A data message whose opaque is in `routes` becomes a row of a Run; all else becomes a Frame. An error drops what
-    this call had found: the connection is lost either way, and what was not handed out was not acknowledged.
+    """Return everything whole in `data[pos:]`, each stream's in order, and the position of the rest. A data message
+    whose opaque is in `routes` becomes a row of a Run; all else becomes a Frame. An error drops what this call had
+    found: the connection is lost either way, and nothing of it was acknowledged.
     """
     unpack = _PEEK.unpack_from
     extras_of = _PLAIN_EXTRAS.get
@@ -146,13 +142,13 @@ def scan(
 
 
 def _prefix_ends(data: bytes, start: int, key_length: int) -> bool:
-    """Whether a collection id of several bytes ends within the key."""
+    """Return True if a collection id of several bytes ends within the key."""
     return min(data[start : start + min(key_length, COLLECTION_ID_BYTES_MAX)]) < 0x80
 
 
 def key_problem(key: bytes, *, prefixed: bool = True) -> str | None:
-    """What is wrong with a key of a data message or a sync write; None: nothing. `prefixed`: it begins with the id of
-    its collection.
+    """Return the fault of a key of a data message or a sync write, or None. `prefixed`: it begins with the id of its
+    collection.
     """
     id_length = 0
     if prefixed:
@@ -168,7 +164,7 @@ def _shown(key: bytes) -> str:
 
 
 def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:
-    """The frame at `pos`; None when it is not whole. Judges its header either way."""
+    """Return the frame at `pos`; None if it is not whole. Judges its header either way."""
     size = frame_size(data, pos, body_length_max)
     if size == 0:
         return None
@@ -193,14 +189,12 @@ def _check_data(opcode: int, extras_length: int, key_length: int, body_length: i
 
 
 def is_data(frame: Frame) -> bool:
-    """True for the messages that become rows: mutation, deletion, expiration."""
     return frame.opcode in _EXTRAS and frame.magic in _REQUESTS
 
 
 def normalise(frame: Frame, prefix: bytes = b"") -> bytes:
-    """A data message in the form that is stored: plain magic, no framing extras, a key with a collection id.
-
-    `prefix` is the id to put before the key where the connection has no collections: `b"\\0"`.
+    """Return a data message as it is stored: plain magic, no framing extras, a key with a collection id. `prefix` is
+    the id to put before the key if the connection has no collections: `b"\\0"`.
     """
     if not is_data(frame):
         raise LocalProtocolError("only mutations, deletions and expirations are stored as rows", op=frame.opcode)
@@ -223,6 +217,5 @@ def normalise(frame: Frame, prefix: bytes = b"") -> bytes:
 
 
 def row_of(frame: Frame, row_prefix: bytes, key_prefix: bytes = b"") -> Row:
-    """The row that a data message, taken alone, becomes."""
     value = normalise(frame, key_prefix)
     return row_prefix + frame.extras[:8], value

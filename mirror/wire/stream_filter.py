@@ -26,7 +26,7 @@ _STREAM_ID_MAX = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class FilterRequest:
-    """What is requested: a scope, some collections, or with neither of them everything."""
+    """A requested scope, some collections, or with neither of them everything."""
 
     scope_id: int | None = None
     collections: frozenset[int] | None = None
@@ -35,7 +35,7 @@ class FilterRequest:
 
 
 def parse_filter(value: bytes, *, has_stream_ids: bool, known: frozenset[str] = KEYS) -> FilterRequest:
-    """Take the value of a client that knows collections apart; `known` are the keys that the server reads."""
+    """Parse the value of a client that knows collections; `known` are the keys that the server reads."""
     fields = {key: content for key, content in _object(value).items() if key in known} if value else {}
     if value and not fields:
         raise _wrong("The value of the request has no known key")

@@ -37,8 +37,9 @@ _FLATBUFFERS_VERSION = 2
 
 
 def decode_system_event(event: SystemEvent) -> SystemEventContent:
-    """What the event says. Kinds or versions that are not known are a RemoteProtocolError: skipping one would lose
-    data (a collection that ends takes its documents with it)."""
+    """Return the event's content. Unknown kinds or versions are a RemoteProtocolError: skipping one would lose data (a
+    collection that ends takes its documents with it).
+    """
     decode = _DECODERS.get((event.event, event.version))
     if decode is None:
         raise _error(event, f"no such system event: {event.event} in version {event.version}")
@@ -54,8 +55,9 @@ def encode_system_event(
     opaque: int = 0,
     stream_id: int | None = None,
 ) -> SystemEvent:
-    """The event that says `content`. Version 1 falls to 0 where the kind has no version 1; a modification exists in
-    version 2 only."""
+    """Return the event of `content`. Version 1 falls to 0 if the kind has no version 1; a modification exists in
+    version 2 only.
+    """
     kind, write_fixed, write_table = _ENCODERS[type(content)]
     if version == _FLATBUFFERS_VERSION:
         key, value = write_table(content)
@@ -171,7 +173,7 @@ _DROPPED_SCOPE: tuple[tuple[str, _Kind], ...] = (
 
 
 def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> dict[str, Any]:
-    """The fields of a FlatBuffers table; those that are not in it have their default."""
+    """Return the fields of a FlatBuffers table; missing ones have their default."""
     value = event.value
 
     def at(kind: struct.Struct, pos: int) -> Any:
@@ -200,7 +202,7 @@ def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> di
 
 
 def _write_table(layout: tuple[tuple[str, _Kind], ...], fields: dict[str, Any]) -> bytes:
-    """A FlatBuffers value with one table; all fields are written, each at its own alignment."""
+    """Return a FlatBuffers value with one table; all fields are written, each at its own alignment."""
     vtable_size = 4 + 2 * len(layout)
     vtable_pos = 4
     table_pos = -(-(vtable_pos + vtable_size) // 8) * 8

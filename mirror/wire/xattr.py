@@ -21,7 +21,7 @@ _PAIR_LENGTH_MIN = 3
 
 
 def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:
-    """The attributes, in their order, and the body. Without the XATTR bit all of it is body."""
+    """Return the attributes, in their order, and the body. Without the XATTR bit all of it is body."""
     _check_opened(datatype)
     if not datatype & Datatype.XATTR:
         return {}, value
@@ -44,13 +44,11 @@ def split(value: bytes, datatype: int) -> tuple[dict[bytes, bytes], bytes]:
 
 
 def body_of(value: bytes, datatype: int) -> bytes:
-    """The body alone, without looking at the attributes."""
     _check_opened(datatype)
     return value[_blob_end(value) :] if datatype & Datatype.XATTR else value
 
 
 def join(xattrs: Mapping[bytes, bytes], body: bytes = b"") -> bytes:
-    """The value of a document with the XATTR bit."""
     parts = []
     for key, content in xattrs.items():
         if not key or b"\0" in key:

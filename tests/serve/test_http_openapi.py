@@ -28,8 +28,10 @@ from schemathesis.specs.openapi.checks import (
 
 from mirror.serve.http import problems as http_problems
 from mirror.serve.http import requests as http_requests
-from mirror.serve.http.openapi import SCHEMAS, description
-from storage.model import Collection, Seqno
+from mirror.serve.http.api import page_file
+from mirror.serve.metrics import STATES
+from mirror.serve.objects import DOCUMENT_FIELDS
+from storage.model import SEQNO_MAX, Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, made, running, service_report
 
 
@@ -47,16 +49,20 @@ CHECKS = (
     status_code_conformance,
     unsupported_method,
 )
-DESCRIPTION = description("test")
+DESCRIPTION = json.loads(page_file("openapi.json"))
+COMPONENTS = DESCRIPTION["components"]
+SCHEMAS = COMPONENTS["schemas"]
+for _path in DESCRIPTION["paths"].values():
+    for _operation in _path.values():
+        _operation["parameters"] = [
+            COMPONENTS["parameters"][each["$ref"].rpartition("/")[2]] if "$ref" in each else each
+            for each in _operation["parameters"]
+        ]
 # a stream that follows has no end, and a wait for tokens may take a minute: neither is for a thousand calls
 for _parameter in DESCRIPTION["paths"]["/v1/changes"]["get"]["parameters"]:
     if _parameter["name"] == "follow":
         _parameter |= {"required": True, "schema": {"type": "string", "enum": ["false"]}}
-for _path in DESCRIPTION["paths"].values():
-    for _operation in _path.values():
-        for _parameter in _operation["parameters"]:
-            if _parameter["name"] == "timeout_ms":
-                _parameter |= {"required": True, "schema": {"type": "integer", "minimum": 0, "maximum": 5}}
+COMPONENTS["parameters"]["timeout_ms"] |= {"required": True, "schema": {"type": "integer", "minimum": 0, "maximum": 5}}
 
 schema = schemathesis.openapi.from_dict(DESCRIPTION)
 schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
@@ -106,6 +112,36 @@ def test_what_is_served_is_the_description(busy: Site) -> None:
 def test_every_kind_of_problem_is_described() -> None:
     names = {each.removeprefix(http_problems.TYPE_PREFIX) for each in SCHEMAS["Problem"]["properties"]["type"]["enum"]}
     assert names == set(http_problems.TITLES)
+
+
+def test_the_bounds_and_names_are_those_of_the_code() -> None:
+    served = json.loads(page_file("openapi.json"))["components"]
+    keys, parameters = SCHEMAS["Keys"]["properties"], served["parameters"]
+    assert keys["keys"]["maxItems"] == keys["keys_b64"]["maxItems"] == http_requests.KEYS_MAX // 2
+    assert keys["keys"]["items"]["maxLength"] == http_requests.KEY_LENGTH_MAX
+    assert parameters["key"]["schema"]["maxLength"] == http_requests.KEY_LENGTH_MAX
+    assert parameters["token"]["schema"]["maxItems"] == http_requests.TOKENS_MAX
+    wait = parameters["timeout_ms"]["schema"]
+    assert (wait["maximum"], wait["default"]) == (http_requests.WAIT_MS_MAX, http_requests.WAIT_MS_DEFAULT)
+    assert parameters["as_of"]["schema"]["anyOf"][0]["maximum"] == SEQNO_MAX
+    scan = {
+        each["name"]: each["schema"]
+        for each in DESCRIPTION["paths"]["/v1/collections/{collection}/documents"]["get"]["parameters"]
+    }
+    limit = scan["limit"]
+    assert (limit["maximum"], limit["default"]) == (http_requests.PAGE_LIMIT_MAX, http_requests.PAGE_LIMIT_DEFAULT)
+    assert {scan[name]["maxLength"] for name in ("prefix", "start", "end")} == {http_requests.KEY_LENGTH_MAX}
+    assert SCHEMAS["Vbucket"]["properties"]["state"]["enum"] == list(STATES)
+    for status, answer in served["responses"].items():
+        titles = [title for code, title in http_problems.TITLES.values() if str(code) == status.partition("-")[0]]
+        assert answer["description"] == " / ".join(titles)
+
+
+def test_each_field_of_a_document_is_a_member_and_a_header() -> None:
+    members = SCHEMAS["Document"]
+    assert members["required"] == sorted((*DOCUMENT_FIELDS, "deleted"))
+    headers = {f"Mirror-{name.replace('_', '-').title()}" for name in (*DOCUMENT_FIELDS, "branch")}
+    assert COMPONENTS["headers"].keys() == headers | {"ETag"}
 
 
 def test_a_page_of_what_the_description_promises(busy: Site) -> None:

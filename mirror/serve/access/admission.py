@@ -33,18 +33,17 @@ from mirror.serve.listener import Limits
 from mirror.serve.turns import Turns
 
 ACCEPTS_PER_TURN = 4
-"""Connections accepted before those that are open have their turn."""
+"""Connections accepted before open connections have their turn."""
 RETRY_S = 1.0
-"""Pause after a failure to accept, as asyncio's own servers have it."""
 LOG_INTERVAL_S = 60.0
 REFUSALS_MAX = 64
-"""Connections at a time that are refused by an answer; beyond, they are closed without one."""
+"""Connections that are open only for a refusal; more are closed without one."""
 DESCRIPTORS_RESERVED = 128
-"""Open files of a process besides its clients': the store's, the log, the connection to the supervisor."""
+"""Open files besides those of clients: the store's, the log, the connection to the supervisor."""
 DESCRIPTORS_PER_GROUP = 3
 
 LOCAL = "local"
-"""The peer of every client of this machine on loopback, and of the service's own user on a Unix socket."""
+"""The peer of every loopback client, and of the service's own user on a Unix socket."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -52,7 +51,7 @@ log = get_logger("serve")
 
 
 def peer_of(connected: socket.socket, address: Any) -> str:
-    """Who is at the other end: LOCAL, an IPv4 address, an IPv6 network of 64 bits, or a user of this machine."""
+    """Return LOCAL, an IPv4 address, an IPv6 network of 64 bits, or a user of this machine."""
     if connected.family == socket.AF_UNIX:
         _, uid, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         return LOCAL if uid == os.geteuid() else f"uid {uid}"
@@ -65,16 +64,14 @@ def peer_of(connected: socket.socket, address: Any) -> str:
 
 
 class Periodic:
-    """Log lines of an event that may come ten thousand times a second: the first at once, then one a minute."""
+    """Logs an event that may come ten thousand times a second: the first at once, then one line a minute."""
 
     def __init__(self, level: str, event: str) -> None:
-        """Nothing happened yet."""
         self._level, self._event = level, event
         self._next_s = float("-inf")
         self._count = 0
 
     def note(self, now_s: float, **fields: Any) -> None:
-        """It happened."""
         self._count += 1
         if now_s >= self._next_s:
             self._next_s = now_s + LOG_INTERVAL_S
@@ -83,38 +80,32 @@ class Periodic:
 
 
 class Slot:
-    """The place of one connection."""
-
     __slots__ = ("_admission", "_deadline", "abort", "logging_in", "peer", "pending", "refused")
 
     def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
-        """`Admission.admit` makes it."""
         self._admission = admission
         self._deadline: asyncio.TimerHandle | None = None
         self.peer = peer
         self.pending = not refused
-        """Nobody has logged in on the connection."""
+        """True before a login."""
         self.refused = refused
-        """The connection is open only to be answered that there are too many."""
+        """True if the connection is open only to be told that there are too many."""
         self.logging_in = False
-        """A login is being checked: the connection is not closed for one on which nobody tries."""
+        """True while a login is checked: others are closed first."""
         self.abort: Callable[[], object] = bool
-        """Closes the connection now."""
 
     def expires_after(self, timeout_s: float) -> None:
-        """Close the connection after this time unless somebody logs in."""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(timeout_s, self._admission.drop, self, "it did not log in in time")
 
     def establish(self) -> None:
-        """Somebody is logged in, or reads as a local client that need not."""
         if self.pending:
             self.pending = False
             self._cancel()
             self._admission.established(self)
 
     def release(self) -> None:
-        """The connection is over. Harmless when repeated."""
+        """Give the place back. Harmless when repeated."""
         self._cancel()
         self.abort = bool  # it refers to what refers to this: a handshake's buffers would stay until garbage collection
         self._admission.released(self)
@@ -126,16 +117,14 @@ class Slot:
 
 
 class Handshakes:
-    """Clients whose TLS handshake is to begin. Its signature takes the event loop 0.6 ms by RSA with 2,048 bits."""
+    """Clients that wait for their TLS handshake. A signature by RSA 2,048 takes the event loop 0.6 ms."""
 
     def __init__(self, turns: Turns) -> None:
-        """Nobody waits."""
         self._turns = turns
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """By peer; the first peer is next."""
 
     async def turn(self, peer: str) -> None:
-        """Return when a handshake with this peer may begin."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._turns.call(self._grant)
@@ -157,19 +146,15 @@ class Handshakes:
 
 
 class Admission:
-    """The connections of one process."""
-
     def __init__(self, limits: Limits, turns: Turns | None = None) -> None:
-        """No connections yet. `turns` are those of the process's large work."""
         self.limits = limits
         self.handshakes = Handshakes(turns or Turns())
         self.accepted_count = 0
         self.rejected_count = 0
-        """Closed when they were accepted: there were too many."""
+        """Connections closed on accept because there were too many."""
         self.evicted_count = 0
-        """Closed because they had not logged in."""
+        """Connections closed without a login."""
         self.failed_count = 0
-        """Failures to accept."""
         self._open: set[Slot] = set()
         self._refused: set[Slot] = set()
         self._by_peer: Counter[str] = Counter()
@@ -182,16 +167,14 @@ class Admission:
 
     @property
     def open_count(self) -> int:
-        """Connections now."""
         return len(self._open)
 
     @property
     def pending_count(self) -> int:
-        """Connections now on which nobody has logged in."""
         return self._pending_count
 
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
-        """The slot of a new connection; None: close it. `answers`: some are kept open for an answer that says so."""
+        """Return the slot of a new connection; None: close it. With `answers`, some are kept open for a refusal."""
         limits = self.limits
         if peer != LOCAL and self._by_peer[peer] >= limits.connections_per_peer_max:
             admitted = self._evict(peer)
@@ -217,8 +200,8 @@ class Admission:
         return slot
 
     def _evict(self, peer: str | None) -> bool:
-        """Close the oldest connection of a peer that has not logged in, of those that do not try to if there are any;
-        False: there is none.
+        """Close a peer's oldest connection without a login, first of those that do not log in now. False: there is
+        none.
         """
         slots = self._pending.get(peer or "", {})
         oldest = next((slot for slot in slots if not slot.logging_in), next(iter(slots), None))
@@ -228,7 +211,6 @@ class Admission:
         return True
 
     def drop(self, slot: Slot, why: str) -> None:
-        """Close a connection on which nobody has logged in."""
         self.evicted_count += 1
         self._evictions.note(asyncio.get_running_loop().time(), why=why, peer=slot.peer)
         abort = slot.abort
@@ -236,7 +218,6 @@ class Admission:
         abort()
 
     def established(self, slot: Slot) -> None:
-        """Somebody has logged in."""
         slots = self._pending.get(slot.peer, {})
         if slot in slots:
             del slots[slot]
@@ -245,7 +226,6 @@ class Admission:
                 del self._pending[slot.peer]
 
     def released(self, slot: Slot) -> None:
-        """A connection is over."""
         self._refused.discard(slot)
         if slot in self._open:
             self.established(slot)
@@ -255,18 +235,15 @@ class Admission:
                 del self._by_peer[slot.peer]
 
     def failed(self, error: OSError) -> None:
-        """A connection could not be accepted."""
         self.failed_count += 1
         self._failures.note(asyncio.get_running_loop().time(), error=error.strerror or str(error))
 
 
 Factory = Callable[[Slot], asyncio.Protocol]
-"""Makes the protocol of a connection, which calls `release` when the connection is over."""
+"""Makes a connection's protocol, which calls `release` at its end."""
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket."""
-
     def __init__(
         self,
         admission: Admission,
@@ -276,7 +253,7 @@ class Acceptor:
         *,
         answers: bool = False,
     ) -> None:
-        """Accepting begins at once, in the running loop. `answers`: see `Admission.admit`; not with TLS."""
+        """Accept at once, in the running loop. `answers`: see `Admission.admit`; not with TLS."""
         self._admission = admission
         self._listening = listening
         self._factory = factory
@@ -288,7 +265,6 @@ class Acceptor:
         self._go_on()
 
     def close(self) -> None:
-        """Accept no more, and close what is not connected yet."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listening.fileno())
@@ -354,7 +330,7 @@ class Acceptor:
             log.debug("client-not-connected", peer=slot.peer, error=str(error))
 
     async def _spoken(self, connected: socket.socket) -> None:
-        """Return when the client has said something, or is gone."""
+        """Return once the client sent something or left."""
         spoken = asyncio.Event()
         self._loop.add_reader(connected.fileno(), spoken.set)
         try:

@@ -40,61 +40,53 @@ READ_AT_ONCE_BYTES_MAX = 64 * 1024
 
 EVERYTHING = frozenset(("*",))
 RIGHTS_CHANGED = "what this user may read was changed"
-"""Why a request that began by other rights is refused."""
+"""The refusal of a request that began with other rights."""
 
 log = get_logger("auth")
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Somebody who reads, and what."""
-
     name: str
     patterns: frozenset[str] = EVERYTHING
     credential: bytes = field(default=b"", compare=False, repr=False)
-    """Changes with the user's password, where that is known."""
+    """Changes with the user's password, if that is known."""
 
     @property
     def reads_all(self) -> bool:
-        """True when no collection has to be looked at."""
         return "*" in self.patterns
 
     def may_read(self, scope: str, collection: str) -> bool:
-        """Whether a collection is among those this reader may read."""
         return not self.patterns.isdisjoint(("*", f"{scope}.*", f"{scope}.{collection}"))
 
 
 class Users(Protocol):
-    """Those who may log in."""
-
-    def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
-        """The lookup that a SCRAM exchange of a mechanism needs."""
+    def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]: ...
 
     def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        """The lookup of the verifier that an unknown user is challenged by."""
+        """Return the lookup of verifiers that unknown users are challenged by."""
 
-    def reader(self, name: str) -> Reader | None:
-        """The user of a name."""
+    def reader(self, name: str) -> Reader | None: ...
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """The user of a name and a password that is known to be right without work; None: `check` it."""
+        """Return the user of a password that is known to be right without work; None: `check` it."""
 
     def check(self, name: str, password: str) -> Reader | None:
-        """The user of a name and a password; None where either is wrong."""
+        """Return the user of a name and a password; None if either is wrong."""
 
     @property
     def anonymous(self) -> Reader | None:
-        """Who somebody on this machine is that did not log in; None: nobody."""
+        """The reader for local clients that did not log in; None: they may not read."""
 
 
 def current(users: Users, reader: Reader) -> Reader | None:
-    """What a reader who is logged in may read now; None: has to log in again, as removed or with another password."""
+    """Return a reader with its present rights; None if it was removed or has another password."""
     now = users.reader(reader.name) if reader.name else users.anonymous
     return now if now is not None and now.credential == reader.credential else None
 
 
 class SourceUser:
-    """The one user of a mirror without a users file: the one that the mirror itself is at the source."""
+    """The one user of a mirror without a users file: the mirror's own user at the source."""
 
     def __init__(self, name: str, password: Callable[[], str | None], secret: bytes | None = None) -> None:
         """`password` is read at each login. `secret` makes salts; the processes of a service share one."""
@@ -105,16 +97,12 @@ class SourceUser:
 
     @property
     def anonymous(self) -> Reader | None:
-        """Everybody on this machine."""
         return Reader("")
 
     def reader(self, name: str) -> Reader | None:
-        """The source's user."""
         return Reader(name) if name and name == self._name else None
 
     def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
-        """The verifier of the password as it stands now."""
-
         def verifier_of(name: str) -> ScramVerifier | None:
             password = self._password()
             if password is None:
@@ -128,15 +116,13 @@ class SourceUser:
         return verifier_of
 
     def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        """A verifier with a salt that is made like the user's."""
         return lambda name: ScramVerifier.decoy(mechanism, name, self._secret)
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """The source's user, if this is its password."""
         return self.check(name, password)
 
     def check(self, name: str, password: str) -> Reader | None:
-        """The source's user, if this is its password. Digests are compared, so that neither length nor name shows."""
+        """Return the user if the password is right. Digests are compared, so neither length nor name shows."""
         expected = self._password()
         right = hmac.compare_digest(
             hmac.digest(self._secret, (expected or "").encode(), "sha256"),
@@ -146,11 +132,9 @@ class SourceUser:
 
 
 class FileUsers:
-    """The users of a file."""
-
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
-        """Read it. `secret` makes salts where the file has none. Nothing of a user's will do instead: salts are public,
-        and a password could be guessed by them. Raises ConfigError for a file that cannot be read or is invalid.
+        """Read the file. `secret` makes salts if the file has no key; user data would not do, because salts are public
+        and a password could be guessed by them. Raises ConfigError.
         """
         self._path = path
         self._stamp = self._stamp_now()
@@ -158,7 +142,7 @@ class FileUsers:
         self._readers: dict[str, Reader] = {}
         self._verifiers: dict[str, dict[str, ScramVerifier]] = {}
         self._models: dict[str, list[ScramVerifier]] = {}
-        """The verifiers of a mechanism: the unknown are challenged by what looks like one of them."""
+        """Verifiers by mechanism; the challenge of an unknown user looks like one of these."""
         self._anonymous: Reader | None = None
         self._other_secret = secret or secrets.token_bytes(16)
         self._secret = self._other_secret
@@ -183,7 +167,7 @@ class FileUsers:
         self._anonymous, self._secret = anonymous, secret
 
     def _refresh(self) -> None:
-        """Read the file if it has changed. An event loop goes on with the old users while a long file is read."""
+        """Read the file if it has changed; long files in a thread, with the old users meanwhile."""
         stamp = self._stamp_now()
         if stamp == self._stamp:
             return
@@ -207,18 +191,14 @@ class FileUsers:
 
     @property
     def anonymous(self) -> Reader | None:
-        """Who the file says that everybody on this machine is."""
         self._refresh()
         return self._anonymous
 
     def reader(self, name: str) -> Reader | None:
-        """A user of the file."""
         self._refresh()
         return self._readers.get(name)
 
     def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
-        """The verifiers of one mechanism."""
-
         def verifier_of(name: str) -> ScramVerifier | None:
             self._refresh()
             return self._verifiers.get(name, {}).get(mechanism)
@@ -226,7 +206,7 @@ class FileUsers:
         return verifier_of
 
     def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        """A verifier like that of some user of the file, always the same one for a name."""
+        """Return a lookup that gives a name the same decoy each time, shaped like some user's verifier."""
         self._refresh()
         models, secret = self._models[mechanism], self._secret
 
@@ -239,7 +219,6 @@ class FileUsers:
         return verifier_of
 
     def proven(self, name: str, password: str) -> Reader | None:
-        """A user of the file, if this password was proven to this process before."""
         self._refresh()
         digest = self._digest(password)
         verifier, proven = self._proven.get(name, (None, b""))
@@ -247,7 +226,7 @@ class FileUsers:
         return self._readers.get(name) if right and verifier is self._verifier(name) else None
 
     def check(self, name: str, password: str) -> Reader | None:
-        """A user of the file, if this is the password: the same work for a user who does not exist."""
+        """Return the user if the password is right, after the same work for an unknown one."""
         self._refresh()
         verifier = self._verifier(name)
         best = next((each for each in HASHES if self._models[each]), next(iter(HASHES)))
@@ -259,7 +238,6 @@ class FileUsers:
         return self.proven(name, password)
 
     def _verifier(self, name: str) -> ScramVerifier | None:
-        """The one that passwords are checked against."""
         return next(iter(self._verifiers.get(name, {}).values()), None)
 
     def _digest(self, password: str) -> bytes:
@@ -275,7 +253,7 @@ def _in_event_loop() -> bool:
 
 
 def users_of(settings: Settings, secret: bytes | None = None) -> Users:
-    """The users that the settings name. `secret` is the service's, for salts of users that no file has."""
+    """Return the users that the settings name. `secret` makes salts of users that no file has."""
     if settings.users_file is not None:
         return FileUsers(settings.users_file, secret)
     name = parse(settings.source).user if settings.source is not None else None
@@ -286,7 +264,6 @@ def users_of(settings: Settings, secret: bytes | None = None) -> Users:
 
 
 def entry_of(password: str, patterns: Iterable[str] = EVERYTHING) -> dict[str, Any]:
-    """What the file says of a user with this password."""
     verifiers = {}
     for mechanism in HASHES:
         verifier = ScramVerifier.of(mechanism, password)
@@ -300,12 +277,12 @@ def entry_of(password: str, patterns: Iterable[str] = EVERYTHING) -> dict[str, A
 
 
 def new_salt_key() -> str:
-    """The file's member `salt_key`: makes the salts of users that do not exist."""
+    """The file's `salt_key`: makes salts of unknown users."""
     return _base64(secrets.token_bytes(16))
 
 
 def read_users(path: Path) -> dict[str, Any]:
-    """The file's document. Raises ConfigError."""
+    """Return the file's document. Raises ConfigError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would not open
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -329,7 +306,7 @@ def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
 def parse_users(
     document: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Reader], dict[str, dict[str, ScramVerifier]], Reader | None]:
-    """Readers, their verifiers by mechanism, and the anonymous reader. Raises ConfigError."""
+    """Return readers, their verifiers by mechanism, and the anonymous reader. Raises ConfigError."""
     unknown = set(document) - {"users", "anonymous", "salt_key"}
     if unknown:
         raise _bad(path, f"has the unknown member {min(unknown)!r}")

@@ -29,48 +29,42 @@ from mirror.serve.access.auth import Reader, Users
 from mirror.wire.sasl import SaslError
 
 NICENESS = 10
-"""Of the thread that checks passwords, one after the other: those who are logged in come first. A check is some
-milliseconds of one core."""
+"""Of the thread that checks passwords, some milliseconds each: users who are logged in come first."""
 USER_FAILURES_FREE = 3
-"""Failures of a user that cost nothing: people mistype."""
+"""Failures of a user without a delay: people mistype."""
 PEER_FAILURES_FREE = 20
-"""Failures from a peer that cost nothing: many users may share one."""
+"""Failures of a peer without a delay: many users may share one."""
 DELAY_MIN_S = 0.1
 DELAY_MAX_S = 4.0
 PACE_S = 0.01
-"""Pause before each check for peers that guess: 256 attempts at a time, as many as there may be connections without a
-login, are checked well within `reader_login_timeout_s`."""
+"""Pause before each check for guessing peers: 256 attempts, as many as connections without a login, are checked well
+within `reader_login_timeout_s`."""
 FORGET_S = 5.0
 """One failure is forgotten in this time."""
 REMEMBERED_MAX = 4096
-"""Users and peers whose failures are remembered; those that failed longest ago are forgotten first."""
+"""Users and peers whose failures are kept; the oldest are forgotten first."""
 NAME_LENGTH_MAX = 64
 
 T = TypeVar("T")
 
 
 class Failures:
-    """How often users, or peers, failed lately."""
-
     def __init__(self, free: int) -> None:
-        """`free` failures cost nothing."""
         self._free = free
         self._found: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Name -> failures, and when the last one was; the latest last."""
+        """Name -> failures and time of the last one; the latest last."""
 
     def add(self, name: str, now_s: float) -> None:
-        """It failed."""
         self._found[name] = (self._count(name, now_s) + 1, now_s)
         self._found.move_to_end(name)
         if len(self._found) > REMEMBERED_MAX:
             self._found.popitem(last=False)
 
     def forget(self, name: str) -> None:
-        """It succeeded."""
         self._found.pop(name, None)
 
     def delay_s(self, name: str, now_s: float) -> float:
-        """How late its next refusal is told."""
+        """Return the delay of the next refusal."""
         excess = int(self._count(name, now_s)) - self._free
         return 0.0 if excess < 0 else min(DELAY_MIN_S * 2 ** min(excess, 20), DELAY_MAX_S)
 
@@ -80,31 +74,29 @@ class Failures:
 
 
 def _step_back() -> None:
-    """Lower the priority of this thread; Linux has one for each."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class Attempt(Generic[T]):
-    """One attempt to log in. `wait`, then `poll`; a connection that closes cancels its `wait`."""
+    """An attempt to log in: `wait`, then `poll`. A connection that closes cancels its `wait`."""
 
     def __init__(self, logins: Logins, user: str, peer: str, check: Callable[[], T | None]) -> None:
-        """`Logins.begin` makes it."""
         self._logins = logins
         self._user, self._peer = user, peer
         self._check = check
         self._refusal: SaslError | None = None
         self.done: tuple[T | None] | None = None
-        """What the check returned, once it may be told."""
 
     def poll(self) -> tuple[T | None] | None:
-        """None: not yet. Else what the check returned (None: refused). Raises what the check raised."""
+        """Return None until the outcome is known, then a tuple of what the check returned (None: refused). Raises what
+        the check raised.
+        """
         if self._refusal is not None:
             raise self._refusal
         return self.done
 
     async def wait(self) -> None:
-        """Return when the outcome may be told."""
         if self.done is not None:
             return
         try:
@@ -143,29 +135,24 @@ class Attempt(Generic[T]):
 
 
 class Logins:
-    """The attempts to log in to one process."""
-
     def __init__(self, users: Users, clock: Clock) -> None:
-        """Nobody tried yet."""
         self.clock = clock
         self.failed_count = 0
         self._users = users
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="login", initializer=_step_back)
         self._by_user, self._by_peer = Failures(USER_FAILURES_FREE), Failures(PEER_FAILURES_FREE)
         self._line = asyncio.Lock()
-        """Held by the next attempt of peers that guess."""
+        """Held by the next attempt of guessing peers."""
         self._events = Periodic("warning", "logins failed")
 
     def close(self) -> None:
-        """Check nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, user: str, peer: str, check: Callable[[], T | None]) -> Attempt[T]:
-        """An attempt; `check` runs in a thread, and returns None or raises SaslError where it is refused."""
+        """Begin an attempt. `check` runs in a thread; it returns None or raises SaslError to refuse."""
         return Attempt(self, user, peer, check)
 
     def by_password(self, name: str, password: str, peer: str) -> Attempt[Reader]:
-        """An attempt by user and password."""
         attempt = self.begin(name, peer, partial(self._users.check, name, password))
         proven = None if self.guesses(peer) else self._users.proven(name, password)
         if proven is not None:
@@ -173,7 +160,6 @@ class Logins:
         return attempt
 
     async def check(self, name: str, password: str, peer: str) -> Reader | None:
-        """The user of a name and a password; None where either is wrong."""
         attempt = self.by_password(name, password, peer)
         while (done := attempt.poll()) is None:
             await attempt.wait()
@@ -182,24 +168,21 @@ class Logins:
     # -- what attempts ask
 
     def guesses(self, peer: str) -> bool:
-        """True after too many failures from a peer."""
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
     async def turn(self, peer: str) -> None:
-        """Return when an attempt may be checked: at once, but for peers that guess, whose attempts stand in line."""
+        """Wait for a check: guessing peers stand in line, others do not wait."""
         if self.guesses(peer):
             async with self._line:
                 await self.clock.sleep(PACE_S)
 
     async def refusal_due(self, user: str, peer: str) -> None:
-        """Return when a refusal may be told."""
         now_s = self.clock.monotonic()
         delay_s = max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
         if delay_s:
             await self.clock.sleep(delay_s)
 
     def submit(self, check: Callable[[], T]) -> Future[T]:
-        """Check in a thread."""
         try:
             return self._pool.submit(check)
         except RuntimeError:  # the process stops
@@ -208,7 +191,6 @@ class Logins:
             return never
 
     def failed(self, user: str, peer: str) -> None:
-        """An attempt was refused."""
         now_s = self.clock.monotonic()
         self.failed_count += 1
         self._by_user.add(user, now_s)
@@ -216,5 +198,4 @@ class Logins:
         self._events.note(now_s, user=user[:NAME_LENGTH_MAX], peer=peer)
 
     def succeeded(self, user: str) -> None:
-        """An attempt was accepted."""
         self._by_user.forget(user)

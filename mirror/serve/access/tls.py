@@ -29,10 +29,8 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class ListenerTls:
-    """The files of the listeners' settings, and the context that they make."""
-
     def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
-        """Read them. Raises ConfigError."""
+        """Read the files. Raises ConfigError."""
         self._cert_file = cert_file
         self._key_file = key_file
         self._client_ca_file = client_ca_file
@@ -68,7 +66,7 @@ class ListenerTls:
         return context
 
     def _hello(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> int | None:
-        """A client says hello: the handshake goes on with the files as they are now. Returns the alert that ends it."""
+        """Go on with the files as they are now. Returns the alert that ends the handshake."""
         stamp = self._stamp_now()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -99,7 +97,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """The context of the listeners with TLS; None where no certificate is set. Raises ConfigError."""
+    """Return the TLS context of the listeners; None without a certificate. Raises ConfigError."""
     if settings.listen_tls_cert_file is None:
         if settings.listen_tls_client_ca_file is not None:
             raise ConfigError(
@@ -113,7 +111,7 @@ def server_tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def certified_reader(users: Users, transport: asyncio.BaseTransport) -> Reader | None:
-    """The user whom a client's certificate is for; None where it showed none, or one of nobody."""
+    """Return the user whom a client's certificate names; None without a certificate or a known name."""
     certificate = transport.get_extra_info("peercert")
     name = certified_name(certificate) if certificate else None
     return users.reader(name) if name else None

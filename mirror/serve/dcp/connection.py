@@ -34,7 +34,7 @@ from mirror.wire.constants import CONTACT_STATISTIC, DcpOpenFlag, Feature, Magic
 from mirror.wire.frame import Frame
 
 ANSWERS_BYTES_MAX = 1024 * 1024
-"""Answers to a client that takes nothing; above it nothing more of it is read."""
+"""Answers held for a client that takes nothing; above it, reading stops."""
 
 OPEN_FLAGS = int(
     DcpOpenFlag.PRODUCER
@@ -44,11 +44,10 @@ OPEN_FLAGS = int(
     | DcpOpenFlag.NO_VALUE_WITH_UNDERLYING_DATATYPE
     | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
 )
-"""The flags of DCP_OPEN that are known here."""
 
 ABILITIES = Abilities(ALL_CONTROLS - {ENABLE_EXT_METADATA, ENABLE_VALUE_COMPRESSION})
-"""The controls that a mirror grants: no histories and no sync writes.
-What is granted is honoured, or is a permission that this producer does not make use of (out-of-order snapshots)."""
+"""No histories, and no acknowledgements of durable writes. A granted control is honoured, or is a permission that this
+producer does not use."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 
@@ -58,38 +57,29 @@ log = get_logger("dcp")
 
 
 class DcpHost(Host, Protocol):
-    """What a connection asks of the process that it is in."""
-
     bucket: KvBucket
     watch: Watch
     dcp_counters: DcpCounters
     contact: SourceContact | None
     large: LargeAnswers
 
-    def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
-        """The session of a client."""
+    def new_dcp_session(self, connection: DcpConnection) -> DcpSession: ...
 
-    def named(self, connection: DcpConnection, name: str) -> None:
-        """The connection took a name; another one that has it is hung up on."""
+    def named(self, connection: DcpConnection, name: str) -> None: ...
 
 
 class DcpSession(KvSession):
-    """The session of a client that can become a DCP client."""
-
     grantable = KvSession.grantable | {Feature.MIRROR}
 
     def __init__(self, connection: DcpConnection, *arguments: Any, **options: Any) -> None:
-        """`connection` becomes the producer's; the rest is `KvSession`'s."""
         super().__init__(*arguments, **options)
         self._connection = connection
 
     @property
     def open_flags(self) -> int:
-        """The flags of DCP_OPEN that are known here."""
         return OPEN_FLAGS
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """The statistics of the KV port, and the contact with the source."""
         contact = self._connection.contact
         if contact is None or group.encode() != CONTACT_STATISTIC:
             yield from super().statistics(group, vbid)
@@ -97,7 +87,7 @@ class DcpSession(KvSession):
             yield {group: json.dumps(contact.lost_ms())}
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """The source's failover log and what is published, of a vbucket that can be streamed."""
+        """Return what is published of a vbucket that can be streamed."""
         served = self.bucket.state_for_dcp(vbid)
         persisted_seqno = served.seqno if self.bucket.publishes_persisted else None
         return VbucketHistory(served.failover_log, served.seqno, persisted_seqno)
@@ -111,23 +101,19 @@ class DcpSession(KvSession):
 
 
 class DcpConnection(KvConnection):
-    """A client."""
-
     def __init__(self, host: DcpHost, address: Address, slot: Slot) -> None:
-        """Not connected yet; `address` is the listener's."""
         self._dcp_host = host
         super().__init__(host, address, slot)
         self.producer: DcpProducer | None = None
         self.name_key: tuple[str, str] | None = None
-        """User and name by which the process knows the connection."""
+        """User and name."""
         self._answer_bytes = 0
-        """Answers written since the client stopped taking."""
+        """Bytes of answers written since the client stopped taking."""
 
     def _new_session(self, host: Host) -> KvSession:
         return self._dcp_host.new_dcp_session(self)
 
     def rights_changed(self, reader: Reader | None) -> None:
-        """End the streams that show more than the client may read from now on."""
         if self.producer is None:
             super().rights_changed(reader)
         else:
@@ -135,7 +121,6 @@ class DcpConnection(KvConnection):
 
     @property
     def contact(self) -> SourceContact | None:
-        """The mirror's contact with its source; None: nobody notes it."""
         return self._dcp_host.contact
 
     @property
@@ -144,7 +129,6 @@ class DcpConnection(KvConnection):
         return self._dcp_host.now_s - self.last_received_s
 
     def open_producer(self, name: str, controls: Controls) -> DcpProducer:
-        """Make this a DCP connection; another one of that name is closed."""
         host = self._dcp_host
         host.named(self, name)
         self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters, host.large)
@@ -159,32 +143,27 @@ class DcpConnection(KvConnection):
     # -- asyncio
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client is gone."""
         if self.producer is not None:
             self.producer.stop()
         super().connection_lost(error)
 
     def pause_writing(self) -> None:
-        """The client does not take what is sent."""
         if self.producer is None:
             super().pause_writing()
             return
         self._takes_nothing()
 
     def resume_writing(self) -> None:
-        """The client takes again."""
         self._answer_bytes = 0
         super().resume_writing()
 
     # -- what the producer asks
 
     def write(self, data: bytes) -> None:
-        """Send now, or as soon as the client takes it."""
         if not (self._ended or self.transport.is_closing()):
             self._write(data)
 
     async def writable(self) -> None:
-        """Return when the client takes what was written."""
         await self._writable.wait()
 
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:

@@ -43,29 +43,26 @@ _U16 = struct.Struct(">H")
 
 
 class RowEncoder:
-    """Messages for one stream."""
-
     def __init__(self, controls: Controls, stream_filter: ServedFilter) -> None:
-        """The controls must not change any more."""
+        """`controls` must not change any more."""
         self._controls = controls
         self._shape = DocumentShape(controls)
         self._event_version = _FLAT if controls.flat_events else 1
         self._filter = stream_filter
         self._stream_id = stream_filter.stream_id
         self.manifest = Manifest.initial()
-        """As of the end of the snapshot that is sent: system events that it contradicts are left out."""
+        """The manifest at the snapshot's end: system events that it contradicts are left out."""
         self.unwanted_datatype = self._shape.unwanted_datatype
-        """Datatype bits that this client must not get."""
         self.plain = self._shape.plain and self._stream_id is None
-        """True when a mutation without unwanted datatype bits is sent as it is stored."""
+        """True if a mutation without unwanted datatype bits is sent as it is stored."""
 
     def encode(self, row: bytes) -> bytes:
-        """The message; empty for what this client does not get."""
+        """Return the message; empty if this client does not get it."""
         message = self._event(row) if row[1] == SYSTEM_EVENT else self._document(row)
         return message if self._stream_id is None or not message else with_stream_id(message, self._stream_id)
 
     async def encode_large(self, found: LargeDocument, reads: LargeReads) -> tuple[bytes, Pieces]:
-        """The message of a large mutation up to its value, and the value in pieces. Raises StorageError."""
+        """Return a large mutation's message up to its value, and the value in pieces. Raises StorageError."""
         document = found.document
         try:
             pieces, datatype = await self._large_value(found, reads)
@@ -81,7 +78,6 @@ class RowEncoder:
         return message if self._stream_id is None else with_stream_id(message, self._stream_id), pieces
 
     async def _large_value(self, found: LargeDocument, reads: LargeReads) -> tuple[Pieces, int]:
-        """As `DocumentShape.value`, of a large mutation; nothing is compressed here."""
         controls, stored = self._controls, found.document.datatype
         if controls.no_value_with_underlying_datatype:
             return [], stored
@@ -97,7 +93,7 @@ class RowEncoder:
         return (section, XATTR) if controls.xattrs else ([], 0)
 
     def _event(self, row: bytes) -> bytes:
-        """A system event in the form that the client reads. Changed settings exist in one form only."""
+        """Return a system event in the client's form. Changed settings exist in one form only."""
         event = codec_dcp.decode(fr.decode(row)[0])
         assert isinstance(event, SystemEvent)
         content = decode_system_event(event)
@@ -137,7 +133,7 @@ class RowEncoder:
 
 
 def _without_metadata(extras: bytes, value: bytes, where: slice) -> tuple[bytes, bytes]:
-    """Extended metadata of old servers stands behind the value and is not part of the document."""
+    """Cut the extended metadata of old servers, which stands behind the value."""
     (length,) = _U16.unpack(extras[where])
     if not length:
         return extras, value

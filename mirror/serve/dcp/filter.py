@@ -24,8 +24,6 @@ from storage.model import Manifest
 
 
 class ServedFilter:
-    """What passes."""
-
     def __init__(
         self,
         *,
@@ -35,7 +33,7 @@ class ServedFilter:
         stream_id: int | None = None,
         purge_seqno: int | None = None,
     ) -> None:
-        """Without collections and scope everything passes. `legacy`: the client has never heard of collections."""
+        """Without collections and scope everything passes. `legacy`: the client knows no collections."""
         self.collections = collections
         self.scope_id = scope_id
         self.legacy = legacy
@@ -46,18 +44,17 @@ class ServedFilter:
 
     @property
     def all(self) -> bool:
-        """True when nothing is held back."""
         return self.collections is None and self.scope_id is None
 
     @property
     def empty(self) -> bool:
-        """True when nothing can ever pass again: the end of all that the client requested was sent."""
+        """True if nothing can pass any more: the end of everything requested was sent."""
         if self.scope_id is not None:
             return self._scope_ended
         return self.collections is not None and self.collections <= self._ended
 
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
-        """The collections that pass, as of a manifest, with the seqno that their rows are above; None: all."""
+        """Return the collections that pass as of a manifest, with the seqno that their rows are above; None: all."""
         if self.all:
             return None
         return {
@@ -67,7 +64,7 @@ class ServedFilter:
         }
 
     def shows(self, content: SystemEventContent) -> bool:
-        """Whether a system event passes; that of an end is remembered."""
+        """Return True if a system event passes; remember the end of a collection."""
         if self.all:
             return True
         if self.legacy:
@@ -84,10 +81,9 @@ class ServedFilter:
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:
-    """Whether an event is older than another of the same key, by the manifest of a seqno at or above both.
-
-    At a server (docs/protocol.md 2.11.7) begin, flush and end of a collection have one key, and creation and drop of a
-    scope another; changed settings have a key of their own, and are gone with the collection or its flush.
+    """Return True if the manifest, of a seqno at or above the event's, knows a later event of the same key. At a server
+    (docs/protocol.md 2.11.7) begin, flush and end of a collection have one key, and creation and drop of a scope
+    another; changed settings have a key of their own, and are gone with the collection or its flush.
     """
     if isinstance(content, ScopeCreated):
         return content.scope_id not in manifest.scopes
@@ -100,7 +96,7 @@ def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> 
 def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> ServedFilter:
-    """The filter that a stream request asks for. Raises Refused."""
+    """Return the filter of a stream request. Raises Refused."""
     requested = requested_filter(
         value,
         has_collections=has_collections,
@@ -121,7 +117,7 @@ def parse(
 
 
 def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> None:
-    """Raise Refused for what would show more than the reader may read; what a scope will hold one day included."""
+    """Raise Refused if the filter shows more than the reader may read, now or later within a scope."""
     if reader.reads_all:
         return
     if found.scope_id is not None:

@@ -37,49 +37,41 @@ from storage.read.stream import ServedState
 from storage.read.view import View
 
 STREAMS_MAX = 16_384
-"""Of one connection: with stream ids it could have 65,536 of each vbucket, which take 6 KiB each."""
+"""Of one connection: stream ids allow 65,536 of each vbucket, of 6 KiB each."""
 PROCESS_STREAMS_MAX = 32_768
 
 
 class Port(ProducerPort, Protocol):
-    """The connection of a producer of large documents."""
-
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
         """Send a message whose value is `pieces`: each when the client takes it, and has its turn."""
 
 
 class DcpCounters:
-    """What one process has sent over DCP."""
-
     __slots__ = ("closed_streams", "opened_streams", "refused_streams", "rollbacks", "rows", "sent_bytes", "snapshots")
 
     def __init__(self) -> None:
-        """All zero."""
         self.opened_streams = self.closed_streams = self.refused_streams = self.rollbacks = 0
         self.snapshots = self.rows = self.sent_bytes = 0
 
     @property
     def open_streams(self) -> int:
-        """Streams now."""
         return self.opened_streams - self.closed_streams
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedHistory(StreamHistory):
-    """Where a vbucket is, with what its stream begins from."""
-
     served: ServedState | None = None
 
 
 def published_history(served: ServedState) -> PublishedHistory:
-    """What stream requests are judged by: the source's failover log, cut at what is published here."""
+    """Return the history that judges stream requests: the source's failover log, cut at what is published."""
     log = FailoverLog.of((vbuuid, min(seqno, served.seqno)) for vbuuid, seqno in served.failover_log)
     return PublishedHistory(log, served.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:
-    """Below what the rule answers if the client holds what the source lost (docs/protocol.md 4.2). Raises Refused if it
-    holds only what is not published here yet (4.8); StorageError.
+    """Return the seqno to roll back to: below the rule's if the client holds what the source lost (docs/protocol.md
+    4.2). Raises Refused if it holds only what is not published yet (4.8); StorageError.
     """
     is_inside = request.start_seqno > request.snap_start_seqno
     held_seqno = request.snap_end_seqno if is_inside else request.start_seqno
@@ -96,8 +88,6 @@ def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory
 
 
 class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
-    """The DCP side of one connection, from DCP_OPEN on."""
-
     def __init__(
         self,
         port: Port,
@@ -113,23 +103,21 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         self._pieces_port = port
         self._large = large
         self.reader: Reader | None = None
-        """Who the client is."""
         self._bucket = bucket
         self._watch = watch
         self._counters = counters
         self._news: dict[DcpStream, News] = {}
         self._live: deque[DcpStream] = deque()
         self._fresh: deque[DcpStream] = deque()
-        """Streams that wait to begin their first snapshot."""
+        """Streams before their first snapshot."""
         self._filling: DcpStream | None = None
-        """The one whose first snapshot is being sent."""
+        """The stream whose first snapshot is being sent."""
         self._live_next = False
         self._is_ready: set[DcpStream] = set()
 
     # -- requests
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """DCP_STREAM_REQ: the source's failover log. Raises Refused."""
         try:
             if len(self.streams) >= STREAMS_MAX or self._counters.open_streams >= PROCESS_STREAMS_MAX:
                 raise Refused(Status.ENOMEM, "there are as many streams as there may be")
@@ -142,7 +130,7 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
             raise
 
     def permit(self, reader: Reader | None) -> None:
-        """The client may read what `reader` may, from now on: streams that show more end."""
+        """Restrict the client to what `reader` may read: streams that show more end."""
         self.reader = reader
         for stream in list(self.streams.values()):
             try:
@@ -157,7 +145,6 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
             self.wake()
 
     def statistics(self) -> dict[str, str]:
-        """Statistics of this connection, by the server's names."""
         head = f"eq_dcpq:{self.name}:"
         controls = self.controls
         found = {
@@ -238,7 +225,7 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         self.wake()
 
     def _next(self) -> DcpStream:
-        """Whose turn it is: a live one's after each piece of a first snapshot, and the other way round."""
+        """Take turns between live streams and pieces of a first snapshot."""
         waiting = self._filling or self._fresh
         self._live_next = bool(self._live) and (self._live_next or not waiting)
         if self._live_next:
@@ -266,7 +253,6 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
                 self._send_stream_ends()
 
     def _turn(self, stream: DcpStream) -> None:
-        """Send some of a stream."""
         if stream.ended:  # it was closed while it waited for its turn
             return
         window = self.window

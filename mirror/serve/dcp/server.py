@@ -31,33 +31,28 @@ log = get_logger("dcp")
 
 
 class DcpServer(KvServer):
-    """The endpoint."""
-
     connection_type = DcpConnection
 
     def __init__(self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, **limits: Any) -> None:
-        """Not listening yet; `limits` are those of the KV endpoint."""
+        """`limits` are those of the KV endpoint."""
         super().__init__(bucket, users, cluster_map, clock, **limits)
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
         self.contact: SourceContact | None = None
-        """None: there is no supervisor to note it."""
+        """None without a supervisor to note it."""
         self._names: dict[tuple[str, str], DcpConnection] = {}
         """By user and name."""
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
-        """Serve what connects to these sockets."""
         self.watch.start()
         await super().start(sockets, tls)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Stop listening, and let go of the clients."""
         await super().stop(grace_s)
         await self.watch.stop()
 
     def status(self) -> dict[str, int]:
-        """Numbers that only rise, but for the connections that are open now."""
         found = {name.replace("kv_", "dcp_"): number for name, number in super().status().items()}
         counters = self.dcp_counters
         return found | {
@@ -73,12 +68,11 @@ class DcpServer(KvServer):
     # -- what connections ask
 
     def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
-        """The session of a client."""
         options = self._login_options(connection.address, connection.slot.peer)
         return DcpSession(connection, self.bucket, self._users, self._map, self._logins, self.large, **options)
 
     def named(self, connection: DcpConnection, name: str) -> None:
-        """The connection took a name; another one of its user that has it is hung up on."""
+        """Register a connection's name; the user's older connection of that name is closed."""
         self._forget(connection)
         key = connection.name_key = connection.session.known_reader.name, name
         older = self._names.get(key)
@@ -88,7 +82,6 @@ class DcpServer(KvServer):
         self._names[key] = connection
 
     def closed(self, connection: KvConnection) -> None:
-        """A client is gone."""
         if isinstance(connection, DcpConnection):
             self._forget(connection)
         super().closed(connection)
@@ -100,7 +93,7 @@ class DcpServer(KvServer):
     # -- the sweep
 
     def sweep(self) -> None:
-        """As for KV. A client that has streams and requested no noops may stay silent."""
+        """Sweep as for KV. A client that has streams and requested no noops may stay silent."""
         for connection in self.connections:
             producer = connection.producer if isinstance(connection, DcpConnection) else None
             if producer is None:

@@ -34,13 +34,13 @@ DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
 BACKLOG_OF_DISK = 10_000
-"""A client that lacks more seqnos than this gets them as a backfill, even if it was streaming already."""
+"""A client behind by more seqnos gets them as a backfill, even if it was streaming already."""
 
 PIECE_BYTES = 256 * 1024
 """Rows read in one transaction, and for one turn of a stream."""
 
 PIECES_PER_TURN = 4
-"""Pieces of which the filter showed nothing, before the others have their turn."""
+"""Pieces that the filter left empty before other streams have their turn."""
 
 SNAPSHOTS_PER_TURN = 32
 
@@ -48,8 +48,6 @@ log = get_logger("dcp")
 
 
 class DcpStream:
-    """A stream that was accepted."""
-
     def __init__(
         self,
         request: StreamRequest,
@@ -58,18 +56,18 @@ class DcpStream:
         controls: Controls,
         view: Callable[[], View],
     ) -> None:
-        """`served` is what the request was judged by; `view` gives the view to read through, now."""
+        """`served` judged the request; `view` returns the present view."""
         self.vbid = request.vbid
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.position_seqno = request.start_seqno
-        """Everything up to here was sent, or held back by the filter."""
+        """Everything up to here was sent or filtered out."""
         self.end_seqno = request.end_seqno
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
             self.end_seqno = min(self.end_seqno, served.seqno)
         self.ended = False
         self.waiting = False
-        """Nothing to say until something is published."""
+        """Nothing to send until something is published."""
         self.snapshot_count = 0
         self.row_count = 0
         self._view = view
@@ -82,32 +80,31 @@ class DcpStream:
         self._first_start_seqno = min(request.start_seqno, request.snap_start_seqno)
         self._minds_tombstones = not request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
         self._shared_seqno = request.start_seqno
-        """What the client holds is of the served history if this seqno is. In the middle of a snapshot that is its end:
-        what it left out as superseded up to there has to stay so."""
+        """The client's data belongs to the served history if this seqno does. In the middle of a snapshot this is the
+        snapshot's end: what it left out as superseded must stay so."""
         if request.start_seqno != request.snap_start_seqno:
             self._shared_seqno = request.snap_end_seqno
         self._holds_nothing = request.start_seqno == 0
-        """The client has no document but those of this stream's first snapshot."""
+        """The client has only documents of this stream's first snapshot."""
         self._level = False
         self._served: ServedState | None = None
-        """What the mirror serves, as of this turn."""
         self._ends: list[ServedState] = []
-        """What it served at the ends of the next snapshots."""
+        """The served states at the ends of the next snapshots."""
         self.large: LargeDocument | None = None
-        """A large mutation that comes next: `take` gives nothing before `sent_large`."""
+        """A large mutation that comes next; `take` returns nothing before `sent_large`."""
         self._pinned: ServedState | None = None
-        """What it served at the end of the snapshot that is being sent."""
+        """The served state at the end of the snapshot that is being sent."""
         self._begins: Mapping[int, int] | None = None
         self._marker_end_seqno = 0
         self._last_sent_seqno = 0
 
     @property
     def filling(self) -> bool:
-        """True until the client has caught up, or has the first snapshot: the one that may be large."""
+        """True before the client has caught up or has the first snapshot, which may be large."""
         return not self._level and (self.snapshot_count == 0 or (self.snapshot_count == 1 and self._pinned is not None))
 
     def take(self, bytes_max: int) -> bytes:
-        """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
+        """Return the next messages, up to the one that reaches the limit; empty if there is nothing to send now."""
         out = bytearray()
         self.waiting, self._served, self._ends = False, None, []
         pieces, snapshots_max = 0, self.snapshot_count + SNAPSHOTS_PER_TURN
@@ -133,7 +130,6 @@ class DcpStream:
         return b"".join((head[:6], self.vbid.to_bytes(2), head[8:12], self.opaque.to_bytes(4), head[16:])), pieces
 
     def sent_large(self, found: LargeDocument) -> None:
-        """Go on after `large`."""
         self.large = None
         self.row_count += 1
         self.position_seqno = self._last_sent_seqno = found.document.seqno
@@ -147,7 +143,7 @@ class DcpStream:
         return self.end(StreamEndReason.BACKFILL_FAIL)
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """End the stream, now. Returns the message that says so; empty when it was over already."""
+        """End the stream. Returns the STREAM_END; empty if the stream was over."""
         if self.ended:
             return b""
         self.ended = True
@@ -156,7 +152,7 @@ class DcpStream:
     # -- snapshots
 
     def _begin(self, out: bytearray) -> None:
-        """Begin the next snapshot, or see why there is none."""
+        """Begin the next snapshot, or end or pause the stream."""
         position = self.position_seqno
         now = self._served
         if now is None or (position < now.seqno and not self._ends):
@@ -205,7 +201,6 @@ class DcpStream:
         out += self._message(marker)
 
     def _fill(self, out: bytearray, bytes_max: int) -> None:
-        """Go on with the snapshot by at most so many bytes."""
         assert self._pinned is not None
         minded = self._minds_tombstones and not self._holds_nothing
         rows, position, large = store.rows_or_large(
@@ -252,7 +247,6 @@ class DcpStream:
         self.position_seqno, self._last_sent_seqno = position, int.from_bytes(last[4:])
 
     def _finish(self, out: bytearray) -> None:
-        """All rows of the snapshot were sent."""
         if self._last_sent_seqno < self._marker_end_seqno and self._sends_advance:
             out += self._message(SeqnoAdvanced(self.vbid, self._marker_end_seqno, opaque=self.opaque))
         self._pinned = None

@@ -21,14 +21,12 @@ FAILED_DELAY_S = 1.0
 log = get_logger("dcp")
 
 News = Callable[[int], None]
-"""Takes the vbucket that serves something new."""
+"""Takes a vbucket with news."""
 
 
 class Watch:
-    """The process's look at the store."""
-
     def __init__(self, view: Callable[[], View]) -> None:
-        """`view` gives the view to look through, now."""
+        """`view` returns the present view."""
         self._view = view
         self._viewed: View | None = None
         self._commits = Commits()
@@ -37,22 +35,20 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look, as soon as somebody follows."""
+        """Look as soon as somebody follows."""
         self._task = asyncio.create_task(self._run(), name="dcp watch")
 
     async def stop(self) -> None:
-        """Look no more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def follow(self, vbid: int, news: News) -> None:
-        """Report a vbucket from now on."""
         self._followers.setdefault(vbid, []).append(news)
         self._followed.set()
 
     def leave(self, vbid: int, news: News) -> None:
-        """Report it no more; one call for each `follow`."""
+        """Stop reporting; one call for each `follow`."""
         followers = self._followers[vbid]
         followers.remove(news)
         if not followers:
@@ -61,7 +57,7 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Report what is new; returns how many vbuckets serve something else than at the last look."""
+        """Report news. Returns how many vbuckets serve something else than at the last look."""
         view = self._view()
         if view is not self._viewed:  # a group was recreated: all of it is news
             self._viewed, self._commits = view, Commits()

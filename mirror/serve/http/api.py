@@ -22,7 +22,6 @@ from mirror import __version__
 from mirror.log import get_logger
 from mirror.serve.http.changes import get_changes
 from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
-from mirror.serve.http.openapi import description
 from mirror.serve.http.problems import Problem, internal, of_http, of_storage
 from mirror.serve.http.requests import Parameters, header, vbucket
 from mirror.serve.http.service import Service, refuse_websites
@@ -33,8 +32,8 @@ from storage.errors import StorageError
 
 BOUNDARIES_SHOWN = 100
 COLLECTIONS_PER_STEP = 128
-"""Collections of a manifest that are described before other clients have their turn; each different manifest of a
-vbucket is decoded in a turn as well (4 ms for 1,000 collections, once after each change)."""
+"""Collections described before other clients have their turn. Each different manifest is decoded in a turn as well: 4
+ms for 1,000 collections, once after a change."""
 FRESH = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -57,7 +56,6 @@ def _answer(value: Any, status: int = 200) -> Response:
 
 
 async def get_collections(request: Request) -> Response:
-    """The collections that somebody may read."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())
@@ -80,7 +78,6 @@ async def get_collections(request: Request) -> Response:
 
 
 async def get_status(request: Request) -> Response:
-    """The whole status, as its reader may see it."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())
@@ -93,7 +90,6 @@ def _some_status(report: Report) -> bytes:
 
 
 async def get_samples(request: Request) -> Response:
-    """The recent past."""
     service: Service = request.state.service
     await service.reader(request)
     Parameters(request, ())
@@ -101,7 +97,6 @@ async def get_samples(request: Request) -> Response:
 
 
 async def get_vbuckets(request: Request) -> Response:
-    """A row for each vbucket."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())
@@ -118,7 +113,6 @@ def _some_vbucket_rows(report: Report) -> bytes:
 
 
 async def get_vbucket(request: Request) -> Response:
-    """One vbucket and its history."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())
@@ -155,7 +149,7 @@ async def get_vbucket(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    """What Prometheus scrapes; it works before there is a mirror, too."""
+    """Works before there is a mirror, too."""
     service: Service = request.state.service
     await service.reader(request)
     try:
@@ -166,13 +160,12 @@ async def get_metrics(request: Request) -> Response:
 
 
 async def get_livez(request: Request) -> Response:
-    """This process answers."""
     Parameters(request, ())
     return _answer({"status": "alive"})
 
 
 async def get_readyz(request: Request) -> Response:
-    """Every vbucket is published, and the lag is below its limit. Only readers of everything get the reasons."""
+    """Ready: every vbucket is published and the lag is below its limit. Readers of everything get the reasons."""
     service: Service = request.state.service
     try:
         reads_all = (await service.reader(request)).reads_all
@@ -195,13 +188,16 @@ async def get_readyz(request: Request) -> Response:
 
 
 async def get_openapi(request: Request) -> Response:
-    """The description of all this."""
     Parameters(request, ())
     return Response(request.state.service.description, 200, {"Cache-Control": "no-cache"}, "application/json")
 
 
+def page_file(name: str) -> bytes:
+    return resources.files("mirror.serve").joinpath("page", name).read_bytes()
+
+
 def _page(name: str, media_type: str) -> Callable[[Request], Any]:
-    body = resources.files("mirror.serve").joinpath("page", name).read_bytes()
+    body = page_file(name)
 
     async def get_page(_: Request) -> Response:
         return Response(body, 200, PAGE_HEADERS, media_type)
@@ -210,7 +206,7 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
 
 
 class _RightsChanged(Exception):
-    """Ends an answer that was about to begin. No Problem: those are answered further in, before an answer begins."""
+    """Ends an answer that was about to begin. A Problem is answered further in, before an answer begins."""
 
     def __init__(self, refusal: Problem) -> None:
         super().__init__(refusal.detail)
@@ -218,19 +214,17 @@ class _RightsChanged(Exception):
 
 
 class GuardedApp:
-    """The application, with its requests counted and unexpected errors answered. An answer that took time is judged by
-    its reader's rights when it begins.
-    """
+    """Counts requests, answers unexpected errors, and judges slow answers by the reader's rights when they begin."""
 
     def __init__(self, app: ASGIApp, document: Route, service: Service) -> None:
-        """`app` answers, with `document` the route of a document in it; `service` counts."""
+        """`document` is the route of a document in `app`."""
         self._app = app
         self._document = document
         self._service = service
 
     def answer_now(self, scope: Scope) -> Response | None:
-        """The answer to a GET of a document, where it needs nothing to be waited for and is sent whole: most requests
-        by far, so without a task, routing and messages. None: call the application.
+        """Answer a GET of a document that waits for nothing and is sent whole: most requests, without a task, routing
+        and messages. None: call the application.
         """
         found = self._document.path_regex.match(scope["path"]) if scope["method"] == "GET" else None
         if found is None:
@@ -253,7 +247,6 @@ class GuardedApp:
         return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
         started = self._service.clock.monotonic()
         status = byte_count = 0
@@ -313,7 +306,6 @@ async def _answer_problem(_: Request, error: Exception) -> Response:
 
 
 def make_app(service: Service) -> GuardedApp:
-    """The application over one service."""
     collection = "/v1/collections/{collection}"
     get = ["GET"]
     routes = [
@@ -333,6 +325,6 @@ def make_app(service: Service) -> GuardedApp:
         *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
     ]
     handlers = dict.fromkeys((Problem, StorageError, HTTPException), _answer_problem)
-    service.description = dumps(description(__version__))
+    service.description = page_file("openapi.json").replace(b"VERSION", __version__.encode(), 1)
     app = ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers)
     return GuardedApp(app, routes[0], service)

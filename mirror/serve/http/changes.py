@@ -40,15 +40,15 @@ from storage.read.view import Change, Pieces, Served, Token
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
-"""A batch ends with the event that reaches it, or `BUDGETED_BYTES` where there is no budget for more."""
+"""A batch ends with the event that reaches this, or `BUDGETED_BYTES` if the budget has no more."""
 PIECE_BYTES = 64 * 1024
-"""What a stream reads from the store at a time."""
+"""Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
-"""How often it is looked whether the reader may still read what it may."""
+"""Interval of looking at the reader's rights."""
 STEP_S = 0.001
-"""For so long tokens of a position, 25 us each, are looked at before other clients have their turn."""
+"""Time for looking at tokens of a position, 25 us each, before other clients have their turn."""
 RETRY_MS = 1_000
-"""How long a browser waits before it connects again."""
+"""Pause before a browser connects again."""
 
 Keep = Callable[[Change], bool]
 
@@ -56,7 +56,6 @@ log = get_logger("http")
 
 
 async def get_changes(request: Request) -> Response:
-    """GET of the stream."""
     service: Service = request.state.service
     reader = await service.reader(request)
     parameters = Parameters(request, ("vbid", "since", "follow", "collection", *WAIT_PARAMETERS))
@@ -100,12 +99,12 @@ async def get_changes(request: Request) -> Response:
 
 
 class EventStream(Response):
-    """An answer without an end of its own: it ends with its reader, or with its texts."""
+    """An answer that ends with its reader or its texts."""
 
     def __init__(
         self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
     ) -> None:
-        """`texts` is closed whatever happens. The stream counts as its owner's from now until it was sent."""
+        """Close `texts` in any case. The stream counts as its owner's from now until it was sent."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
@@ -114,7 +113,6 @@ class EventStream(Response):
         service.requests.stream_began()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the texts until they or the reader are gone."""
         try:
             await self._send(receive, send)
         finally:
@@ -155,7 +153,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Refuse a position that leads nowhere before the stream begins, with a status instead of an event."""
+    """Refuse a position that leads nowhere with a status instead of an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -164,7 +162,7 @@ def _check_since(service: Service, vbid: int, token: Token) -> None:
 
 
 def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
-    """Which events this reader gets; None: all. Rollbacks are everybody's."""
+    """Return the filter of events for a reader; None: all pass. Rollbacks are for everybody."""
     if only is not None:
         return lambda change: (
             change.document is None or (change.document.collection_id == only and change.kind != "system_event")
@@ -189,27 +187,25 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 
 @dataclass(slots=True)
 class EventBatch:
-    """Some events of one vbucket, as text. No document is kept."""
+    """Events of one vbucket, as text. No document is kept."""
 
     events: list[LargePieces] = field(default_factory=list)
-    """The text of each, empty where the reader does not get the event."""
+    """The text of each, empty if the reader does not get the event."""
     size: int = 0
     last: Token | None = None
     before_last: Token | None = None
 
     @property
     def taken(self) -> int:
-        """How many events were read."""
         return len(self.events)
 
     def add(self, event: LargePieces, change: Change) -> None:
-        """Add the text of an event."""
         self.events.append(event)
         self.size += sum(map(len, event))
         self.before_last, self.last = self.last, change.token
 
     def leave_last(self) -> int:
-        """Remove the last event: how large it was."""
+        """Remove the last event and return its size."""
         size = sum(map(len, self.events.pop()))
         self.size -= size
         self.last = self.before_last
@@ -217,12 +213,10 @@ class EventBatch:
 
 
 class ChangeStream:
-    """One reader's stream."""
-
     def __init__(
         self, service: Service, vbids: list[int], position: dict[int, Token], keep: Keep | None, reader: Reader
     ) -> None:
-        """Begin after `position`; vbuckets that it does not name begin at their beginning."""
+        """Begin after `position`; vbuckets without a token begin at 0."""
         self._service = service
         self._reader = reader
         self._checked_s = float("-inf")
@@ -232,7 +226,6 @@ class ChangeStream:
         self._seen: dict[int, Served] = {}
 
     async def run(self, *, follow: bool) -> AsyncGenerator[bytes, None]:
-        """Generate the text of the stream."""
         service = self._service
         service.watch.enter()
         try:
@@ -269,7 +262,7 @@ class ChangeStream:
             service.watch.leave()
 
     def _check_rights(self) -> None:
-        """Raise Problem once the reader's rights are not those that the stream began with. Looks once a second."""
+        """Raise Problem once the reader's rights have changed. Looks once a second."""
         now_s = self._service.clock.monotonic()
         if now_s - self._checked_s >= RIGHTS_CHECK_S:
             self._checked_s = now_s
@@ -288,7 +281,7 @@ class ChangeStream:
             self._seen[vbid] = now[vbid]
 
     async def _changes_of(self, vbid: int) -> AsyncGenerator[bytes, None]:
-        """Everything that one vbucket has to say now. A rollback in the middle starts it again from the position."""
+        """Generate the changes of a vbucket. A rollback in the middle starts again from the position."""
         while True:
             started_at = self._position.get(vbid)
             try:
@@ -317,7 +310,7 @@ class ChangeStream:
         return True
 
     async def _texts(self, changes: Iterator[Change], pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """The text of these changes, batch by batch. What is kept of it for the reader is in the budget."""
+        """Generate the text of changes, batch by batch. Kept text is in the budget."""
         budget = self._service.budget
         held = 0
         try:
@@ -358,7 +351,7 @@ class ChangeStream:
             budget.give_back(held)
 
     async def _budget_for(self, byte_count: int) -> AsyncGenerator[bytes, None]:
-        """Heartbeats until so much of the budget was taken for this stream."""
+        """Generate heartbeats until so much of the budget was taken for this stream."""
         service = self._service
         granted = service.budget.request(byte_count)
         used = False
@@ -378,7 +371,7 @@ class ChangeStream:
                 service.budget.withdraw(byte_count, granted)
 
     def _batch(self, changes: Iterator[Change], bytes_max: int) -> EventBatch:
-        """Take some events; with the last one there may be more than `bytes_max`."""
+        """Take some events; the last one may exceed `bytes_max`."""
         single = len(self._vbids) == 1
         batch = EventBatch()
         for change in islice(changes, BATCH_EVENTS_MAX):
@@ -395,7 +388,7 @@ class ChangeStream:
         return batch
 
     def _text_of(self, batch: EventBatch) -> LargePieces:
-        """The text of a batch. The position is that of its last event from now on."""
+        """Return a batch's text in parts, and move the position behind its last event."""
         if batch.last is None:
             return []
         self._position[batch.last.vbid] = batch.last
@@ -421,8 +414,6 @@ def _event(kind: str, data: bytes) -> bytes:
 
 
 class _Reset(Exception):
-    """The stream cannot go on."""
-
     def __init__(self, text: bytes) -> None:
         super().__init__("reset")
         self.text = text

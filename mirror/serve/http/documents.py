@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -44,7 +45,7 @@ from mirror.serve.http.service import (
     take,
 )
 from mirror.serve.large import LARGE_BYTES, Pieces, merged
-from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
+from mirror.serve.objects import DATATYPE_JSON, DOCUMENT_FIELDS, document_json, dumps, key_fields
 from storage.model import Document, Manifest, Vbid
 from storage.read.large import LargeDocument
 from storage.read.view import AsOf, Pin, View
@@ -54,45 +55,40 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """Values in one multi-get: three of the largest documents."""
 PAGE_BYTES_MAX = 8 * 1024 * 1024
 PAGE_STEPS_MAX = 64
-"""Transactions for one page: a page of a range full of tombstones ends early and empty, with a token to go on."""
+"""Transactions for one page: a page of many tombstones ends early and empty, with a token to go on."""
 IF_NONE_MATCH_LENGTH_MAX = 4096
-"""Characters of the header that are looked at: with a longer one the document is sent."""
+"""Characters of the header; with a longer one the document is sent."""
 PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosniff"))
-"""Ask again each time, by ETag; and never take a stored document for a web page."""
+"""Revalidate each time by ETag; never take a stored document for a web page."""
 JSON = b"application/json"
 
 
+_SHOWN = (*DOCUMENT_FIELDS, "branch")
+_HEADERS = [f"mirror-{name.replace('_', '-')}".encode() for name in _SHOWN]
+_numbers = attrgetter(*_SHOWN)
+
+
 def entity_tag(document: Document, form: str) -> str:
-    """The strong ETag of a document in a form."""
     return f'"{document.cas:016x}{"" if form == "body" else "-stored"}"'
 
 
 def matches(header: str | None, tag: str) -> bool:
-    """Whether If-None-Match names this tag (RFC 9110, section 13.1.2: weakly)."""
+    """Return True if If-None-Match names this tag (RFC 9110, section 13.1.2: weakly)."""
     if header is None or len(header) > IF_NONE_MATCH_LENGTH_MAX:
         return False
     return header.strip() == "*" or tag in (each.strip().removeprefix("W/") for each in header.split(","))
 
 
 def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
-    """What the headers say of a document; its datatype is that of the form that is sent."""
-    return [
-        *PRIVATE,
-        (b"etag", tag.encode()),
-        (b"mirror-vbid", b"%d" % document.vbid),
-        (b"mirror-collection-id", b"%d" % document.collection_id),
-        (b"mirror-seqno", b"%d" % document.seqno),
-        (b"mirror-rev-seqno", b"%d" % document.rev_seqno),
-        (b"mirror-cas", b"%d" % document.cas),
-        (b"mirror-flags", b"%d" % document.flags),
-        (b"mirror-expiry", b"%d" % document.expiry),
-        (b"mirror-datatype", b"%d" % datatype),
-        (b"mirror-branch", b"%d" % document.branch),
-    ]
+    """Return a document's headers; the datatype is that of the form that is sent."""
+    if datatype != document.datatype:
+        document = document._replace(datatype=datatype)
+    numbers = zip(_HEADERS, _numbers(document), strict=True)
+    return [*PRIVATE, (b"etag", tag.encode()), *((name, b"%d" % number) for name, number in numbers)]
 
 
 def path_key(request: Request, encoding: str) -> bytes:
-    """The key in the path as it was sent, so that bytes which are not UTF-8 survive where the path is plain."""
+    """Return the key in the path as it was sent, so that bytes which are not UTF-8 survive."""
     text = request.path_params["key"]
     parts = request.scope.get("raw_path", b"").split(b"/", 5)
     if encoding == "utf8" and len(parts) == 6 and parts[4] == b"documents":
@@ -103,8 +99,6 @@ def path_key(request: Request, encoding: str) -> bytes:
 
 
 class DocumentRequest(NamedTuple):
-    """What a GET or HEAD of one document asks for."""
-
     collection: str | int
     key: bytes
     vbid: Vbid
@@ -117,7 +111,7 @@ class DocumentRequest(NamedTuple):
 
     @staticmethod
     def of(service: Service, request: Request) -> DocumentRequest:
-        """Of a vbucket that can be read now. Raises Problem."""
+        """Parse the request for a vbucket that can be read now. Raises Problem."""
         parameters = Parameters(request, ("key_encoding", "form", "as_of", *WAIT_PARAMETERS))
         collection = collection_name(request.path_params["collection"])
         key = path_key(request, parameters.choice("key_encoding", "utf8", "base64url"))
@@ -129,14 +123,13 @@ class DocumentRequest(NamedTuple):
         return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
 
     def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | LargeDocument | None:
-        """The document, one of more than `bytes_max` unread. Raises Problem where this reader may not read it."""
+        """Read the document, one of more than `bytes_max` unread. Raises Problem if this reader may not read it."""
         service.judge(reader, self.collection, (self.vbid,), self.as_of)
         return service.view.get_or_large(
             self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
         )
 
     def answer(self, service: Service, found: Document | LargeDocument | None) -> Response:
-        """The answer to what was read."""
         document = found.document if isinstance(found, LargeDocument) else found
         if document is None:
             service.refuse_unpublished((self.vbid,))
@@ -158,7 +151,7 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """What `get_document` returns, where that is sent whole and nothing has to be waited for. Raises what it raises."""
+    """Return what `get_document` returns if that is sent whole and waits for nothing. Raises the same."""
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None
@@ -170,7 +163,6 @@ def get_document_now(service: Service, request: Request) -> Response | None:
 
 
 async def get_document(request: Request) -> Response:
-    """GET and HEAD of one document."""
     service: Service = request.state.service
     reader = await service.reader(request)
     parsed = DocumentRequest.of(service, request)
@@ -179,7 +171,6 @@ async def get_document(request: Request) -> Response:
 
 
 async def get_documents(request: Request) -> Response:
-    """POST of keys: those of the documents that exist, and the keys of the others."""
     service: Service = request.state.service
     reader = await service.reader(request)
     parameters = Parameters(request, ("as_of", *WAIT_PARAMETERS))
@@ -214,7 +205,6 @@ async def get_documents(request: Request) -> Response:
 
 
 async def scan_documents(request: Request) -> Response:
-    """GET of a page of a collection."""
     service: Service = request.state.service
     reader = await service.reader(request)
     first = ("prefix", "start", "end", "key_encoding", "vbid", "as_of", "deletions", *WAIT_PARAMETERS)
@@ -238,7 +228,7 @@ async def scan_documents(request: Request) -> Response:
 
 
 def collection_id(manifest: Manifest, collection: str | int) -> int:
-    """The id of a collection. Raises Problem."""
+    """Return a collection's id. Raises Problem."""
     if isinstance(collection, int):
         if collection in manifest.collections:
             return collection
@@ -321,7 +311,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
 
 
 def _documents(rows: list[bytes], tail: bytes) -> Pieces:
-    """The body of an answer with these documents, which are let go of."""
+    """Return the body of an answer with these documents, which are let go of."""
     parts: Pieces = [b'{"documents":[']
     if max(map(len, rows), default=0) <= BUDGETED_BYTES:
         parts.append(b",".join(rows))

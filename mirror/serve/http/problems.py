@@ -57,16 +57,14 @@ TITLES: dict[str, tuple[int, str]] = {
     "too-busy": (503, "Too many readers"),
     "not-published-in-time": (504, "The write was not published within the deadline"),
 }
-"""Every kind of problem: name -> status, title. The OpenAPI description lists them from here."""
+"""Name -> status and title. The OpenAPI description lists them from here."""
 
 
 class Problem(Exception):
-    """An error answer."""
-
     def __init__(
         self, name: str, detail: str, *, hint: str = "", headers: Mapping[str, str] | None = None, **more: Any
     ) -> None:
-        """`name` is one of TITLES; `more` are members of the object besides the usual ones."""
+        """`name` is one of TITLES; `more` are further members of the object."""
         super().__init__(detail)
         self.name = name
         self.status, self.title = TITLES[name]
@@ -80,12 +78,10 @@ class Problem(Exception):
             self.headers.setdefault("WWW-Authenticate", 'Basic realm="dcp-mirror", charset="UTF-8"')
 
     def object(self) -> dict[str, Any]:
-        """The object that is sent."""
         found = {"type": TYPE_PREFIX + self.name, "title": self.title, "status": self.status, "detail": self.detail}
         return found | ({"hint": self.hint} if self.hint else {}) | self.more
 
     def response(self) -> Response:
-        """The answer."""
         headers = {"Cache-Control": "no-store"} | self.headers
         return Response(dumps(self.object()), self.status, headers, MEDIA_TYPE)
 
@@ -105,7 +101,6 @@ _OF_STORAGE: dict[type[StorageError], str] = {
 
 
 def of_storage(error: StorageError) -> Problem:
-    """The problem sent for an error of the store."""
     name = _OF_STORAGE.get(type(error), "unavailable")
     more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
     if name == "not-published":
@@ -116,12 +111,12 @@ def of_storage(error: StorageError) -> Problem:
 
 
 def internal() -> Problem:
-    """The problem sent for a defect of the program; the log has the details."""
+    """The problem of a defect of the program; the log has the details."""
     return Problem("internal", "this is a fault of the program; its log says more")
 
 
 def of_http(error: HTTPException) -> Problem:
-    """The problem sent where no route matches."""
+    """The problem of a path without a route."""
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         hint = "a mirror is only read; write to its source"

@@ -34,15 +34,15 @@ HEADERS_MAX = 100
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
 """Of a chunked body, without a byte of the body in between: a chunk's extensions, or the trailers."""
 SLICE_BYTES = 4 * 1024
-"""What is parsed at a time: as many requests as fit wait for their turn as objects, what follows them as bytes."""
+"""Bytes parsed at a time: requests in them wait as objects, those behind them as bytes."""
 PARSE_S = 0.001
-"""For so long slices are parsed before other clients have their turn: a body may come in chunks of one byte."""
+"""Time for parsing slices before other clients have their turn: a body may come in chunks of one byte."""
 WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upgrade"))
-"""Headers of requests that may be more than their head."""
+"""Headers of requests that may have a body or an upgrade."""
 LINGER_S = 2.0
-"""How long what a refused client still sends is thrown away: closing at once would take the refusal away from it."""
+"""Time in which input of a refused client is thrown away: closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
-"""For a request to arrive whole, from the opening of the connection or its first byte."""
+"""For a whole request, from the opening of the connection or its first byte."""
 TURNED_AWAY = (
     b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
     b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -54,25 +54,21 @@ logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
 @dataclass(slots=True)
 class Gate:
-    """Who is connected to one process."""
-
     idle_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
     changed: Callable[[int], None] = lambda _: None
     answer_now: Callable[[Any], Response | None] = lambda _: None
-    """The answer to a request that needs nothing to be waited for and is sent whole; None: call the application."""
+    """Returns the answer to a request that waits for nothing and is sent whole; None: call the application."""
     turns: Turns = field(default_factory=Turns)
     state: ServerState = field(default_factory=ServerState)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
-
     transport: asyncio.Transport
 
     def __init__(self, config: Config, gate: Gate, app_state: dict[str, Any], slot: Slot) -> None:
-        """`app_state` is what requests see of the listener they came in by, besides `slot`."""
+        """`app_state` is the listener's part of each request's state."""
         super().__init__(config, gate.state, app_state | {"slot": slot})
         self._slot = slot
         self._gate = gate
@@ -81,25 +77,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = False
         self._in_head = True
         self._request_begun = False
-        """Some of a request was parsed, and not all."""
+        """A request was parsed in part."""
         self._answered_now = False
         self._idle_since_s = 0.0
         self._answer_now: Callable[[Any], Response | None] | None = None
-        """Set while the first request is parsed of what was just received: only one of these is answered at once, so
-        that other connections have their turn.
-        """
+        """Set while the first request of received data is parsed: only one is answered at once, so that other
+        connections have their turn."""
         self._is_only_head = False
         self._head_bytes = self._framing_bytes = 0
         self._unparsed = b""
         self._is_waiting = False
         """The next request waits for its turn."""
         self._is_busy = False
-        """More than one request came at a time: the next ones wait for their turns too."""
+        """Several requests came at a time: the next ones wait for their turns too."""
         self._wrong: str | None = None
-        """Why nothing more is read: it is sent once the requests before are answered."""
+        """The reason why nothing more is read, sent once earlier requests are answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take it, or turn it away."""
         super().connection_made(transport)
         self.app_state["transport"] = transport
         self._slot.abort = transport.abort
@@ -110,7 +104,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
         self._slot.release()
         self._stop_waiting()
         self._unstick()
@@ -132,7 +125,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Let uvicorn read on; a request has so long to be whole."""
         if self._refused or self._wrong is not None or self.transport.is_closing():
             return
         self._unparsed += data
@@ -157,8 +149,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, unless a request was answered at once since the time began: that does not set the timer
-        again, for its cost.
+        """Close the connection unless a request was answered at once meanwhile: that does not set the timer again, for
+        its cost.
         """
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
@@ -170,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(timeout_s, self.timeout_keep_alive_handler)
 
     def _parse(self) -> None:
-        """Parse until a request waits for its turn; stop the clock once one is being answered: its own limits hold."""
+        """Parse until a request waits for its turn; stop the clock once one is being answered."""
         at = 0
         unparsed = self._unparsed
         ends_s = perf_counter() + PARSE_S
@@ -223,18 +215,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
-        """The first bytes of a request."""
         super().on_message_begin()
         self._request_begun = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep one header."""
         if len(self.headers) >= HEADERS_MAX:
             raise ValueError(f"it has more than {HEADERS_MAX} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """One host, as RFC 9112 (section 3.2) has it; the rest is uvicorn's."""
+        """Require one host (RFC 9112, section 3.2)."""
         names = [name for name, _ in self.headers]
         if self.parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise ValueError("it names no host, or several")
@@ -243,18 +233,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes, self._framing_bytes = False, 0, 0
 
     def on_body(self, body: bytes) -> None:
-        """Some of the body."""
         self._framing_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """What comes next is the next request's head."""
         super().on_message_complete()
         self._in_head, self._framing_bytes = True, 0
         self._request_begun = False
 
     def on_response_complete(self) -> None:
-        """The next request may take its time, but not for ever; one that is here already waits for its turn."""
+        """Begin to wait for the next request; one that is here already waits for its turn."""
         parsed, self.pipeline = self.pipeline, deque()  # uvicorn would answer the next one at once
         super().on_response_complete()
         self.pipeline = parsed
@@ -275,7 +263,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._gate.turns.call(self._go_on)
 
     def _go_on(self) -> None:
-        """Answer the next request of those that came ahead of their answers."""
         self._is_waiting = False
         if self.transport.is_closing():
             return
@@ -291,13 +278,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_busy = bool(self.pipeline or self._unparsed)
 
     def pause_writing(self) -> None:
-        """The reader takes nothing for now."""
         super().pause_writing()
         self._unstick()
         self._stuck = self.loop.call_later(self._gate.send_timeout_s, self._look_if_stuck, self._unsent())
 
     def resume_writing(self) -> None:
-        """The reader took it."""
         self._unstick()
         super().resume_writing()
 
@@ -316,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stuck = None
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP, or too long: say so when all before it is answered, and hang up."""
+        """Refuse what is no HTTP or too long once all before it is answered, and hang up."""
         if self._answering and self._in_head:
             self._wrong = msg
             self.flow.pause_reading()
@@ -343,7 +328,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def protocol_config(app: Any) -> Config:
-    """What uvicorn's protocol needs of its settings."""
     config = Config(
         app,
         http=BoundedProtocol,

@@ -24,7 +24,6 @@ from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
-"""The protocol's own limit of a key."""
 BODY_BYTES_MAX = 1024 * 1024
 """A multi-get of a thousand of the longest keys is a third of it."""
 BODY_TIMEOUT_S = 15.0
@@ -41,7 +40,6 @@ PAGE_LENGTH_MAX = 4096
 PARAMETERS_MAX = 2_048
 """Parameters of a query: each vbucket of a bucket by itself, and all others."""
 TOKENS_MAX = 64
-"""Writes that one request waits for."""
 NAME_LENGTH_MAX = 251 * 2 + 1
 """scope.collection, each of 251 bytes."""
 
@@ -51,7 +49,7 @@ def _bad(detail: str, hint: str = "") -> Problem:
 
 
 def header(request: Request, name: bytes) -> str | None:
-    """The first header of a name (in lower case)."""
+    """Return the first header of a name (in lower case)."""
     for each, value in request.scope["headers"]:
         if each == name:
             return str(value, "latin-1")
@@ -59,10 +57,7 @@ def header(request: Request, name: bytes) -> str | None:
 
 
 class Parameters:
-    """The query of a request."""
-
     def __init__(self, request: Request, known: Iterable[str]) -> None:
-        """Refuse what is not `known`."""
         self._found: dict[str, list[str]] = {}
         query = request.scope["query_string"]
         if not query:
@@ -78,23 +73,19 @@ class Parameters:
             )  # fmt: skip
 
     def all(self, name: str) -> list[str]:
-        """Every value of a parameter that may come several times."""
         return self._found.get(name, [])
 
     def text(self, name: str) -> str | None:
-        """The one value, or None."""
         found = self._found.get(name, [])
         if len(found) > 1:
             raise _bad(f"{name} is given {len(found)} times")
         return found[0] if found else None
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """A number within bounds."""
         text = self.text(name)
         return default if text is None else integer(name, text, low, high)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """`true` or `false`."""
         text = self.text(name)
         if text is None:
             return default
@@ -103,19 +94,18 @@ class Parameters:
         return text == "true"
 
     def choice(self, name: str, *choices: str) -> str:
-        """One of some words; the first is the default."""
+        """Return one of these words; the first is the default."""
         text = self.text(name)
         if text is not None and text not in choices:
             raise _bad(f"{name} is {text!r}, not one of {', '.join(choices)}")
         return text or choices[0]
 
     def key(self, name: str, encoding: str) -> bytes | None:
-        """A key or a piece of one."""
         text = self.text(name)
         return None if text is None else key_bytes(text, encoding, name)
 
     def as_of(self) -> AsOf:
-        """`as_of`: a seqno, or a time in ISO 8601 with its zone."""
+        """Return a seqno, or a time in ISO 8601 with its zone."""
         text = self.text("as_of")
         if text is None:
             return None
@@ -134,14 +124,12 @@ class Parameters:
 
 
 def integer(name: str, text: str, low: int, high: int) -> int:
-    """A decimal number within bounds."""
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and low <= int(text) <= high):
         raise _bad(f"{name} is {text[:60]!r}, not a number from {low} to {high}")
     return int(text)
 
 
 def key_bytes(text: str, encoding: str, name: str = "key") -> bytes:
-    """A key as it stands in a request: text in UTF-8, or base64url."""
     try:
         key = text.encode() if encoding == "utf8" else from_base64url(text)
     except (ValueError, UnicodeEncodeError):
@@ -156,19 +144,17 @@ def _bounded(key: bytes, name: str) -> bytes:
 
 
 def document_key(text: str, encoding: str) -> bytes:
-    """The key of one document."""
     return document_key_bytes(key_bytes(text, encoding))
 
 
 def document_key_bytes(key: bytes) -> bytes:
-    """The same key, if it can be one."""
     if not key:
         raise _bad("the key is empty")
     return _bounded(key, "key")
 
 
 def from_base64url(text: str) -> bytes:
-    """Bytes from base64url, with its padding or without. Raises ValueError."""
+    """Decode base64url, with or without padding. Raises ValueError."""
     try:
         return base64.b64decode(
             text.encode("ascii").rstrip(b"=") + b"=" * (-len(text.rstrip("=")) % 4), b"-_", validate=True
@@ -178,12 +164,11 @@ def from_base64url(text: str) -> bytes:
 
 
 def to_base64url(data: bytes) -> str:
-    """Base64url without padding."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def collection_name(text: str) -> str | int:
-    """A collection as the store takes it: a number is an id, a bare name lies in the default scope."""
+    """Return a collection as the store takes it: a number is an id, a bare name is in the default scope."""
     if text.isascii() and text.isdigit():
         return integer("collection", text, 0, 2**32 - 1)
     if not text or len(text) > NAME_LENGTH_MAX:
@@ -192,7 +177,6 @@ def collection_name(text: str) -> str | int:
 
 
 def vbucket(text: str, count: int, name: str = "vbid") -> Vbid:
-    """The number of a vbucket that exists."""
     vbid = integer(name, text, 0, 0xFFFF)
     if vbid >= count:
         raise Problem("no-vbucket", f"there is no vbucket {vbid}; this bucket has {count}")
@@ -200,7 +184,6 @@ def vbucket(text: str, count: int, name: str = "vbid") -> Vbid:
 
 
 async def body_of(request: Request) -> bytes:
-    """The body of a request."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > BODY_BYTES_MAX:
         raise _too_large()
@@ -219,8 +202,8 @@ async def body_of(request: Request) -> bytes:
 
 
 def json_of(body: bytes) -> Any:
-    """A body as JSON, of no more values than a multi-get has: a megabyte of empty objects takes 30 ms to make. Call it
-    in a thread: what is left may take 8 ms.
+    """Parse a body of no more values than a multi-get has: a megabyte of empty objects takes 30 ms to make. Call it in
+    a thread: the rest may take 8 ms.
     """
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside = b"".join(plain.split(b'"', 2 * VALUES_MAX)[::2])  # of strings, the first ones
@@ -237,7 +220,7 @@ def _too_large() -> Problem:
 
 
 def requested_keys(body: Any) -> list[bytes]:
-    """The keys of a multi-get: `keys` as text, `keys_b64` as base64url; each once, in their order."""
+    """Return the keys of a multi-get: `keys` as text, `keys_b64` as base64url; each once, in their order."""
     if not isinstance(body, dict):
         raise _bad("the body is not an object", '{"keys": ["a", "b"]}')
     unknown = set(body) - {"keys", "keys_b64"}
@@ -260,7 +243,7 @@ def requested_keys(body: Any) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Where a scan goes on: everything that was requested, the vbucket it is in and what it saw of it at its start."""
+    """The state needed to resume a scan: its request, current vbucket and starting position."""
 
     pin: Pin
     start: bytes
@@ -273,7 +256,6 @@ class Page:
     now_ms: int
 
     def text(self) -> str:
-        """As one parameter."""
         as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
         fields = [
             PAGE_VERSION,
@@ -295,7 +277,6 @@ class Page:
 
     @staticmethod
     def parse(text: str, vbucket_count: int) -> Page:
-        """The inverse of `text`."""
         try:
             if len(text) > PAGE_LENGTH_MAX:
                 raise ValueError("it is too long")
@@ -326,7 +307,7 @@ class Page:
 
 
 def position_text(tokens: Mapping[int, Token]) -> str:
-    """The position of a reader of changes: one token as it is, several packed into one word."""
+    """Return the position of a reader of changes: one token as it is, several packed into one word."""
     if len(tokens) == 1:
         return str(next(iter(tokens.values())))
     packed = ",".join(str(tokens[vbid]) for vbid in sorted(tokens))
@@ -334,7 +315,7 @@ def position_text(tokens: Mapping[int, Token]) -> str:
 
 
 def parse_position(text: str, vbucket_count: int) -> dict[int, Token]:
-    """The inverse of `position_text`. Work and memory are bounded by the number of vbuckets, whatever the text."""
+    """Invert `position_text`. Work and memory are bounded by the number of vbuckets, whatever the text."""
     bytes_max = vbucket_count * (TOKEN_LENGTH_MAX + 1)
     try:
         if text.startswith("z"):

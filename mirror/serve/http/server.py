@@ -38,29 +38,23 @@ from mirror.serve.metrics import Requests
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that reads in bulk computes before the event loop has its turn: Python's own 5 ms are as long as
-some requests take altogether.
-"""
+"""Time that a bulk read computes before the event loop runs: Python's own 5 ms are as long as some requests."""
 DRAIN_S = 5.0
-"""For answers that are on their way when the process is to stop."""
+"""For answers on their way when the process stops."""
 STREAMS_SHARE = 8
-"""Of its connections, a process has one in so many for streams of changes."""
+"""One in so many of a process's connections may be a stream of changes."""
 STREAMS_PER_READER_SHARE = 2
-"""Of these, one user has one in so many; so has one peer where nobody is logged in."""
+"""One in so many of these may be one user's, or one anonymous peer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A bound socket, and what is known of who can reach it."""
-
     socket: socket.socket
     local: bool
     tls: bool = False
 
 
 class HttpServer:
-    """Serves one data directory over HTTP."""
-
     def __init__(
         self,
         settings: Settings,
@@ -71,7 +65,7 @@ class HttpServer:
         name: str = "http-0",
         users: Users | None = None,
     ) -> None:
-        """`stored` makes a status from the store alone; `name` is that of this process in the metrics."""
+        """`stored` makes a status from the store alone; `name` is this process in the metrics."""
         if settings.data is None:
             raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         limits = Limits.of(settings)
@@ -112,7 +106,6 @@ class HttpServer:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Listen."""
         self._set_date()
         with contextlib.suppress(StorageError):
             self.service.view.published()  # as in `KvBucket`
@@ -122,7 +115,6 @@ class HttpServer:
             self._acceptors.append(Acceptor(self.admission, each.socket, factory, tls, answers=True))
 
     async def run(self) -> None:
-        """Serve until stopped."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if not self._acceptors:
             await self.start()
@@ -139,7 +131,6 @@ class HttpServer:
             await self._end()
 
     async def stop(self) -> None:
-        """Begin the end."""
         self._stop.set()
 
     async def _end(self) -> None:
@@ -170,7 +161,6 @@ class HttpServer:
         self.gate.state.default_headers[:] = [(b"date", now.encode())]
 
     def status(self) -> ProcessReport:
-        """What the supervisor wants to know."""
         connections = len(self.gate.state.connections)
         return {
             "vbuckets": [],
@@ -183,5 +173,5 @@ class HttpServer:
         }
 
     async def request(self, command: ProcessCommand) -> dict[str, Any]:
-        """There is no command for an HTTP process. Raises ConfigError."""
+        """Raises ConfigError: an HTTP process has no commands."""
         raise ConfigError(f"an HTTP process knows no command {command.op!r}")

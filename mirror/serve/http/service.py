@@ -49,9 +49,9 @@ CREDENTIALS_LENGTH_MAX = 4096
 BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
 WATCH_INTERVAL_S = 0.05
-"""How soon a stream of changes learns that something was published."""
+"""Delay after which a stream of changes sees a publish."""
 FEW = 8
-"""Vbuckets up to this number are looked at one by one."""
+"""Up to this number, vbuckets are read one by one."""
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
@@ -59,17 +59,14 @@ P = ParamSpec("P")
 
 
 class Credentials(NamedTuple):
-    """A user and a password that is to be checked."""
-
     name: str
     password: str
 
 
 class PublishWatch:
-    """Notifies streams that something was published: one look at the store for all of them."""
+    """Wakes streams after a publish: one look at the store for all of them."""
 
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
-        """Nobody waits."""
         self._mirror = mirror
         self._clock = clock
         self._moved = asyncio.Event()
@@ -77,13 +74,11 @@ class PublishWatch:
         self._readers = 0
 
     def enter(self) -> None:
-        """A stream begins."""
         self._readers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._look())
 
     def leave(self) -> None:
-        """A stream ended."""
         self._readers -= 1
         if not self._readers and self._task is not None:
             self._task.cancel()
@@ -91,11 +86,10 @@ class PublishWatch:
 
     @property
     def moved(self) -> asyncio.Event:
-        """Set when something is published from now on, or when everybody must look around. Take it before looking."""
+        """Set by the next publish or `wake`. Take it before looking."""
         return self._moved
 
     def wake(self) -> None:
-        """Have every stream look around."""
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
@@ -111,16 +105,14 @@ class PublishWatch:
 
 
 def take(budget: Budget, byte_count: int) -> None:
-    """Take so much of a budget. Raises Problem when that is too much just now."""
+    """Take so much of a budget. Raises Problem if that is too much now."""
     if not budget.try_take(byte_count):
         raise Problem("too-busy", "slow readers hold all the memory that answers may take")
 
 
 class Plain(Response):
-    """An answer from headers that are bytes already."""
-
     def __init__(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
-        """`headers` are all of them, their names in lower case."""
+        """`headers` are all of them, names in lower case."""
         self.status_code, self.body, self.background = status, body, None
         self.raw_headers = [*headers]
 
@@ -150,7 +142,7 @@ class Budgeted(Plain):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it in pieces, so that a reader who takes nothing is noticed, and give its bytes back."""
+        """Send in pieces, so that a reader who takes nothing is noticed, and give the bytes back."""
         try:
             if not self._pieces or scope["method"] == "HEAD":
                 await super().__call__(scope, receive, send)
@@ -170,19 +162,19 @@ async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
 
 
 class LargeAnswer(Response):
-    """A large document as an answer, whose bytes count from before it is read until its reader took them."""
+    """A large document as an answer; its bytes count from before it is read until its reader took them."""
 
     def __init__(
         self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], list[Header]]
     ) -> None:
-        """`headers` are those of a document with a datatype. Raises Problem when too much is on its way already."""
+        """`headers` makes headers for a datatype. Raises Problem if too much is out."""
         super().__init__(None, 200)
         self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
         self._taken = held_bytes(found, decompress=not raw)
         take(service.budget, self._taken)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read it, and send it in pieces. Raises StorageError before anything was sent."""
+        """Read and send the document. Raises StorageError before anything was sent."""
         service = self._service
         pieces: Pieces = []
         try:
@@ -199,8 +191,6 @@ class LargeAnswer(Response):
 
 @dataclass(slots=True)
 class Service:
-    """One HTTP process, as its routes see it."""
-
     mirror: Mirror
     status: StatusReporter
     users: Users
@@ -214,9 +204,9 @@ class Service:
     streams_per_reader_max: int = 64
     turns: Turns = field(default_factory=Turns)
     streams: Counter[str] = field(default_factory=Counter)
-    """Streams of changes, by user, or by peer where nobody is logged in."""
+    """Streams of changes, by user, or by peer without a login."""
     changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
-    """Reads the batches of all streams of changes, one after the other: what is read at a time is one batch."""
+    """Reads the batches of all streams of changes, one after the other."""
     _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     heartbeat_s: float = 10.0
     description: bytes = b""
@@ -224,16 +214,14 @@ class Service:
     large: LargeReads = field(init=False)
 
     def __post_init__(self) -> None:
-        """Large values take turns with everything else."""
         self.large = LargeReads(self.turns)
 
     @property
     def view(self) -> View:
-        """The view."""
         return self.mirror.view
 
     async def read_batch(self, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """What `read` returns in the thread of the streams of changes. Raises Problem where that has ended."""
+        """Return what `read` returns in the thread of the streams of changes. Raises Problem once that has ended."""
         try:
             reading = self.changes_thread.submit(read, *args, **more)
         except RuntimeError:
@@ -243,7 +231,7 @@ class Service:
     # who asks
 
     async def reader(self, request: Request) -> Reader:
-        """Who asks. Raises Problem."""
+        """Return the request's reader. Raises Problem."""
         state = request.scope["state"]
         slot: Slot = state["slot"]
         found = self.reader_or_login(request)
@@ -261,7 +249,7 @@ class Service:
         return found
 
     def reader_or_login(self, request: Request) -> Reader | Credentials:
-        """Who asks, or what has to be checked to know it. Raises Problem."""
+        """Return the request's reader, or the credentials to check. Raises Problem."""
         state = request.scope["state"]
         authorization = header(request, b"authorization")
         if authorization is None:
@@ -290,7 +278,7 @@ class Service:
         return proven
 
     def rights_changed(self, reader: Reader) -> Problem | None:
-        """The refusal of a reader who may not read now what it could when its request began."""
+        """Return the refusal of a reader whose rights changed since its request began."""
         if current(self.users, reader) == reader:
             return None
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
@@ -309,8 +297,7 @@ class Service:
 
     def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
         """Refuse a collection that this reader may not read, by its name in the manifest at a boundary. An id without a
-        name there is refused like one whose name is not the reader's; with `unknown` it passes, for a read that finds
-        nothing under it.
+        name is refused like another's; with `unknown` it passes, for a read that finds nothing under it.
         """
         if reader.reads_all:
             return
@@ -325,7 +312,7 @@ class Service:
     # whether there is something to read
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets that are resynced, unless their old copy is good enough, or not held here."""
+        """Raise Problem for vbuckets not held here, or resynced unless old copies are served."""
         view = self.view
         requested = sorted(vbids)
         held = view.vbids
@@ -353,7 +340,7 @@ class Service:
             )
 
     def refuse_unpublished(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets of which nothing was published yet: what is not found there may well exist."""
+        """Raise Problem for vbuckets without a publish: what is not found there may exist."""
         for vbid in vbids:
             if not self.view.state(vbid).is_whole:
                 raise Problem(
@@ -366,7 +353,7 @@ class Service:
     # waiting
 
     def tokens(self, parameters: Parameters) -> tuple[list[MutationToken], float]:
-        """The writes to wait for, and how long."""
+        """Return the writes to wait for, and how long."""
         found = []
         texts = parameters.all("token")
         if len(texts) > TOKENS_MAX:
@@ -382,8 +369,8 @@ class Service:
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def read_in_bulk(self, read: Callable[[], T]) -> T:
-        """What `read` returns in a thread, of which one runs at a time: the event loop has its turn meanwhile, and what
-        the reads of all clients hold is what one of them does.
+        """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
+        held.
         """
         async with self._one_bulk_read:
             return await asyncio.to_thread(read)
@@ -391,7 +378,7 @@ class Service:
     async def after(
         self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T], *, in_bulk: bool = False
     ) -> T:
-        """What `read` returns once all tokens are published, and while they still are."""
+        """Return what `read` returns once all tokens are published, and while they still are."""
         if not tokens:
             return await self.read_in_bulk(read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
@@ -413,7 +400,7 @@ class Service:
             delay = next_delay_s(delay)
 
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:
-        """Whether all are published. Raises Problem when one is lost."""
+        """Return True if all are published. Raises Problem if one is lost."""
         for token in tokens:
             now = write_status(self.view.reader(token.vbid), token)
             if now is WriteStatus.LOST:
@@ -438,9 +425,8 @@ def _may_not_read(reader: Reader) -> Problem:
 
 
 def refuse_websites(request: Request) -> None:
-    """Refuse what a page of some website may have its reader's browser send: a request that the browser itself calls
-    cross-site (but for following a link to the status page), and one without a login by a name that the website made
-    resolve to this machine. Raises Problem.
+    """Refuse what a website may have its reader's browser send: cross-site requests (but for a link to the status
+    page), and requests without a login under a name that the website made resolve to this machine. Raises Problem.
     """
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
@@ -451,7 +437,7 @@ def refuse_websites(request: Request) -> None:
 
 
 def refuse_gone(request: Request) -> None:
-    """End a request whose client hung up while it waited. Raises Problem."""
+    """End a request whose client hung up. Raises Problem."""
     if request.scope["state"]["transport"].is_closing():
         raise Problem("unavailable", "the client is gone")
 
@@ -466,7 +452,7 @@ def _refuse_strange_host(request: Request) -> None:
 
 @lru_cache(maxsize=16)
 def _strange_name(host: str) -> str | None:
-    """The name in a request's Host that is neither an address nor this machine's own."""
+    """Return the name in a Host that is neither an address nor this machine's."""
     name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if not name or name == "localhost" or name.endswith(".localhost"):
         return None

@@ -34,27 +34,27 @@ SAMPLES_MAX = 180
 ROLLBACKS_SHOWN = 50
 PAST_SHOWN = 20
 TOGETHER_MS = 5_000
-"""Rollbacks of vbuckets within this time of each other, and resyncs, are one entry of the past."""
+"""Rollbacks, and resyncs, this close to each other are one entry of the past."""
 
 SHOWN_TO_ALL = frozenset((
     "service", "state", "since_ms", "uptime_s", "time_ms", "bucket", "bucket_uuid", "cluster_uuid",
     "vbucket_count", "vbuckets_held", "group_count", "sync", "totals", "catch_up", "disk", "history", "lag_limit_s",
 ))  # fmt: skip
-"""What a status says to readers of some collections. Paths, processes, the source's user, names of collections and of
-other readers, and the texts of errors, events and warnings are for readers of everything."""
+"""The status for readers of some collections. Paths, processes, the source's user, names of collections and of other
+readers, and the texts of errors, events and warnings are for readers of everything."""
 PROCESS_SHOWN_TO_ALL = frozenset(
     ("kind", "slot", "phase", "groups", "uptime_s", "heartbeat_age_s", "restarts", "last_exit_ms")
 )
 ROW_HIDDEN: dict[str, None] = dict.fromkeys(("detail", "last_error", "resync_why"))
 
 READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
-"""What server processes call the documents that they gave to readers."""
+"""The counters of documents given to readers."""
 
 Report = dict[str, Any]
 
 
 async def ask_service(data: Path) -> Report | None:
-    """The service's status; None where no service answers."""
+    """Return the service's status; None if no service answers."""
     try:
         with socket_address(data) as address:
             async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -72,17 +72,16 @@ async def ask_service(data: Path) -> Report | None:
 
 
 def partly_shown_rows(rows: list[Report]) -> list[Report]:
-    """The rows of vbuckets for readers of some collections: whether a node is in contact, without its address."""
+    """Return rows for readers of some collections: with a node's contact, without its address."""
     return [row | ROW_HIDDEN | {"node": None if row["node"] is None else "hidden"} for row in rows]
 
 
 def partly_shown_reasons(report: Report) -> list[str]:
-    """The reasons for those who may not read everything: the state, without the texts of errors."""
     return [report["state"]] if report["reasons"] else []
 
 
 def partly_shown(report: Report) -> Report:
-    """The status for readers of some collections, in the same shape."""
+    """Return the status for readers of some collections, in the same shape."""
     found = {name: value if name in SHOWN_TO_ALL else _hidden(value) for name, value in report.items()}
     for kind in ("workers", "servers"):
         found[kind] = [
@@ -93,14 +92,14 @@ def partly_shown(report: Report) -> Report:
 
 
 def _hidden(value: object) -> object:
-    """An empty value of the same shape."""
+    """Return an empty value of the same shape."""
     if isinstance(value, dict):
         return {name: _hidden(each) for name, each in value.items()}
     return [] if isinstance(value, list) else "" if isinstance(value, str) else None
 
 
 def reads_of(report: Report) -> dict[str, int]:
-    """How many requests every living server process has had, by its name."""
+    """Return the reads of each living server process, by its name."""
     found = {}
     for server in report.get("servers") or ():
         counters = server.get("counters") or {}
@@ -109,7 +108,7 @@ def reads_of(report: Report) -> dict[str, int]:
 
 
 def _together(event: str, found: list[Report]) -> list[Report]:
-    """What happened to vbuckets, newest first, as one entry for each run of moments that are close to each other."""
+    """Group events of vbuckets, newest first, by runs of moments that are close to each other."""
     entries: list[Report] = []
     vbids: set[int] = set()
     before_ms = float("inf")
@@ -126,8 +125,6 @@ def _together(event: str, found: list[Report]) -> list[Report]:
 
 
 class StatusReporter:
-    """The report, kept fresh."""
-
     def __init__(
         self,
         mirror: Mirror,
@@ -137,7 +134,7 @@ class StatusReporter:
         *,
         lag_limit_s: float,
     ) -> None:
-        """`stored` makes the report from the store alone; `own_reads` counts the requests of this process."""
+        """`stored` makes the report from the store alone; `own_reads` counts this process's requests."""
         self._mirror = mirror
         self._stored = stored
         self._own_reads = own_reads
@@ -149,15 +146,15 @@ class StatusReporter:
         self._disk_and_history: Report = {}
         self._disk_and_history_at = float("-inf")
         self._whole: tuple[Report, Report, Report] = ({}, {}, {})
-        """The last `whole`, and what it was made of."""
+        """The last `whole`, and its sources."""
         self._rendering = asyncio.Lock()
         self._rendered: tuple[Report, dict[Callable[[Report], bytes], bytes]] = ({}, {})
-        """What was made of the last `whole`."""
+        """Renderings of the last `whole`."""
         self._samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 
     async def report(self) -> Report:
-        """The status document, a second old at most. Raises StorageError where there is no mirror yet."""
+        """Return the status, a second old at most. Raises StorageError before there is a mirror."""
         async with self._lock:
             kept = self._report
             if kept is None or self._clock.monotonic() - self._report_at >= FRESH_S:
@@ -170,13 +167,12 @@ class StatusReporter:
             return kept
 
     async def forget(self) -> None:
-        """Ask again the next time, however fresh the report is."""
         async with self._lock:
             self._report = None
             self._disk_and_history_at = float("-inf")
 
     async def rendered(self, render: Callable[[Report], bytes]) -> bytes:
-        """What `render` makes of the whole report: in a thread, once for each report."""
+        """Return what `render` makes of `whole`: in a thread, once for each report."""
         whole = await self.whole()
         async with self._rendering:
             if self._rendered[0] is not whole:
@@ -187,9 +183,7 @@ class StatusReporter:
             return kept[render]
 
     async def whole(self) -> Report:
-        """The report with disk, history, rollbacks and resyncs, and the lag that counts as too much: the same object
-        until one of these is another.
-        """
+        """Return the report with disk, history and lag limit: the same object until one of these changes."""
         report = await self.report()
         async with self._lock:
             if self._clock.monotonic() - self._disk_and_history_at >= HISTORY_FRESH_S:
@@ -244,11 +238,9 @@ class StatusReporter:
         }
 
     def samples(self) -> list[Report]:
-        """The recent past, oldest first."""
         return list(self._samples)
 
     async def sample(self) -> None:
-        """Keep one look at how things stand."""
         try:
             report = await self.report()
         except (StorageError, MirrorError, OSError):

@@ -18,10 +18,7 @@ Stamp = tuple[tuple[int, int], ...]
 
 
 class Mirror:
-    """The view, and queries that concern it as a whole."""
-
     def __init__(self, data: Path, *, verify_reads: bool = True) -> None:
-        """Open nothing yet."""
         self.data = data
         self._verify_reads = verify_reads
         self._view: View | None = None
@@ -47,12 +44,11 @@ class Mirror:
         return tuple(found)
 
     def refresh(self) -> None:
-        """Let go of a view whose files are no longer those of the directory. Call it now and then."""
+        """Let go of a view whose files were replaced. Call it now and then."""
         if self._view is not None and self._stamp_of(self._view) != self._stamp:
             self.close()
 
     def file_bytes(self) -> int:
-        """What the groups take on the disk."""
         total = 0
         for path in self.data.glob("group-*/data.mdb"):
             try:
@@ -62,7 +58,7 @@ class Mirror:
         return total
 
     def collection_names(self) -> dict[int, tuple[str, str]]:
-        """Id -> scope and name, of every collection that some vbucket knows."""
+        """Return id -> scope and name, of every collection in some vbucket."""
         found: dict[int, tuple[str, str]] = {}
         uids = set()
         for vbid in self.view.vbids:
@@ -75,7 +71,6 @@ class Mirror:
         return found
 
     def close(self) -> None:
-        """Close the view; the next question opens another."""
         if self._view is not None:
             self._view.close()
             self._view = None

@@ -29,20 +29,19 @@ from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
 MANIFEST_FRESH_S = 0.5
-"""For so long the newest manifest is believed. To look through 1,024 vbuckets for it takes 0.8 ms; once after a change
-in all of them, with 1,000 collections, 12 ms, in which one manifest is decoded. To decode all of them takes 4 s."""
+"""Lifetime of the newest manifest. Looking through 1,024 vbuckets for it takes 0.8 ms; after a change in all of them,
+with 1,000 collections, 12 ms, in which one manifest is decoded. Decoding all takes 4 s."""
 
 VISIBLE_MAX = 32
-"""Readers with different rights for whom what they see of the newest manifest is kept."""
+"""Sets of rights whose view of the newest manifest is kept."""
 
 log = get_logger("kv")
 
 
 class VisibleManifest:
-    """What a reader may see of the newest manifest, each form of it made when it is first requested."""
+    """The newest manifest as a reader sees it; each form is made when first requested."""
 
     def __init__(self, manifest: Manifest, reader: Reader) -> None:
-        """Keep what there is to see."""
         self._manifest = manifest if reader.reads_all else visible(manifest, reader)
 
     @cached_property
@@ -52,20 +51,16 @@ class VisibleManifest:
 
     @cached_property
     def scope_ids(self) -> dict[str, int]:
-        """Scopes by name."""
         return {name: scope_id for scope_id, name in self._manifest.scopes.items()}
 
     @cached_property
     def collection_ids(self) -> dict[tuple[str, str], int]:
-        """Collections by scope and name."""
         scopes = self._manifest.scopes
         entries = self._manifest.collections.values()
         return {(scopes.get(entry.scope_id, ""), entry.name): entry.collection_id for entry in entries}
 
 
 class KvBucket:
-    """The bucket, as readers see it."""
-
     def __init__(
         self,
         data: str,
@@ -79,7 +74,7 @@ class KvBucket:
         self._data = data
         self.clock = clock
         self.publishes_persisted = publishes_persisted
-        """All that is published is persisted on every copy at the source (`publish=persisted`)."""
+        """Everything published is persisted on every copy at the source (`publish=persisted`)."""
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()
@@ -91,12 +86,10 @@ class KvBucket:
         self.identity = identity
         self._manifest: tuple[float, Manifest] | None = None
         self._manifest_vbid = self.view.vbids[0]
-        """The vbucket whose manifest that is."""
         self._visible: tuple[Manifest | None, dict[frozenset[str], VisibleManifest]] = (None, {})
-        """What readers see of the newest manifest, by their patterns."""
+        """By the readers' patterns."""
 
     def close(self) -> None:
-        """Close the view."""
         self.view.close()
 
     # -- documents
@@ -104,7 +97,7 @@ class KvBucket:
     def find(
         self, wire_key: bytes, vbid: int | None, reader: Reader, *, deletions: bool = False
     ) -> Document | LargeDocument | None:
-        """A document by its wire key, or None. `vbid` is where the client looks for it. Raises Refused."""
+        """Return a document by its wire key, or None. `vbid` is the client's vbucket. Raises Refused."""
         try:
             found = self.view.find(wire_key, deletions=deletions, large_bytes=LARGE_BYTES)
         except NotHeld as error:
@@ -123,7 +116,7 @@ class KvBucket:
         return found.large or document if vbid is None or vbid == document.vbid else None
 
     def ready(self, vbid: int) -> bool:
-        """False while a vbucket holds nothing complete: its first stream was not accepted, or is still coming in."""
+        """Return False before a vbucket's first snapshot is complete."""
         return self.state(vbid).is_whole
 
     # -- scans
@@ -142,7 +135,6 @@ class KvBucket:
         _check_collection(collection_id, self.manifest(), reader)
 
     def pin(self, vbid: int) -> Pin:
-        """What a vbucket serves now. Raises Refused."""
         try:
             return self.view.pin(vbid)
         except StorageError as error:
@@ -151,7 +143,7 @@ class KvBucket:
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
     ) -> tuple[list[Document], LargeDocument | None, bytes]:
-        """Some documents from `start` on, or a large one by itself, and where to go on (empty: the end). Raises
+        """Return some documents from `start` on, or a large one by itself, and where to go on (empty: the end). Raises
         Refused.
         """
         try:
@@ -171,8 +163,8 @@ class KvBucket:
             raise self.failed(error) from error
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
-        """How many of some keys from `start` on have a document, expired or not, and where to go on (empty: the end).
-        Raises Refused.
+        """Count the documents, expired or not, of some keys from `start` on; return that and where to go on (empty: the
+        end). Raises Refused.
         """
         try:
             return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
@@ -182,7 +174,7 @@ class KvBucket:
             raise self.failed(error) from error
 
     def check_fresh(self, vbid: int) -> None:
-        """Raise Refused when a scan of a vbucket must end because it is being resynced."""
+        """Raise Refused if a scan must end because its vbucket is being resynced."""
         try:
             stale = not self._stale_allowed and self.view.stale(vbid)
         except StorageError as error:
@@ -191,7 +183,7 @@ class KvBucket:
             raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being resynced")
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
-        """Whether the newest version of some document has this seqno."""
+        """Return True if the newest version of some document has this seqno."""
         try:
             wire_key = self.view.key_at(vbid, seqno)
             if wire_key is None:
@@ -203,9 +195,8 @@ class KvBucket:
         return document is not None and document.seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
-        """Seqno of a collection's newest event, and where to go on with looking (0: that was it). Raises Refused.
-
-        None where the vbucket does not have the collection.
+        """Return the seqno of a collection's newest event, and where to look on (0: at the end); None if the vbucket
+        lacks the collection. Raises Refused.
         """
         try:
             return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
@@ -219,14 +210,13 @@ class KvBucket:
     # -- vbuckets
 
     def published(self) -> list[tuple[int, Served]]:
-        """What each vbucket serves, read once per group. Raises Refused."""
+        """Return what each vbucket serves, read once per group. Raises Refused."""
         try:
             return list(zip(self.view.vbids, self.view.published(), strict=True))
         except StorageError as error:
             raise self.failed(error) from error
 
     def state(self, vbid: int) -> VbucketState:
-        """The stored state of a vbucket. Raises Refused."""
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
         try:
@@ -235,7 +225,7 @@ class KvBucket:
             raise self.failed(error) from error
 
     def served_state(self, vbid: int) -> VbucketState:
-        """The state of a vbucket that clients may rely on: something of its source's history is served."""
+        """Return a state that clients may rely on: something of its source's history is served. Raises Refused."""
         state = self.state(vbid)
         resyncing = state.staging_branch != state.branch and not self._stale_allowed
         if resyncing or not state.failover_log:
@@ -243,11 +233,9 @@ class KvBucket:
         return state
 
     def state_for_dcp(self, vbid: int) -> ServedState:
-        """What DCP clients get of a vbucket. Raises Refused.
-
-        Before its first snapshot is complete, and while it is read again from 0, a vbucket is not here: clients ask
-        again after that answer, and give up after a temporary failure (docs/protocol.md 4.1). No map goes with it,
-        since none says where else the vbucket is.
+        """Return a vbucket's state for DCP clients. Raises Refused: before its first snapshot is complete, and while it
+        is read again from 0, a vbucket is "not here". Clients repeat the request after that answer, and give up after a
+        temporary failure (docs/protocol.md 4.1). No map goes with it, because none says where else the vbucket is.
         """
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -276,7 +264,6 @@ class KvBucket:
         return self._manifest[1]
 
     def visible(self, reader: Reader) -> VisibleManifest:
-        """What a reader may see of the newest manifest, made once and kept until the manifest changes."""
         manifest = self.manifest()
         if self._visible[0] is not manifest:
             self._visible = (manifest, {})
@@ -291,7 +278,7 @@ class KvBucket:
     # -- the store below
 
     def failed(self, error: StorageError) -> Refused:
-        """The refusal of a request for which the store cannot be read."""
+        """Return the refusal of a request for which the store cannot be read."""
         log.error("read-failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")
@@ -306,7 +293,7 @@ class KvBucket:
         return numbers
 
     def reopen_if_replaced(self) -> bool:
-        """Open the mirror again when a group's file is another one now: a damaged group was given up and recreated."""
+        """Open the mirror again after a damaged group was recreated."""
         now = self._file_numbers()
         if now == self._files or 0 in now:
             return False
@@ -330,8 +317,8 @@ def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) ->
 
 
 def visible(manifest: Manifest, reader: Reader) -> Manifest:
-    """A manifest without the collections that a reader may not read, and without scopes of which all are read by others
-    only; the default scope is everybody's.
+    """Return a manifest without collections that a reader may not read, and without scopes that only others read; the
+    default scope is everybody's.
     """
     collections = {
         number: entry
@@ -348,7 +335,7 @@ def visible(manifest: Manifest, reader: Reader) -> Manifest:
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:
-    """A manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
+    """Return a manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
     inside: dict[int, list[dict[str, object]]] = {scope_id: [] for scope_id in sorted(manifest.scopes)}
     for entry in sorted(manifest.collections.values(), key=lambda entry: entry.collection_id):
         described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}

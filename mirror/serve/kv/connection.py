@@ -50,11 +50,11 @@ OPERATIONS: dict[int, Operation[KvSession]] = {
 }
 
 HIGH_WATER_BYTES = 256 * 1024
-"""Unsent bytes at which a client's further requests wait."""
+"""Unsent bytes above which a client's requests wait."""
 
 TURN_S = 0.001
-"""A client's turn ends with the request that reaches this, or with `requests_per_turn`: other clients wait no longer
-than one turn of each, and one request."""
+"""A client's turn ends with the request that reaches this, or with `requests_per_turn`: others wait for one turn of
+each client, and one request."""
 
 LATER_MAX = 64
 """Requests of one client that take time; more are answered `busy`."""
@@ -70,40 +70,31 @@ log = get_logger("kv")
 
 
 class Host(Protocol):
-    """What a connection asks of the process that it is in."""
-
     counters: Counters
     now_s: float
-    """Monotonic, renewed every second: good enough to tell the idle."""
+    """Monotonic, renewed every second."""
     requests_per_turn: int
     request_bytes_max: int
     turns: Turns
 
-    def opened(self, connection: KvConnection) -> None:
-        """A client connected."""
+    def opened(self, connection: KvConnection) -> None: ...
 
-    def new_session(self, address: Address, peer: str) -> KvSession:
-        """The session of a client of a listener."""
+    def new_session(self, address: Address, peer: str) -> KvSession: ...
 
-    def closed(self, connection: KvConnection) -> None:
-        """A client is gone."""
+    def closed(self, connection: KvConnection) -> None: ...
 
-    def paused(self, connection: KvConnection) -> None:
-        """A client does not take its answers."""
+    def paused(self, connection: KvConnection) -> None: ...
 
 
 class KvConnection(asyncio.Protocol):
-    """A client."""
-
     def __init__(self, host: Host, address: Address, slot: Slot) -> None:
-        """Not connected yet; `address` is the listener's."""
         self.address = address
         self.slot = slot
         self.last_received_s = host.now_s
         self.paused_s: float | None = None
-        """Since when nothing of an answer was taken."""
+        """The time since which the client takes nothing."""
         self.unsent_seen = 0
-        """Unsent bytes when the host last looked."""
+        """Unsent bytes at the host's last look."""
         self.transport: asyncio.Transport
         self.session = self._new_session(host)
         self._host = host
@@ -116,27 +107,27 @@ class KvConnection(asyncio.Protocol):
         """Bytes of a refused request that are still to come."""
         self._paused = False
         self._takes = asyncio.Event()
-        """The client takes what is written."""
+        """Set while the client takes what is written."""
         self._takes.set()
         self._writable = asyncio.Event()
-        """The client takes what is written, and no answer is being written in pieces."""
+        """Set while the client takes, and no answer is being written in pieces."""
         self._writable.set()
         self._one_sends = asyncio.Lock()
         """Held by the answer that is being written in pieces."""
         self._is_sending = False
         self._deferred: list[bytes] = []
-        """What is written behind it."""
+        """Data to write behind it."""
         self._kept_bytes = 0
-        """Of it, what is not written yet."""
+        """Bytes of it that are not written yet."""
         self._waiting = False
-        """The rest of the pipeline waits for its next turn."""
+        """The pipeline waits for its next turn."""
         self._held: asyncio.Task[None] | None = None
         """The pipeline waits for the answer to its first request."""
         self._is_busy = False
         """The client used up its last turn."""
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
-        """Hang up when what was answered is written."""
+        """Hang up when all answers are written."""
         self._ended = False
 
     def _new_session(self, host: Host) -> KvSession:
@@ -145,7 +136,6 @@ class KvConnection(asyncio.Protocol):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self.session.certified(certified_reader(self.session.users, transport))
@@ -154,7 +144,6 @@ class KvConnection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client is gone."""
         self._ended = True
         self._pieces.clear()
         for task in self._later:
@@ -163,7 +152,6 @@ class KvConnection(asyncio.Protocol):
         self._host.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         self.last_received_s = self._host.now_s
         if self._ended:
             return
@@ -177,7 +165,6 @@ class KvConnection(asyncio.Protocol):
             self._work()
 
     def pause_writing(self) -> None:
-        """The client does not take what it requested."""
         self._paused = True
         self.transport.pause_reading()
         self._takes_nothing()
@@ -190,7 +177,6 @@ class KvConnection(asyncio.Protocol):
         self._host.paused(self)
 
     def resume_writing(self) -> None:
-        """The client takes again."""
         self._paused = False
         self.paused_s = None
         self._takes.set()
@@ -204,21 +190,19 @@ class KvConnection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Answers that the client has not taken."""
         return self.transport.get_write_buffer_size() + self._kept_bytes
 
     @property
     def ended(self) -> bool:
-        """Nothing more is read or answered."""
         return self._ended
 
     def rights_changed(self, reader: Reader | None) -> None:
-        """The client may read something else from now on; None: nothing."""
+        """Take the client's new rights; None: it has none."""
         if reader is None:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Send what is written, to the end of an answer that is written in pieces, then close."""
+        """Send what is written, to the end of an answer in pieces, then close."""
         if self._is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()
@@ -227,19 +211,18 @@ class KvConnection(asyncio.Protocol):
         self.transport.close()
 
     def abort(self) -> None:
-        """Close now."""
         self._ended = True
         self.transport.abort()
 
     def push(self, frame: Frame) -> None:
-        """Send what the client did not ask for, but takes; one who takes nothing at all can ask for it later."""
+        """Send an unrequested message; a client that takes nothing can request it later."""
         if not (self._ended or self._paused):
             self._flush([fr.encode(frame)])
 
     # -- work
 
     def _work(self) -> None:
-        """Answer what is here, as far as limits let it."""
+        """Answer received requests within the limits."""
         if self._size < self._bytes_needed and not self._skip:
             return
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -299,7 +282,6 @@ class KvConnection(asyncio.Protocol):
             self._write(sent)
 
     def _write(self, data: bytes) -> None:
-        """Send now, or behind the answer that is being written in pieces."""
         if self._is_sending:
             self._deferred.append(data)
         else:
@@ -355,7 +337,7 @@ class KvConnection(asyncio.Protocol):
         return pos
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:
-        """The answer to a request whose body is not even looked at."""
+        """Return the answer to a request whose body is not looked at."""
         magic, opcode, _, _, _, vbucket, _, opaque, _ = HEADER.unpack_from(data, pos)
         self._check_magic(magic, opcode)
         self._host.counters.requests += 1
@@ -373,7 +355,6 @@ class KvConnection(asyncio.Protocol):
             raise RemoteProtocolError(f"not a request: magic 0x{magic:02x}", op=opcode)
 
     def _answer(self, frame: Frame) -> bytes:
-        """The bytes of the answer to one request; none for a quiet one."""
         began = perf_counter()
         counters = self._host.counters
         counters.requests += 1
@@ -393,7 +374,6 @@ class KvConnection(asyncio.Protocol):
         return self._count(frame, reply, began)
 
     def _count(self, frame: Frame, reply: Reply | None, began: float) -> bytes:
-        """The bytes of an answer, counted."""
         counters = self._host.counters
         if reply is None:
             counters.misses += 1
@@ -411,7 +391,7 @@ class KvConnection(asyncio.Protocol):
     # -- what takes time
 
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
-        """The answer, if the first step has it; else it comes by itself."""
+        """Return the answer if the first step has it; else it comes by itself."""
         reply = self._guarded(frame, later.step)
         if isinstance(reply, Later):
             later, reply = reply, None
@@ -508,7 +488,7 @@ class KvConnection(asyncio.Protocol):
         return self._guarded(frame, partial(dispatch.answer, self.session, OPERATIONS, frame))
 
     def _guarded(self, frame: Frame, compute: Callable[[], T]) -> T | Reply:
-        """What `compute` returns, or the answer to what it raises."""
+        """Return what `compute` returns, or the answer to what it raises."""
         try:
             return dispatch.guarded(self.session, compute)
         except ValueError as error:

@@ -36,12 +36,9 @@ BYTES_MAX = 64 * 1024
 
 
 class Counters:
-    """What one process has done for its readers."""
-
     __slots__ = ("bytes_sent", "errors", "hits", "latencies", "misses", "refused", "requests")
 
     def __init__(self) -> None:
-        """All zero."""
         self.requests = self.hits = self.misses = self.refused = self.errors = self.bytes_sent = 0
         self.latencies = Latencies()
 
@@ -49,10 +46,9 @@ class Counters:
 def answer_gets(
     session: KvSession, counters: Counters, data: bytes, pos: int, out: list[bytes], count_max: int, turn_ends: float
 ) -> tuple[int, int, int]:
-    """Answer the GETs from `pos` on that need no more than their document: to `out`, up to `count_max`, `BYTES_MAX` or
-    the end of the turn. Returns where it stopped, how many it answered, and the bytes of those answers; what it stopped
-    at is for the one who handles all requests. All are read in one transaction of each group, which has ended when this
-    returns: what is answered next is of no older state.
+    """Answer GETs from `pos` on that need only their document: to `out`, up to `count_max`, `BYTES_MAX` or the end of
+    the turn. Returns where it stopped, the number of answers and their bytes; the request there needs the general path.
+    All are read in one transaction of each group, which has ended on return, so the next answer is of no older state.
     """
     reader = session.reader
     if reader is None or not reader.reads_all:

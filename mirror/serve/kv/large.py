@@ -32,40 +32,32 @@ class UnreadDocument:
 
     @property
     def datatype(self) -> int:
-        """Datatype bits of the value, as it is stored."""
         return self.large.document.datatype
 
     @property
     def flags(self) -> int:
-        """The client's flags."""
         return self.large.document.flags
 
     @property
     def cas(self) -> int:
-        """The CAS that clients see."""
         return self.large.document.cas
 
     @property
     def expiry(self) -> int:
-        """When it expires, in seconds of Unix time; 0: never."""
         return self.large.document.expiry
 
     @property
     def rev_seqno(self) -> int:
-        """How many times it was changed."""
         return self.large.document.rev_seqno
 
     @property
     def deleted(self) -> bool:
-        """No: values of tombstones are not large."""
+        """Always False: values of tombstones are not large."""
         return False
 
 
 class LargeAnswers:
-    """The large documents that clients of one process are answered with."""
-
     def __init__(self, turns: Turns, bytes_max: int) -> None:
-        """Nothing is held."""
         self.budget = Budget(bytes_max)
         self.turns = turns
         self.reads = LargeReads(turns)
@@ -78,8 +70,8 @@ class LargeAnswers:
         decompress: bool,
         failed: Callable[[StorageError], Exception],
     ) -> Later:
-        """The answer that `reply_with` makes of the value, whose pieces are let go of as they are sent, and of its
-        datatype; `failed` is what to raise where the store cannot be read.
+        """Return the answer that `reply_with` makes of the value's pieces, let go of as they are sent, and its
+        datatype. `failed` makes the error if the store cannot be read.
         """
 
         async def read() -> _Held:
@@ -95,7 +87,7 @@ class LargeAnswers:
         *,
         failed: Callable[[StorageError], Exception],
     ) -> Later:
-        """The answer that `steps` end with, made of the xattr section and the body."""
+        """Return the answer that `steps` end with, made of the xattr section and the body."""
 
         async def read() -> _Held:
             section, body = await self.reads.body(found)
@@ -111,7 +103,7 @@ class LargeAnswers:
 
 
 _Held = tuple[Steps, Callable[[], bool]]
-"""The steps of an answer, and what lets go of a piece of its value."""
+"""The steps of an answer, and the function that lets go of a piece of its value."""
 
 
 class _LargeAnswer:
@@ -146,13 +138,11 @@ class _LargeAnswer:
             self._error = self._failed(error)
 
     def step(self) -> Reply | None:
-        """The answer, or None: not yet."""
         if self._error is not None:
             raise self._error
         return None if self._steps is None else next(self._steps)
 
     def done(self) -> None:
-        """Let go of the value."""
         self._steps = None
         if self._granted is not None:
             let_go(self._answers.turns, self._release, partial(self._withdraw, self._granted))

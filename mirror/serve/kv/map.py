@@ -22,35 +22,34 @@ REPLICAS_MAX = 3
 """As many as a bucket can have."""
 
 BUCKET_CAPABILITIES = (*CAPABILITIES, "rangeScan", "subdoc.ReplicaRead")
-"""What the recorded server can do, and what newer ones offer for reading. Clients that write get the refusal of a
-read-only node, which is clearer to them than a bucket that could do nothing."""
+"""The recorded server's, and newer ones for reading. Clients that write get a read-only node's refusal, which is
+clearer than a bucket without abilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapNode:
-    """A node as the map names it. No host: the one that the client came by."""
+    """A node as the map names it. Without a host: the client's own target."""
 
     host: str | None
     port: int | None
     tls_port: int | None
     held: tuple[int, int] | None = None
-    """The first and the last vbucket that it holds; None: all."""
+    """First and last vbucket; None: all."""
 
     def holds(self, vbid: int) -> bool:
-        """Whether it answers for a vbucket."""
         return self.held is None or self.held[0] <= vbid <= self.held[1]
 
 
 def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) -> MapNode:
-    """This mirror, by the first of its addresses of either kind. Unix sockets cannot be said in a map."""
+    """This mirror, by the first of its addresses of either kind. A map cannot name Unix sockets."""
     plain = [each.port for each in addresses if each.path is None and not each.tls]
     tls = [each.port for each in addresses if each.path is None and each.tls]
     return MapNode(None, plain[0] if plain else None, tls[0] if tls else None, held)
 
 
 def named_nodes(text: str) -> list[MapNode]:
-    """All mirrors of the bucket, as the setting `kv_nodes` names them: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, several
-    parted by commas. Raises ConfigError.
+    """Return all mirrors of the bucket by the setting `kv_nodes`: `HOST:PORT` or `HOST:PORT=FIRST-LAST`, parted by
+    commas. Raises ConfigError.
     """
     parts = [part.partition("=") for part in text.split(",")]
     addresses = parse_addresses(",".join(where for where, _, _ in parts), "kv_nodes")
@@ -63,8 +62,6 @@ def named_nodes(text: str) -> list[MapNode]:
 
 
 class ServedMap:
-    """The map of one bucket, rendered once."""
-
     def __init__(self, identity: Identity, nodes: Sequence[MapNode], rev: int) -> None:
         """`rev` rises from start to start."""
         self.revision = (EPOCH, rev)
@@ -73,9 +70,9 @@ class ServedMap:
         self.uncovered = sum(
             not any(node.holds(vbid) for node in self._nodes) for vbid in range(identity.vbucket_count)
         )
-        """How many vbuckets no mirror holds."""
+        """Number of vbuckets without a mirror."""
         self.of_node = self._render(with_bucket=False)
-        """Before a bucket was chosen."""
+        """For clients that selected no bucket."""
         self.of_bucket = self._render(with_bucket=True)
 
     def _render(self, *, with_bucket: bool) -> bytes:

@@ -39,8 +39,6 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class ScanBounds:
-    """A request for a scan."""
-
     collection_id: int
     keys_only: bool
     xattrs: bool
@@ -54,20 +52,18 @@ class ScanBounds:
 
 @dataclass(slots=True)
 class Scan:
-    """An open scan."""
-
     bounds: ScanBounds
     pin: Pin
     reader: Reader
     ends_s: float
     position: bytes
     chosen: Callable[[bytes], bool] | None = None
-    """Whether a key is of the sample."""
+    """True for keys of the sample."""
     continuing: bool = False
 
 
 def _field(found: dict[str, Any], name: str, kind: type[T]) -> T | None:
-    """A field of a JSON object; None where it is missing. Raises Refused."""
+    """Return a field of a JSON object; None if it is missing. Raises Refused."""
     value = found.get(name)
     if name not in found:
         return None
@@ -84,7 +80,7 @@ def _number(found: dict[str, Any], name: str) -> int:
 
 
 def _bound(range_: dict[str, Any], name: str) -> tuple[bytes, bool]:
-    """A bound's key, and whether it is exclusive."""
+    """Return a bound's key, and True if it is exclusive."""
     inclusive, exclusive = _field(range_, name, str), _field(range_, f"excl_{name}", str)
     if (inclusive is None) == (exclusive is None):
         raise Refused(Status.EINVAL, f"range needs either {name} or excl_{name}")
@@ -106,7 +102,7 @@ def _requirements(found: dict[str, Any]) -> Requirements:
 
 
 def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
-    """What a RANGE_SCAN_CREATE asks for. Raises Refused."""
+    """Parse a RANGE_SCAN_CREATE. Raises Refused."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

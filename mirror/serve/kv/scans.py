@@ -28,10 +28,9 @@ from storage.model import Document
 from storage.read.large import LargeDocument
 
 SCANS_MAX = 64
-"""Open scans of one connection; the next one is answered `busy`, at which SDKs wait for one of theirs to end. Each is a
-kilobyte at most."""
+"""Open scans of one connection, of a kilobyte each; the next one is answered `busy`, at which SDKs wait."""
 LIFETIME_S = 180.0
-"""As long as the engine lets a scan live (`range_scan_max_lifetime`)."""
+"""The engine's own limit (`range_scan_max_lifetime`)."""
 PAGE_ITEMS = 1000
 PAGE_BYTES = 256 * 1024
 """One answer, unless its first document is larger. SDKs ask for less."""
@@ -41,14 +40,14 @@ STEP_BYTES = 64 * 1024
 COUNT_ITEMS = 2000
 """Keys counted for a sample before other clients have their turn: 1 ms."""
 PEEKS = (1, 16, 256)
-"""How far to look for a range's first document before it is called not empty: tombstones may lie before it."""
+"""Numbers of keys in which a range's first document is looked for: tombstones may lie before it."""
 POLL_S = 0.005
-"""How often a scan that waits for a seqno looks whether it is published."""
+"""Interval at which a waiting scan looks for its seqno."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
 class _Creating:
-    """A scan that is being made: it may have to wait for a seqno, and a sample for the number of documents."""
+    """A scan that is being made: it may wait for a seqno, and a sample for the number of documents."""
 
     def __init__(self, session: KvSession, vbid: int, bounds: ScanBounds) -> None:
         self._session = session
@@ -70,7 +69,7 @@ class _Creating:
         return self._made(self._scan)
 
     def _begin(self) -> Scan | None:
-        """The scan at a moment that is as required; None: not yet."""
+        """Return the scan at a moment that meets the requirements; None: not yet."""
         bucket, bounds = self._session.bucket, self._bounds
         bucket.check_collection(self._vbid, bounds.collection_id, self._reader)
         pin = bucket.pin(self._vbid)
@@ -130,7 +129,7 @@ class _Creating:
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
-    """Whether a key is of a sample: the same keys for the same seed. (Not by CRC: a vbucket's keys share theirs.)"""
+    """Return the test of a key for a sample: the same for a seed. (Not by CRC: a vbucket's keys share theirs.)"""
     secret, limit = seed.to_bytes(8), int(share * 2**64)
     return lambda key: int.from_bytes(blake2b(key, digest_size=8, key=secret).digest()) < limit
 
@@ -183,8 +182,6 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
 
 
 class _Page:
-    """An answer to RANGE_SCAN_CONTINUE while it is gathered."""
-
     def __init__(self, session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> None:
         self._session = session
         self._scan = scan
@@ -194,7 +191,7 @@ class _Page:
         self._byte_count = 0
 
     def step(self) -> Reply | Later | None:
-        """Read on; the page, once it is full or the scan at its end."""
+        """Read on. Returns the page once it is full or the scan at its end."""
         session, scan, bounds = self._session, self._scan, self._scan.bounds
         session.bucket.check_fresh(scan.pin.vbid)
         documents, large, following = session.bucket.page(
@@ -232,7 +229,7 @@ class _Page:
 
 
 def _large_item(session: KvSession, bounds: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
-    """The page that a large document is."""
+    """Return a page of one large document."""
 
     def reply_with(body: Pieces, datatype: int) -> Reply:
         found = large.document

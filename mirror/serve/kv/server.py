@@ -32,18 +32,15 @@ from mirror.serve.turns import Turns
 SWEEP_S = 0.5
 """The first sweep after a change has the users file read, the second sees it, the third hangs up on removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
-"""A client that takes nothing of its answers is hung up on after this, where others wait for the memory of those."""
+"""Time until a client that takes nothing is hung up on while others wait for its memory."""
 REPLACED_CHECK_S = 5.0
-"""How often it is looked whether a group was recreated."""
+"""Interval of looking for recreated groups."""
 
 log = get_logger("kv")
 
 
 class KvServer:
-    """The endpoint."""
-
     connection_type: type[KvConnection] = KvConnection
-    """What a connection becomes."""
 
     def __init__(
         self,
@@ -56,7 +53,6 @@ class KvServer:
         requests_per_turn: int = 128,
         request_bytes_max: int = 64 * 1024,
     ) -> None:
-        """Not listening yet."""
         self.counters = Counters()
         self.now_s = clock.monotonic()
         self.requests_per_turn = requests_per_turn
@@ -64,7 +60,7 @@ class KvServer:
         self.turns = Turns()
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
-        """Hung up on for silence or for not taking their answers."""
+        """Clients hung up on for silence or for not taking their answers."""
         self._bucket = bucket
         self._users = users
         self._map = cluster_map
@@ -78,7 +74,6 @@ class KvServer:
         self._empty = asyncio.Event()
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
-        """Serve what connects to these sockets."""
         for address, listening in sockets:
             assert not address.tls or tls is not None, "addresses were checked against the settings"
             factory = partial(self.connection_type, self, address)
@@ -86,7 +81,6 @@ class KvServer:
         self._sweeper = asyncio.create_task(self._sweep(), name="kv sweeper")
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Stop listening, let answers out, close what is left."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -105,7 +99,7 @@ class KvServer:
         self._logins.close()
 
     def status(self) -> dict[str, int]:
-        """Numbers that only rise, but for the connections that are open now."""
+        """Return numbers that only rise, but for the connections that are open now."""
         counters = self.counters
         return {
             "kv_connections": len(self.connections),
@@ -122,8 +116,8 @@ class KvServer:
         }
 
     def change_map(self, cluster_map: ServedMap) -> None:
-        """Answer with another map from now on, and tell those who want to know (kv_engine docs/BinaryProtocol.md,
-        Clustermap Change Notification).
+        """Answer with another map, and notify clients that negotiated it (kv_engine docs/BinaryProtocol.md, Clustermap
+        Change Notification).
         """
         self._map = cluster_map
         for connection in self.connections:
@@ -135,11 +129,9 @@ class KvServer:
     # -- what connections ask
 
     def opened(self, connection: KvConnection) -> None:
-        """A client connected."""
         self.connections.add(connection)
 
     def new_session(self, address: Address, peer: str) -> KvSession:
-        """The session of a client of a listener."""
         options = self._login_options(address, peer)
         return KvSession(self._bucket, self._users, self._map, self._logins, self.large, **options)
 
@@ -151,13 +143,12 @@ class KvServer:
         }
 
     def closed(self, connection: KvConnection) -> None:
-        """A client is gone."""
         self.connections.discard(connection)
         if not self.connections:
             self._empty.set()
 
     def paused(self, connection: KvConnection) -> None:
-        """A client does not take its answers; if all of them hold too much, the one with most goes."""
+        """If clients that take nothing hold too much together, hang up on the one with most."""
         paused = [each for each in self.connections if each.paused_s is not None]
         total = sum(each.unsent_bytes for each in paused)
         while total > self._limits.unsent_bytes_max and paused:
@@ -179,7 +170,7 @@ class KvServer:
                 self._bucket.reopen_if_replaced()
 
     def sweep(self) -> None:
-        """Hang up on the idle, on those who take nothing, and on those who may not be here any more."""
+        """Hang up on idle clients, on those that take nothing, and on those without rights any more."""
         send_timeout_s = self._limits.send_timeout_s
         if self.large.budget.waiting_count:
             send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)
@@ -197,7 +188,7 @@ class KvServer:
                 self._drop(connection, "takes nothing of its answers")
 
     def _check_rights(self, connection: KvConnection) -> None:
-        """Have a client read only what its user may read now; one whose user was removed has one sweep to go."""
+        """Give a client its user's present rights; a removed user has one sweep to go."""
         session = connection.session
         if session.revoked:
             self._drop(connection, "the user may not log in any more")

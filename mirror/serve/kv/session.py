@@ -44,16 +44,16 @@ T = TypeVar("T")
 READ_ONLY = "this is a read-only mirror: write to the cluster it mirrors"
 
 VERSION = b"7.2.0"
-"""The server whose answers these are; clients decide by it what they may request."""
+"""The server whose answers these are; clients choose requests by it."""
 
 FAILED_LOGINS_MAX = 3
 """Wrong passwords on one connection before it is closed."""
 
 STEP_S = 0.001
-"""For so long vbuckets are read for a collection's seqnos before other clients have their turn."""
+"""Time for reading vbuckets for a collection's seqnos before other clients have their turn."""
 
 DESCRIBED_PER_STEP = 8
-"""The same for statistics, of which each vbucket has several."""
+"""Vbuckets in a step of statistics."""
 
 GRANTED = frozenset(
     int(feature)
@@ -82,20 +82,16 @@ GRANTED = frozenset(
         Feature.RANGE_SCAN_INCLUDE_XATTR,
     )
 )
-"""What 7.2.0 grants of what clients request, and the newer ones for reading and for maps that are not sent twice."""
+"""Features of 7.2.0 that clients request, and newer ones for reading and for maps sent once."""
 
 
 class LoginOptions(TypedDict):
-    """What a listener decides about the login of its clients."""
-
     plain_allowed: bool
     reader: Reader | None
     peer: str
 
 
 class KvSession(DocumentSession):
-    """A client."""
-
     grantable = GRANTED
     version = VERSION
     needs_bucket = False  # plain memcached clients select none
@@ -113,8 +109,8 @@ class KvSession(DocumentSession):
         reader: Reader | None = None,
         peer: str = LOCAL,
     ) -> None:
-        """`plain_allowed`: nobody else can read what the client sends. `reader`: who the client is without a login.
-        `peer`: where it is.
+        """`plain_allowed`: nobody else can read what the client sends. `reader`: the client without a login. `peer`:
+        its address.
         """
         super().__init__()
         self.bucket = bucket
@@ -124,9 +120,9 @@ class KvSession(DocumentSession):
         self.reader = reader
         self.failed_logins = 0
         self.revoked = False
-        """The user was removed, or has another password: the client is hung up on."""
+        """The user was removed or has another password: the client is hung up on."""
         self.scans: dict[bytes, Scan] = {}
-        """Range scans that are open, by their id."""
+        """Open range scans by id."""
         self._logins = logins
         self._large = large
         self._peer = peer
@@ -135,39 +131,35 @@ class KvSession(DocumentSession):
 
     @property
     def logged_in(self) -> bool:
-        """Whether there is a reader."""
         return self.reader is not None
 
     @property
     def known_reader(self) -> Reader:
-        """The reader, where the dispatch lets only clients with one through."""
+        """The reader of a client that the dispatch lets through."""
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
     def password_attempt(self, username: str, password: str) -> Attempt[Reader]:
-        """Checked in a thread, unless it was proven before."""
+        """Check in a thread, unless the password was proven before."""
         return self._logins.by_password(username, password, self._peer)
 
     def scram_server(self, mechanism: str) -> ScramServer:
-        """The server's side of a SCRAM login."""
         users = self.users
         return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
-        """Checked in a thread, and refused later after others failed."""
+        """Check in a thread; refuse later after failures."""
         return self._logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:
-        """The client has proven to be this user."""
         self.reader = self.users.reader(username)
 
     def certified(self, reader: Reader | None) -> None:
-        """The client has shown the certificate of this user, or of nobody."""
+        """Log in by certificate; None: none was shown."""
         if reader is not None:
             self.reader = reader
 
     def log_out(self) -> None:
-        """The client is nobody from now on."""
         self.reader = None
 
     def login_failed(self) -> bool:
@@ -179,39 +171,31 @@ class KvSession(DocumentSession):
 
     @property
     def bucket_name(self) -> str:
-        """The mirrored bucket."""
         return self.bucket.name
 
     @property
     def map_revision(self) -> Revision:
-        """Of the mirror's own map."""
         return self.cluster_map.revision
 
     def map_text(self, *, with_bucket: bool) -> bytes:
-        """The mirror's own map."""
         return self.cluster_map.of_bucket if with_bucket else self.cluster_map.of_node
 
     @property
     def manifest_uid(self) -> int:
-        """Of the newest manifest."""
         return self.bucket.manifest().uid
 
     def manifest_text(self) -> bytes:
-        """The newest manifest, without what the reader may not read."""
         return self.bucket.visible(self.known_reader).text
 
     def scope_id(self, name: str) -> int | None:
-        """The id of a scope of which the reader may see something."""
         return self.bucket.visible(self.known_reader).scope_ids.get(name)
 
     def collection_id(self, scope: str, name: str) -> int | None:
-        """The id of a collection that the reader may read."""
         return self.bucket.visible(self.known_reader).collection_ids.get((scope, name))
 
     # -- vbuckets
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply | Later:
-        """Published seqnos of the vbuckets that serve something complete."""
         if collection_id is not None:
             self.bucket.check_newest_collection(collection_id, self.known_reader)
         if state not in (VbucketRole.ALIVE, VbucketRole.ACTIVE):
@@ -219,13 +203,11 @@ class KvSession(DocumentSession):
         return Later(_all_vb_seqnos(self.bucket, collection_id).__next__)
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """The source's failover log and what is published."""
         state = self.bucket.served_state(vbid)
         published = int(state.published_seqno)
         return VbucketHistory(state.failover_log, published, published)
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """A group of statistics of one vbucket or all, a few vbuckets at a time."""
         bucket = self.bucket
         if not group:
             yield {"version": VERSION.decode(), "ep_bucket_type": "persistent", "bucket": bucket.name}
@@ -243,7 +225,7 @@ class KvSession(DocumentSession):
     # -- documents
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document | UnreadDocument:
-        """The document, in the vbucket that the client names, if it selected a bucket."""
+        """Return the document in the vbucket that the client names, if it selected a bucket."""
         vbid = None
         if self.bucket_selected:
             vbid = frame.vbucket
@@ -255,12 +237,10 @@ class KvSession(DocumentSession):
         return UnreadDocument(document) if isinstance(document, LargeDocument) else document
 
     def content_of(self, document: FoundDocument) -> Content:
-        """A document, taken apart."""
         assert isinstance(document, Document)
         return Content.of(document.value, document.datatype, self._about(document))
 
     def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
-        """The answer that `reply_with` makes of a document; of a large one in pieces."""
         if not isinstance(document, UnreadDocument):
             return super().whole(document, reply_with)
 
@@ -274,8 +254,8 @@ class KvSession(DocumentSession):
     def large_body(
         self, large: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, with_xattrs: bool = False
     ) -> Later:
-        """The answer that `reply_with` makes of a large document's body and datatype, as this client can take them; of
-        all of its value `with_xattrs`.
+        """Return the answer that `reply_with` makes of a large document's body and datatype, as this client can take
+        them; of the whole value `with_xattrs`.
         """
 
         def reply(pieces: Pieces, datatype: int) -> Reply:
@@ -291,7 +271,6 @@ class KvSession(DocumentSession):
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
     ) -> Reply | Later:
-        """The answer that `steps` end with."""
         if not isinstance(document, UnreadDocument):
             return super().lookup(document, steps, path_count)
         about = self._about(document.large.document)
@@ -318,20 +297,17 @@ class KvSession(DocumentSession):
 
     @property
     def open_flags(self) -> int:
-        """None."""
         return 0
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Not possible here."""
         raise Refused(Status.NOT_SUPPORTED)
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
-    """None for each step of bounded work, at last the answer.
-
-    A vbucket is left out while it is not active at a server (kv_engine, getAllVBucketSequenceNumbers): here, before its
-    first snapshot is complete and while it is read again from 0. So is one that does not have the collection. Seqno 0
-    would say that there is nothing: a client that reads up to now would end without it.
+    """Yield None after each step of bounded work, at last the answer. It leaves out vbuckets that are not active at a
+    server (kv_engine, getAllVBucketSequenceNumbers): here, before the first snapshot is complete and while they are
+    read again from 0; also those without the collection. Seqno 0 would say "empty", and a client that reads up to now
+    would end without the vbucket.
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S
