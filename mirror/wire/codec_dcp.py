@@ -65,9 +65,7 @@ _TWO_SEQNOS = struct.Struct(">QQ")
 _SYSTEM_EVENT = struct.Struct(">QIB")
 _FAILOVER_ENTRY = struct.Struct(">QQ")
 _VB_SEQNO = struct.Struct(">HQ")
-_CACHED_ITEM = struct.Struct(">QQQIIIHBB")
 
-_CACHED_KEY_LENGTH_MIN = 2
 
 _NONE, _MAY, _MUST = "no", "may", "must"
 
@@ -278,55 +276,16 @@ def _encode_system_event(e: ev.SystemEvent) -> _Parts:
     return _SYSTEM_EVENT.pack(e.seqno, e.event, e.version), e.key, e.value
 
 
-def _decode_cache_transfer(frame: Frame) -> ev.CacheTransfer:
-    items, pos, body = [], 0, frame.value
-    while pos < len(body):
-        if len(body) - pos < _CACHED_ITEM.size:
-            raise _error(frame, f"cached item of {len(body) - pos} bytes is shorter than its head")
-        cas, seqno, rev_seqno, value_length, flags, expiry, key_length, datatype, hint = _CACHED_ITEM.unpack_from(
-            body, pos
-        )
-        key_pos = pos + _CACHED_ITEM.size
-        value_pos = key_pos + key_length
-        pos = value_pos + value_length
-        if key_length < _CACHED_KEY_LENGTH_MIN or pos > len(body):
-            raise _error(frame, f"cached item with a key of {key_length} and a value of {value_length} bytes")
-        key, value = body[key_pos:value_pos], body[value_pos:pos]
-        items.append(ev.CachedItem(key, seqno, rev_seqno, cas, flags, expiry, datatype, hint, value))
-    return ev.CacheTransfer(frame.vbucket, tuple(items), **_stream(frame))
-
-
-def _encode_cache_transfer(e: ev.CacheTransfer) -> _Parts:
-    parts = []
-    for i in e.items:
-        lengths = (len(i.value), i.flags, i.expiry, len(i.key), i.datatype, i.cache_hint)
-        parts += [_CACHED_ITEM.pack(i.cas, i.seqno, i.rev_seqno, *lengths), i.key, i.value]
-    return b"", b"", b"".join(parts)
-
-
-def _decode_set_vbucket_state(frame: Frame) -> ev.SetVbucketState:
-    return ev.SetVbucketState(frame.vbucket, frame.extras[0], frame.value, **_stream(frame))
-
-
-def _only_u32(event: type[Any]) -> Callable[[Frame], Any]:
-    def decode_one(frame: Frame) -> Any:
-        return event(frame.vbucket, _U32.unpack(frame.extras)[0], **_stream(frame))
-
-    return decode_one
-
-
-def _only_u64(event: type[Any]) -> Callable[[Frame], Any]:
-    def decode_one(frame: Frame) -> Any:
-        return event(frame.vbucket, _U64.unpack(frame.extras)[0], **_stream(frame))
-
-    return decode_one
-
-
-def _only_vbid(event: type[Any]) -> Callable[[Frame], Any]:
-    def decode_one(frame: Frame) -> Any:
-        return event(frame.vbucket, **_stream(frame))
-
-    return decode_one
+def _number_row(event: type[Any], layout: struct.Struct, field: str) -> _Row:
+    """The row of a stream's message whose extras are one number."""
+    return _Row(
+        event,
+        (layout.size,),
+        _NONE,
+        _NONE,
+        lambda frame: event(frame.vbucket, layout.unpack(frame.extras)[0], **_stream(frame)),
+        lambda e: (layout.pack(getattr(e, field)), b"", b""),
+    )
 
 
 def _nothing(_event: Any) -> _Parts:
@@ -362,25 +321,18 @@ def _encode_stream_request(e: ev.StreamRequest) -> _Parts:
 
 _ROWS: dict[int, _Row] = {
     Opcode.DCP_OPEN: _Row(ev.DcpOpen, (8,), _MUST, _MAY, _decode_open, _encode_open),
-    Opcode.DCP_ADD_STREAM: _Row(
-        ev.AddStream, (4,), _NONE, _NONE, _only_u32(ev.AddStream), lambda e: (_U32.pack(e.flags), b"", b"")
+    Opcode.DCP_CLOSE_STREAM: _Row(
+        ev.CloseStream, (0,), _NONE, _NONE, lambda f: ev.CloseStream(f.vbucket, **_stream(f)), _nothing
     ),
-    Opcode.DCP_CLOSE_STREAM: _Row(ev.CloseStream, (0,), _NONE, _NONE, _only_vbid(ev.CloseStream), _nothing),
     Opcode.DCP_STREAM_REQ: _Row(ev.StreamRequest, (48,), _NONE, _MAY, _decode_stream_request, _encode_stream_request),
     Opcode.DCP_GET_FAILOVER_LOG: _Row(
         ev.GetFailoverLog, (0,), _NONE, _NONE, lambda f: ev.GetFailoverLog(f.vbucket, opaque=f.opaque), _nothing
     ),
-    Opcode.DCP_STREAM_END: _Row(
-        ev.StreamEnd, (4,), _NONE, _NONE, _only_u32(ev.StreamEnd), lambda e: (_U32.pack(e.reason), b"", b"")
-    ),
+    Opcode.DCP_STREAM_END: _number_row(ev.StreamEnd, _U32, "reason"),
     Opcode.DCP_SNAPSHOT_MARKER: _Row(ev.SnapshotMarker, (20, 1), _NONE, _MAY, _decode_marker, _encode_marker),
     Opcode.DCP_MUTATION: _Row(ev.Mutation, (31,), _MUST, _MAY, _decode_mutation, _encode_mutation),
     Opcode.DCP_DELETION: _Row(ev.Deletion, (18, 21), _MUST, _MAY, _decode_deletion, _encode_deletion),
     Opcode.DCP_EXPIRATION: _Row(ev.Expiration, (20,), _MUST, _MAY, _decode_expiration, _encode_expiration),
-    Opcode.DCP_FLUSH: _Row(ev.Flush, (0,), _NONE, _NONE, _only_vbid(ev.Flush), _nothing),
-    Opcode.DCP_SET_VBUCKET_STATE: _Row(
-        ev.SetVbucketState, (1,), _NONE, _MAY, _decode_set_vbucket_state, lambda e: (_U8.pack(e.state), b"", e.value)
-    ),
     Opcode.DCP_NOOP: _Row(ev.DcpNoop, (0,), _NONE, _NONE, lambda f: ev.DcpNoop(opaque=f.opaque), _nothing),
     Opcode.DCP_BUFFER_ACK: _Row(
         ev.BufferAck,
@@ -400,29 +352,14 @@ _ROWS: dict[int, _Row] = {
     ),
     Opcode.DCP_SYSTEM_EVENT: _Row(ev.SystemEvent, (13,), _MAY, _MAY, _decode_system_event, _encode_system_event),
     Opcode.DCP_PREPARE: _Row(ev.Prepare, (31,), _MUST, _MAY, _decode_prepare, _encode_prepare),
-    Opcode.DCP_SEQNO_ACKNOWLEDGED: _Row(
-        ev.SeqnoAcknowledged,
-        (8,),
-        _NONE,
-        _NONE,
-        _only_u64(ev.SeqnoAcknowledged),
-        lambda e: (_U64.pack(e.prepared_seqno), b"", b""),
-    ),
     Opcode.DCP_COMMIT: _Row(ev.Commit, (16,), _MUST, _NONE, _decode_commit, _encode_commit_or_abort),
     Opcode.DCP_ABORT: _Row(ev.Abort, (16,), _MUST, _NONE, _decode_abort, _encode_commit_or_abort),
-    Opcode.DCP_SEQNO_ADVANCED: _Row(
-        ev.SeqnoAdvanced, (8,), _NONE, _NONE, _only_u64(ev.SeqnoAdvanced), lambda e: (_U64.pack(e.seqno), b"", b"")
-    ),
-    Opcode.DCP_OSO_SNAPSHOT: _Row(
-        ev.OsoSnapshot, (4,), _NONE, _NONE, _only_u32(ev.OsoSnapshot), lambda e: (_U32.pack(e.flags), b"", b"")
-    ),
-    Opcode.DCP_CACHE_TRANSFER: _Row(
-        ev.CacheTransfer, (0,), _NONE, _MUST, _decode_cache_transfer, _encode_cache_transfer
-    ),
-    Opcode.DCP_CACHE_TRANSFER_END: _Row(
-        ev.CacheTransferEnd, (0,), _NONE, _NONE, _only_vbid(ev.CacheTransferEnd), _nothing
-    ),
+    Opcode.DCP_SEQNO_ADVANCED: _number_row(ev.SeqnoAdvanced, _U64, "seqno"),
+    Opcode.DCP_OSO_SNAPSHOT: _number_row(ev.OsoSnapshot, _U32, "flags"),
 }
+
+DECODED = frozenset(map(int, _ROWS))
+"""Opcodes of these requests. The other opcodes of DCP are for the nodes of a cluster, or unused."""
 
 _OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
 _WITH_CAS = frozenset(

@@ -12,8 +12,6 @@ from enum import IntEnum, IntFlag
 __all__ = [
     "BODY_LENGTH_MAX",
     "DCP_NAME_LENGTH_MAX",
-    "DCP_OPCODE_FIRST",
-    "DCP_OPCODE_LAST",
     "FAILOVER_LOG_LENGTH_MAX",
     "HEADER_SIZE",
     "KEY_LENGTH_MAX",
@@ -200,8 +198,6 @@ class Opcode(IntEnum):
     GET_ERROR_MAP = 0xFE
 
 
-DCP_OPCODE_FIRST = int(Opcode.DCP_OPEN)
-DCP_OPCODE_LAST = int(Opcode.DCP_CACHE_TRANSFER_END)
 """All opcodes between these two (both included) are DCP's."""
 
 

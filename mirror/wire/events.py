@@ -15,11 +15,7 @@ from mirror.wire.constants import MarkerVersion
 
 __all__ = [
     "Abort",
-    "AddStream",
     "BufferAck",
-    "CacheTransfer",
-    "CacheTransferEnd",
-    "CachedItem",
     "CloseStream",
     "CollectionCreated",
     "CollectionDropped",
@@ -34,7 +30,6 @@ __all__ = [
     "Expiration",
     "FailoverLog",
     "FailoverLogResponse",
-    "Flush",
     "GetFailoverLog",
     "Mutation",
     "OsoSnapshot",
@@ -42,9 +37,7 @@ __all__ = [
     "Response",
     "ScopeCreated",
     "ScopeDropped",
-    "SeqnoAcknowledged",
     "SeqnoAdvanced",
-    "SetVbucketState",
     "SnapshotMarker",
     "StreamEnd",
     "StreamEvent",
@@ -215,52 +208,6 @@ class StreamEnd(StreamEvent):
     reason: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetVbucketState(StreamEvent):
-    """Takeover between nodes: the vbucket's new state."""
-
-    vbid: int
-    state: int
-    value: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Flush(StreamEvent):
-    """Forget the vbucket's data. Documented, sent by no release."""
-
-    vbid: int
-
-
-@dataclass(frozen=True, slots=True)
-class CachedItem:
-    """One record of a CacheTransfer."""
-
-    key: bytes
-    seqno: int
-    rev_seqno: int
-    cas: int
-    flags: int = 0
-    expiry: int = 0
-    datatype: int = 0
-    cache_hint: int = 0
-    value: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTransfer(StreamEvent):
-    """Documents of a node's cache, in no order; not for copies of a bucket."""
-
-    vbid: int
-    items: tuple[CachedItem, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTransferEnd(StreamEvent):
-    """The cache is through; the ordinary stream begins."""
-
-    vbid: int
-
-
 # What a consumer asks.
 
 
@@ -275,14 +222,6 @@ class DcpOpen(Event):
 class DcpControl(Event):
     name: bytes
     value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AddStream(StreamEvent):
-    """Tells a consumer to open a stream. Between nodes only."""
-
-    vbid: int
-    flags: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,14 +254,6 @@ class BufferAck(Event):
 
     count: int
     vbid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SeqnoAcknowledged(StreamEvent):
-    """A replica has prepared everything up to `prepared_seqno`."""
-
-    vbid: int
-    prepared_seqno: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,18 +363,12 @@ DcpEvent = (
     | SeqnoAdvanced
     | OsoSnapshot
     | StreamEnd
-    | SetVbucketState
-    | Flush
-    | CacheTransfer
-    | CacheTransferEnd
     | DcpOpen
     | DcpControl
-    | AddStream
     | StreamRequest
     | CloseStream
     | GetFailoverLog
     | BufferAck
-    | SeqnoAcknowledged
     | DcpNoop
     | Response
 )

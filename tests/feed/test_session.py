@@ -456,6 +456,21 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
         assert session.figures.dropped_bytes > 0
 
 
+async def test_messages_for_the_nodes_of_a_cluster_are_ignored_and_acked(tmp_path: Path) -> None:
+    others = (Opcode.DCP_FLUSH, Opcode.DCP_SET_VBUCKET_STATE, Opcode.DCP_CACHE_TRANSFER, 0x68)
+    async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):
+        opaque = session.request_stream(stream_request(), PREFIX, owner)
+        await owner.until(lambda: bool(owner.answers))
+        sent = [Frame(0x80, opcode, vbucket=VBID, opaque=opaque, value=b"x") for opcode in others]
+        sent.append(decode(encode_event(ev.SnapshotMarker(VBID, 1, 20, 1), opaque=opaque))[0])
+        for frame in sent:
+            node.send(frame)
+        await owner.until(lambda: bool(owner.events))
+        assert len(owner.events) == 1
+        assert session.ledger.received_total == sum(map(counted_size, sent))
+        assert owner.lost == []
+
+
 async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path) -> None:
     """The scanner hands out the rows of a stream together, whatever lies between them."""
     async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):

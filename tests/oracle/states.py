@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from mirror.wire.constants import DCP_OPCODE_FIRST, DCP_OPCODE_LAST, Opcode, Status
+from mirror.wire.constants import Opcode, Status
 
 __all__ = [
     "ANSWERED",
@@ -213,4 +213,4 @@ is answered always."""
 
 def is_dcp(opcode: int) -> bool:
     """True for the opcodes of DCP."""
-    return DCP_OPCODE_FIRST <= opcode <= DCP_OPCODE_LAST
+    return Opcode.DCP_OPEN <= opcode <= Opcode.DCP_CACHE_TRANSFER_END

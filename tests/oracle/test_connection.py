@@ -265,7 +265,6 @@ ILLEGAL_TO_SAY = [
     (Role.CONSUMER, ev.DcpControl(b"a", b"b"), "plain"),
     (Role.CONSUMER, ev.DcpNoop(), "not for the consumer"),
     (Role.CONSUMER, document(1, 1, 1), "not for the consumer"),
-    (Role.CONSUMER, ev.AddStream(1, 0), "not for the consumer"),
     (Role.PRODUCER, ev.DcpOpen(b"n", 1), "not for the producer"),
     (Role.PRODUCER, ev.DcpNoop(), "plain"),
     (Role.PRODUCER, document(1, 1, 1), "plain"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mirror.wire.constants import DCP_OPCODE_FIRST, DCP_OPCODE_LAST, Opcode
+from mirror.wire.constants import Opcode
 from tests.oracle.states import (
     ANSWERED,
     CLOSE_TRIGGERS,
@@ -25,7 +25,7 @@ NOBODY = {Opcode.DCP_ADD_STREAM}
 
 
 def test_every_message_of_dcp_has_someone_to_say_it() -> None:
-    assert set(SAID_BY) | NOBODY == set(range(DCP_OPCODE_FIRST, DCP_OPCODE_LAST + 1))
+    assert set(SAID_BY) | NOBODY == set(range(Opcode.DCP_OPEN, Opcode.DCP_CACHE_TRANSFER_END + 1))
     assert all(is_dcp(opcode) for opcode in SAID_BY)
     assert not is_dcp(Opcode.GET_ALL_VB_SEQNOS)
 

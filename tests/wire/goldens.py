@@ -44,16 +44,6 @@ GOLDENS = (
         ev.Abort(0x210, b"hello", 4, 5, opaque=0x1210),
     ),
     Golden(
-        "add-stream",
-        "80510000 04000005 00000004 00000001 0000000000000000 00000001",
-        ev.AddStream(5, 1, opaque=1),
-    ),
-    Golden(
-        "add-stream response",
-        "81510000 04000000 00000004 00000001 0000000000000000 00001000",
-        ev.Response(Opcode.DCP_ADD_STREAM, 0, extras=bytes.fromhex("00001000"), opaque=1),
-    ),
-    Golden(
         "buffer-ack",
         "805d0000 00000000 00000004 00000005 0000000000000000 00001000",
         ev.BufferAck(4096, opaque=5),
@@ -64,20 +54,6 @@ GOLDENS = (
         "buffer-ack response",
         "815d0000 00000000 00000000 00000005 0000000000000000",
         ev.Response(Opcode.DCP_BUFFER_ACK, 0, opaque=5),
-    ),
-    Golden(
-        "cache-transfer-end",
-        "80670000 00000210 00000000 00001210 0000000000000000",
-        ev.CacheTransferEnd(0x210, opaque=0x1210),
-    ),
-    Golden(
-        "cache-transfer",
-        "80660000 00000210 00000032 00001210 0000000000000000 0000000000000004 0000000000000001 0000000000000005"
-        "00000000 00000000 00000005 000a" + HELLO + WORLD,
-        ev.CacheTransfer(0x210, (ev.CachedItem(b"hello", 1, 5, 4, cache_hint=10, value=b"world"),), opaque=0x1210),
-        ("the picture lacks four bytes of the record's head, and the value length in it",),
-        "80660000 00000210 00000032 00001210 0000000000000000 0000000000000004 0000000000000001 0000000000000005"
-        "00000005 00000000 00000000 0005000a" + HELLO + WORLD,
     ),
     Golden(
         "close-stream",
@@ -132,11 +108,6 @@ GOLDENS = (
         ev.FailoverLogResponse(
             Opcode.DCP_GET_FAILOVER_LOG, 0, bytes.fromhex(LOG_HEX), failover_log=LOG, opaque=0xDEADBEEF
         ),
-    ),
-    Golden(
-        "flush",
-        "805a0000 00000000 00000000 deadbeef 0000000000000000",
-        ev.Flush(0, opaque=0xDEADBEEF),
     ),
     Golden(
         "get_seqno, all",
@@ -231,11 +202,6 @@ GOLDENS = (
         "81b60008 00000000 00000008 00000000 0000000000000000" + b"rand_key".hex(),
     ),
     Golden(
-        "seqno-acknowledged",
-        "80610000 08000210 00000008 00001210 0000000000000000 0000000000000004",
-        ev.SeqnoAcknowledged(0x210, 4, opaque=0x1210),
-    ),
-    Golden(
         "seqno-advanced",
         "80650000 04000000 00000000 deadbeef 0000000000000000 0000000000000004",
         ev.SeqnoAdvanced(0, 4, opaque=0xDEADBEEF),
@@ -245,11 +211,6 @@ GOLDENS = (
             "body length 0 in the picture, 8 in the list",
         ),
         "80640000 08000000 00000008 deadbeef 0000000000000000 0000000000000004",
-    ),
-    Golden(
-        "set-vbucket-state",
-        "805b0000 01000000 00000001 deadbeef 0000000000000000 04",
-        ev.SetVbucketState(0, 4, opaque=0xDEADBEEF),
     ),
     Golden(
         "snapshot-marker V1",

@@ -54,8 +54,6 @@ markers = st.one_of(
     ),
 )
 
-cached = st.builds(ev.CachedItem, st.binary(min_size=2, max_size=20), u64, u64, u64, u32, u32, u8, u8, blobs)
-
 other_events = st.one_of(
     markers,
     st.builds(ev.Prepare, u16, keys, u64, u64, u64, u32, u32, u32, u8, blobs, u8, u8, u8, **stream),
@@ -65,18 +63,12 @@ other_events = st.one_of(
     st.builds(ev.SeqnoAdvanced, u16, u64, **stream),
     st.builds(ev.OsoSnapshot, u16, u32, **stream),
     st.builds(ev.StreamEnd, u16, u32, **stream),
-    st.builds(ev.SetVbucketState, u16, u8, blobs, **stream),
-    st.builds(ev.Flush, u16, **stream),
-    st.builds(ev.CacheTransfer, u16, st.lists(cached, min_size=1, max_size=3).map(tuple), **stream),
-    st.builds(ev.CacheTransferEnd, u16, **stream),
     st.builds(ev.DcpOpen, keys, u32, blobs, opaque=u32),
     st.builds(ev.DcpControl, keys, keys, opaque=u32),
-    st.builds(ev.AddStream, u16, u32, **stream),
     st.builds(ev.StreamRequest, u16, u32, u64, u64, u64, u64, u64, blobs, **stream),
     st.builds(ev.CloseStream, u16, **stream),
     st.builds(ev.GetFailoverLog, u16, opaque=u32),
     st.builds(ev.BufferAck, u32, u16, opaque=u32),
-    st.builds(ev.SeqnoAcknowledged, u16, u64, **stream),
     st.builds(ev.DcpNoop, opaque=u32),
 )
 

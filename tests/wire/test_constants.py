@@ -7,7 +7,7 @@ from mirror.wire import constants as c
 
 def test_dcp_is_one_range_of_opcodes() -> None:
     named = {opcode for opcode in c.Opcode if opcode.name.startswith("DCP_")}
-    assert {int(opcode) for opcode in named} == set(range(c.DCP_OPCODE_FIRST, c.DCP_OPCODE_LAST + 1))
+    assert {int(opcode) for opcode in named} == set(range(c.Opcode.DCP_OPEN, c.Opcode.DCP_CACHE_TRANSFER_END + 1))
 
 
 def test_no_number_has_two_names() -> None:

@@ -32,10 +32,8 @@ from mirror.ingest.instructions import RequestStream
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.wire import events as ev
-from mirror.wire.codec_dcp import decode, encode, to_frame
+from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
 from mirror.wire.constants import (
-    DCP_OPCODE_FIRST,
-    DCP_OPCODE_LAST,
     ControlKey,
     DcpOpenFlag,
     Feature,
@@ -440,7 +438,7 @@ class NodeSession:
             self.figures.dropped_bytes += counted_size(frame)
         elif is_data(frame):
             self._on_data(stream, frame)
-        elif DCP_OPCODE_FIRST <= frame.opcode <= DCP_OPCODE_LAST:
+        elif frame.opcode in DECODED:
             event = decode(frame)
             if frame.opcode == Opcode.DCP_STREAM_END:
                 self._forget(frame.opaque)
