@@ -17,7 +17,7 @@ from cli.exits import CommandEnded
 from mirror import client
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.log import set_up_logs
-from mirror.messages import Ping
+from mirror.messages import GetStatus
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
 
@@ -39,8 +39,8 @@ def doctor(
     settings = options.with_source(loaded)
     assert settings.source is not None
     set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
-    service = settings.data is not None and client.ask(settings.data, Ping()) is not None
-    work = Doctor(settings, settings.source, settings.data, service=service)
+    answer = None if settings.data is None else client.ask(settings.data, GetStatus())
+    work = Doctor(settings, settings.source, settings.data, status=None if answer is None else answer["status"])
     if not as_json:
         work.on_finding = say
     findings = asyncio.run(work.examine())
@@ -50,7 +50,7 @@ def doctor(
             {
                 "source": settings.source,
                 "data": None if settings.data is None else str(settings.data),
-                "service": "up" if service else "down",
+                "service": "down" if answer is None else "up",
                 "ok": not failed,
                 "findings": [finding_object(finding) for finding in findings],
             }

@@ -144,7 +144,7 @@ def try_source(settings: Settings, source: str, password: str | None) -> str | N
     Raises CommandEnded with the exit code of the first failure.
     """
     for attempts_left in reversed(range(ATTEMPTS_MAX)):
-        work = Doctor(settings, source, None, service=False)
+        work = Doctor(settings, source, None)
         work.on_finding = say
         failed = [finding for finding in asyncio.run(work.examine()) if finding.verdict is StepVerdict.FAIL]
         if not failed:

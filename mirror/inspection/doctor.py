@@ -16,7 +16,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -110,7 +110,13 @@ class _Answers:
 
 class Doctor:
     def __init__(
-        self, settings: Settings, source: str, data: Path | None, *, clock: Clock | None = None, service: bool = False
+        self,
+        settings: Settings,
+        source: str,
+        data: Path | None,
+        *,
+        clock: Clock | None = None,
+        status: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the directory of a mirror, existing or planned. Raises ConfigError for the connection string."""
         self.findings: list[Finding] = []
@@ -118,7 +124,7 @@ class Doctor:
         self._settings = settings
         self._access = Access.of(parse(source), settings)
         self._data = data
-        self._service = service
+        self._status = status
         self._clock = clock or SystemClock()
         self._opaques = Opaques()
         self._sessions: list[NodeSession] = []
@@ -127,6 +133,7 @@ class Doctor:
     async def examine(self) -> list[Finding]:
         """Take all steps that are possible."""
         view = self._open_data()
+        self._judge_service()
         try:
             if not await self._reach():
                 return self.findings
@@ -136,6 +143,7 @@ class Doctor:
             cluster_map = found.newest
             fits = self._judge_map(cluster_map, view)
             self._judge_revisions(found, view)
+            self._judge_followed(cluster_map)
             await self._open_sessions(cluster_map)
             if self._sessions:
                 self._judge_controls()
@@ -333,6 +341,19 @@ class Doctor:
                 "where that lasts, the node was failed over or is cut off: take it out of the connection string; the "
                 "mirror does not follow it",
             )
+        content = _content(newest)
+        others = [
+            str(address)
+            for address, each in found.answers.items()
+            if (each.bucket_uuid, each.revision) == (newest.bucket_uuid, newest.revision) and _content(each) != content
+        ]
+        if others:
+            self._say(
+                "map",
+                StepVerdict.WARN,
+                f"another map of the same revision {newest.rev} is at {', '.join(others)}",
+                "the cluster was restarted with other ports: take the old ones out of the connection string",
+            )
         if view is None or self._data is None:
             return
         maps = NewestMap(view.identity.bucket_uuid)
@@ -344,6 +365,33 @@ class Doctor:
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
             self._fail("map", OlderMap.of(newest.revision, maps.floor))
+
+    def _judge_service(self) -> None:
+        """Repeat what the running service says of itself, so that no finding contradicts it."""
+        if self._status is None:
+            return
+        troubles = self._status["troubles"]
+        if troubles:
+            remedy = f"see docs/{troubles[0]['procedure']}"
+            self._say("service", StepVerdict.WARN, f"{self._status['state']}: {self._status['message']}", remedy)
+        else:
+            self._say("service", StepVerdict.OK, str(self._status["state"]))
+
+    def _judge_followed(self, found: ClusterMap) -> None:
+        """Compare the nodes that the running service streams from with the map."""
+        away: Counter[str] = Counter()
+        for row in self._status["vbuckets"] if self._status is not None else ():
+            node = found.node_of(row["vbid"])
+            if row["node"] is not None and node is not None and row["node"] != str(self._access.address_of(node)):
+                away[row["node"]] += 1
+        if away:
+            text = ", ".join(f"{count} vbuckets from {node}" for node, count in away.items())
+            self._say(
+                "map",
+                StepVerdict.WARN,
+                f"the service streams {text}, and the map names other nodes for them",
+                f"if this lasts for more than {self._settings.map_poll_interval_s:g} s, restart the service",
+            )
 
     async def _open_sessions(self, found: ClusterMap) -> None:
         name = f"dcp-mirror:doctor:{self._clock.unique()}"
@@ -511,7 +559,7 @@ class Doctor:
 
     def _judge_downtime(self, view: View) -> None:
         times = [boundaries[0].time_ms for vbid in view.vbids if (boundaries := view.boundaries(vbid))]
-        if self._service or not times:
+        if self._status is not None or not times:
             return
         days = (self._clock.wall_ms() - max(times)) / 86_400_000
         self._say(
@@ -609,3 +657,8 @@ async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
     async with asyncio.timeout(timeout_s):
         await done
     return found
+
+
+def _content(found: ClusterMap) -> tuple[list[tuple[int | None, int | None]], tuple[int, ...]]:
+    """Return what maps of one revision must agree on; hosts are as each client calls them."""
+    return [(node.kv_port, node.tls_port) for node in found.nodes], found.active

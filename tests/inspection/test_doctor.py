@@ -5,6 +5,7 @@ is changed by asking.
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ async def examined(source: str, path: Path, data: Path | None = None, **values: 
     secrets = path / "doctor"
     secrets.mkdir(exist_ok=True)
     (secrets / "password").write_text(values.pop("password", "demo"))
-    service = values.pop("service", False)
+    status = values.pop("status", None)
     settings = validated({"secrets_dir": secrets, "connect_timeout_s": 5, "request_timeout_s": 5, **values})
     reported: list[Finding] = []
-    doctor = Doctor(settings, source, data, service=service)
+    doctor = Doctor(settings, source, data, status=status)
     doctor.on_finding = reported.append
     findings = await doctor.examine()
     assert reported == findings
@@ -206,3 +207,30 @@ async def test_a_map_older_than_the_mirror_followed_is_a_failure(cluster: Sandbo
     (Path(mirror.path) / "map.json").write_text("{")
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
     assert "remove the file" in steps["map"][1].text + steps["map"][1].remedy
+
+
+async def test_another_map_of_the_same_revision_is_named(tmp_path: Path) -> None:
+    """A node was restarted at another port, and the maps of the two nodes differ in nothing else."""
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as cluster:
+        there = cluster.split_off(1).map
+        assert there.rev == cluster.bucket.map.rev
+        there.nodes[0] = replace(there.nodes[0], port=1)
+        there._cache.clear()
+        steps = await examined(cluster.connection_string, tmp_path)
+        assert [str(finding.verdict) for finding in steps["map"]] == ["ok", "warn"]
+        assert steps["map"][1].text.startswith(f"another map of the same revision {there.rev} is at 127.0.0.1:")
+        assert "other ports" in steps["map"][1].remedy
+
+
+async def test_what_the_running_service_says_is_repeated_and_compared(cluster: SandboxCluster, tmp_path: Path) -> None:
+    mirror = await filled(cluster, tmp_path)
+    ports = [cluster.nodes[owner].port for owner in cluster.bucket.map.owners]
+    rows = [{"vbid": vbid, "node": f"127.0.0.1:{port if vbid else 1}"} for vbid, port in enumerate(ports)]
+    sound = {"state": "following", "message": "", "troubles": [], "vbuckets": rows[1:]}
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path), status=sound)
+    assert (steps["service"][0].text, len(steps["map"])) == ("following", 1)
+    trouble = {"procedure": "troubleshooting.md#states-of-the-service"}
+    wrong = {"state": "degraded", "message": "1 of 4 vbuckets damaged", "troubles": [trouble], "vbuckets": rows}
+    steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path), status=wrong)
+    assert steps["service"][0].text == "degraded: 1 of 4 vbuckets damaged"
+    assert steps["map"][1].text.startswith("the service streams 1 vbuckets from 127.0.0.1:1")
