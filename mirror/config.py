@@ -144,7 +144,8 @@ class Settings:
     kv_nodes: str | None = None
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each mirror): SDKs then
     spread their reads over them. `host:port=0-511` where a mirror holds only some `vbuckets`. Connected clients are
-    notified of a changed list. Unset: this mirror alone."""
+    notified of a changed list. A list that contradicts the bucket or this mirror is refused; the state is `degraded`
+    while a mirror that it names does not answer for its vbuckets. Unset: this mirror alone."""
     users_file: Path | None = None
     """Users that may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. Read again when it
     changes. Unset: every local client may read everything, and so may the source's user with its password."""

@@ -31,6 +31,8 @@ BROKEN = {
 }
 """States of vbuckets that do not recover by themselves, in words, worst first."""
 
+MISLED = "clients are led to a mirror that does not answer for its vbuckets"
+
 HELD_UP_S = 1.0
 """A vbucket that waits longer after an error is named; shorter waits are retries."""
 
@@ -75,6 +77,8 @@ class Trouble:
         """The place in docs/ that says what to do."""
         if self.what == BROKEN["damaged"]:
             return "operations.md#a-corrupt-group"
+        if self.what == MISLED:
+            return "settings.md#kv_nodes"
         if self.state == DISK_FULL:
             return "operations.md#the-disk-is-full"
         return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
@@ -124,11 +128,12 @@ def assess(
     lag_limit_s: float,
     groups: Sequence[Row] = (),
     source_error: str | None = None,
+    mirrors: Sequence[str] = (),
 ) -> Health:
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
 
     `held_count` is the number of its vbuckets, None while unknown. `source_error` is why the source did not name its
-    bucket.
+    bucket. `mirrors` are the contradictions of `kv_nodes` that other mirrors answered.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -145,7 +150,8 @@ def assess(
         if error is None and all(row["lag_s"] is None for row in away):
             return of_mirror(STARTING, "no contact with the source yet")
         return of_mirror(UNREACHABLE, "no contact with the source", error)
-    troubles = _collected(rows, [(row, _trouble(row, failed, lag_limit_s)) for row in rows])
+    found = [(row, _trouble(row, failed, lag_limit_s)) for row in rows]
+    troubles = (*(Trouble(DEGRADED, MISLED, text) for text in mirrors), *_collected(rows, found))
     return Health(troubles[0].state if troubles else FOLLOWING, troubles)
 
 

@@ -32,6 +32,8 @@ class ServiceContext:
     leases: LeaseBook | None = None
     """None until the service has workers."""
     stopping: bool = False
+    mirror_troubles: tuple[str, ...] = ()
+    """What the mirrors that `kv_nodes` names do not answer for; written by `mirrors`."""
 
     def now_ms(self) -> int:
         return int(self.clock.monotonic() * 1000)

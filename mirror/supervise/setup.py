@@ -21,6 +21,8 @@ from mirror.ingest.selection import Selection
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.ownership import readers_gid
+from mirror.serve.kv.map import check_nodes, named_nodes
+from mirror.serve.listener import parse_addresses
 from mirror.supervise.context import MapBook, ServiceContext
 from mirror.supervise.lock import ServiceLock
 from storage.env import access, directory
@@ -126,6 +128,7 @@ class Setup:
         groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
         selected = self._selection.text
         identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
+        self.check_nodes(settings, identity)
         directory.create(str(self._context.data), identity)
         log.info(
             "mirror-made",
@@ -135,6 +138,14 @@ class Setup:
             selection=str(self._selection),
         )
         self._open(identity)
+
+    @staticmethod
+    def check_nodes(settings: Settings, identity: Identity | None) -> None:
+        """Raise ConfigError where the list of mirrors contradicts what this one is."""
+        if settings.kv_nodes is not None and identity is not None:
+            addresses = parse_addresses(settings.kv, "kv") if settings.kv is not None else []
+            ports = {each.port for each in addresses if each.path is None}
+            check_nodes(named_nodes(settings.kv_nodes), identity, ports if 0 not in ports else ())
 
     def _open(self, identity: Identity) -> None:
         context = self._context
@@ -158,6 +169,7 @@ class Setup:
                 hint="leave --collection and --scope out or give the same; another choice needs a new data directory",
                 setting="scope" if requested.scope is not None else "collections",
             )
+        self.check_nodes(self._context.settings, identity)
         vbuckets = self._context.settings.vbuckets
         held = (identity.vbids[0], identity.vbids[-1])
         if vbuckets is not None and vbucket_range(vbuckets, "vbuckets") != held:

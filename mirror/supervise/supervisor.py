@@ -35,6 +35,7 @@ from mirror.supervise.leases import LeaseBook
 from mirror.supervise.listeners.addresses import FIXED, Listeners, kind_of, outdated_by, process_name
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.lock import ServiceLock
+from mirror.supervise.mirrors import ask_mirrors
 from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, server_command, worker_command
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes
@@ -163,6 +164,7 @@ class Supervisor:
             self._spawn_task(self._ticks())
             self._spawn_task(self._resolve_source())
             self._spawn_task(self._reports.run(self._progress))
+            self._spawn_task(ask_mirrors(self._context))
             while not (self._context.stopping and not self._processes.alive()):
                 event = await self._events.get()
                 if isinstance(event, Tick) and not self._context.stopping:
@@ -367,6 +369,7 @@ class Supervisor:
             if found.on_event is not None:
                 words_of(found.on_event)
             readers_gid(found)
+            self._setup.check_nodes(found, self._context.identity)
             self._listeners.change(found)
             self._hook.use(found.on_event)
         except ConfigError as error:

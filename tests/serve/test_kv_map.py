@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mirror.errors import ConfigError
 from mirror.ingest import topology
-from mirror.serve.kv.map import ServedMap, named_nodes, own_node
+from mirror.serve.kv.map import ServedMap, check_nodes, named_nodes, own_node
 from mirror.serve.listener import Address
 from storage.model import Identity
 
@@ -72,6 +73,30 @@ def test_vbuckets_that_nobody_holds_have_no_node() -> None:
 def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_nodes"):
         named_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "held", "complaint"),
+    [
+        ("a:1=0-8", None, "the bucket has 8"),
+        ("a:1=0-5,b:1=4-7", None, "overlap"),
+        ("a:1=0-2,b:1=5-7", None, "no mirror for vbuckets 3-4"),
+        ("a:1,b:1", (0, 3), "no mirror for vbuckets 0-3 alone"),
+        ("a:2,b:3", None, "none for vbuckets 0-7 has port 1"),
+        ("a:1=4-7,b:2=0-3", (0, 3), "none for vbuckets 0-3 has port 1"),
+    ],
+)
+def test_a_list_that_contradicts_bucket_or_mirror_is_refused(
+    text: str, held: tuple[int, int] | None, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_nodes(named_nodes(text), replace(IDENTITY, held=held), {1})
+
+
+@pytest.mark.parametrize("text", ["a:1", "a:1,b:1", "a:1=0-3,b:1=4-7", "a:1,b:1=0-3,c:1=4-7", "tls://a:1,b:2"])
+def test_mirrors_that_hold_all_may_be_named_in_any_parts(text: str) -> None:
+    check_nodes(named_nodes(text), IDENTITY, {1})
+    check_nodes(named_nodes(text), IDENTITY, ())
 
 
 def test_our_own_consumer_understands_the_map() -> None:

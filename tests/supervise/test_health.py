@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.health import BROKEN, HEARD_S, SILENT_S, STATES, assess
+from mirror.health import BROKEN, HEARD_S, MISLED, SILENT_S, STATES, assess
 
 Row = dict[str, Any]
 
@@ -149,3 +149,10 @@ def test_a_silent_worker_is_named_once_with_its_share() -> None:
     rows = [row(vbid, report_age_s=7.2 if vbid % 2 else 0.1, lag_seqnos=None if vbid % 2 else 0) for vbid in range(4)]
     found = assess(rows, 4, lag_limit_s=30)
     assert found.reasons == ["2 of 4 vbuckets of worker 1, silent for 7 s: 1, 3"]
+
+
+def test_a_mirror_that_does_not_hold_what_is_named_for_it_is_a_trouble_of_the_whole() -> None:
+    found = assess([GOOD], 1, lag_limit_s=30, mirrors=["db2:11410 does not hold vbucket 7"])
+    assert (found.state, found.ready) == ("degraded", False)
+    assert found.reasons == [f"{MISLED}: db2:11410 does not hold vbucket 7"]
+    assert found.troubles[0].procedure == "settings.md#kv_nodes"

@@ -9,10 +9,13 @@ service and each change of the list of mirrors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from mirror.config import vbucket_range
+from mirror.errors import ConfigError
+from mirror.health import ranges
 from mirror.serve.listener import Address, parse_addresses
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, ConfigNode, render
 from storage.model import Identity
@@ -59,6 +62,40 @@ def named_nodes(text: str) -> list[MapNode]:
         plain, tls = (None, address.port) if address.tls else (address.port, None)
         found.append(MapNode(address.host, plain, tls, range_))
     return found
+
+
+def check_nodes(nodes: Sequence[MapNode], identity: Identity, own_ports: Collection[int]) -> None:
+    """Raise ConfigError for a list of mirrors that contradicts itself, the bucket, or this mirror.
+
+    `own_ports`: those of this mirror's KV addresses; empty: not known.
+    """
+    count, here = identity.vbucket_count, (identity.vbids[0], identity.vbids[-1])
+    held = [node.held or (0, count - 1) for node in nodes]
+    for first, last in held:
+        if last >= count:
+            raise _wrong(f"names vbuckets {first}-{last}, and the bucket has {count}", f"end at {count - 1}")
+    for one, other in combinations(sorted(set(held)), 2):
+        if one[0] < other[0] <= one[1] < other[1]:
+            raise _wrong(f"names vbuckets {one[0]}-{one[1]} and {other[0]}-{other[1]}, which overlap", _OWN_RANGES)
+    nowhere = [vbid for vbid in range(count) if not any(first <= vbid <= last for first, last in held)]
+    if nowhere:
+        raise _wrong(f"names no mirror for vbuckets {', '.join(ranges(nowhere))}", "name one that holds them")
+    own = [node for node, (first, last) in zip(nodes, held, strict=True) if here[0] <= first and last <= here[1]]
+    if not own:
+        raise _wrong(f"names no mirror for vbuckets {here[0]}-{here[1]} alone, which this one holds", _OWN_RANGES)
+    if own_ports and not any(node.port in own_ports or node.tls_port in own_ports for node in own):
+        raise _wrong(
+            f"does not name this mirror: none for vbuckets {here[0]}-{here[1]} has port "
+            f"{' or '.join(map(str, sorted(own_ports)))}",
+            "name it by the port of its setting kv",
+        )
+
+
+_OWN_RANGES = "write HOST:PORT=FIRST-LAST, with the range of each mirror's setting vbuckets"
+
+
+def _wrong(what: str, hint: str) -> ConfigError:
+    return ConfigError(f"kv_nodes {what}", hint=hint, setting="kv_nodes")
 
 
 class ServedMap:

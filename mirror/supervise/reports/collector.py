@@ -231,7 +231,12 @@ class Reports:
             log.info("workers-ready", workers=sum(kind_of(each.slot) is None for each in self._processes.running()))
         limit_s = self._context.settings.ready_lag_limit_s
         health = assess(
-            rows, self._context.vbucket_count, lag_limit_s=limit_s, groups=groups, source_error=self._source_error
+            rows,
+            self._context.vbucket_count,
+            lag_limit_s=limit_s,
+            groups=groups,
+            source_error=self._source_error,
+            mirrors=self._context.mirror_troubles,
         )
         sums = totals(rows)
         figures = f"{sums['published_seqnos']:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"

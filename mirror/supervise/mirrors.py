@@ -1,0 +1,72 @@
+"""Compares `kv_nodes` with what the mirrors that it names answer, over their KV ports.
+
+Asks each named mirror, as the source's user, for its map and for the seqnos of the first and the last vbucket of its
+range. Invariants: a mirror that is away or refuses the login is not judged; one that refused is not asked again until
+the list changes, so that no failed logins add up there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from mirror.config import PasswordSource
+from mirror.errors import AuthRejected, BucketMissing, ClusterError, ConfigError
+from mirror.feed.connection.bootstrap import Access, enter, fetch_map
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.ingest.topology import NO_NODE
+from mirror.serve.kv.map import MapNode, named_nodes
+from mirror.supervise.context import ServiceContext
+from mirror.wire.constants import Opcode, Status
+
+INTERVAL_S = 2.0
+
+
+async def ask_mirrors(context: ServiceContext) -> None:
+    """Ask all of them again and again until cancelled, and note what contradicts the list."""
+    listed: str | None = None
+    refused: set[MapNode] = set()
+    while True:
+        if context.settings.kv_nodes != listed:
+            listed, refused = context.settings.kv_nodes, set()
+        nodes = named_nodes(listed) if listed is not None and context.identity is not None else []
+        found = await asyncio.gather(*(_ask(context, node, refused) for node in nodes if node not in refused))
+        context.mirror_troubles = tuple(each for each in found if each is not None)
+        await context.clock.sleep(INTERVAL_S)
+
+
+async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
+    """Say how a mirror contradicts the list; None if it does not, or if that is not known."""
+    settings, identity = context.settings, context.identity
+    port = node.port or node.tls_port
+    assert settings.source is not None
+    assert identity is not None
+    assert node.host is not None
+    assert port is not None
+    address = NodeAddress(node.host, port)
+    source = replace(parse(settings.source), tls=node.tls_port is not None, addresses=(address,))
+    try:
+        link, _ = await enter(Access(source, PasswordSource.of(settings), settings), address, context.clock)
+    except BucketMissing:
+        return f"{address} does not have the bucket {identity.bucket_name}"
+    except AuthRejected:
+        refused.add(node)
+        return None
+    except (ClusterError, ConfigError):
+        return None
+    try:
+        theirs = await fetch_map(link, settings)
+        if theirs.bucket_uuid != identity.bucket_uuid:
+            return f"{address} mirrors another bucket (uuid {theirs.bucket_uuid})"
+        if nowhere := theirs.active.count(NO_NODE):
+            return f"{address} names no mirror for {nowhere} vbuckets"
+        for vbid in node.held or (0, identity.vbucket_count - 1):
+            timeout_s = settings.request_timeout_s
+            answer = await link.request(Opcode.OBSERVE_SEQNO, value=bytes(8), vbucket=vbid, timeout_s=timeout_s)
+            if answer.status == Status.NOT_MY_VBUCKET:
+                return f"{address} does not hold vbucket {vbid}, which kv_nodes names for it"
+    except ClusterError:
+        return None
+    finally:
+        link.close()
+    return None
