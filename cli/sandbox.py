@@ -15,8 +15,8 @@ from cli import output
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.control.server import ask, default_path
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.node.tls import NodeTls, Version
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.service import ServeOptions, serve
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")

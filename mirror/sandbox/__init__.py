@@ -1,7 +1,7 @@
 """The embedded source: an in-memory Couchbase-like cluster for trying and testing the program."""
 
-from mirror.sandbox.bucket import Bucket, vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import Bucket, vbucket_of
 from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket

@@ -15,18 +15,15 @@ from random import Random
 from types import TracebackType
 
 from mirror.clock import Clock, SystemClock
-from mirror.sandbox.bucket import Bucket, Value
-from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.users import User
+from mirror.sandbox.data.bucket import Bucket
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
+from mirror.sandbox.data.streams import Sent
 from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
-from mirror.sandbox.dcp.producer import Sent
 from mirror.sandbox.dcp.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.node.node import SandboxNode
 from mirror.sandbox.node.tls import NodeTls
-from mirror.sandbox.profile import DEFAULT_PROFILE, profile_named
 from mirror.server.cluster_config import NOWHERE
-from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire.constants import VbucketRole
 
 EXPIRY_PAGER_SECONDS = 60.0
@@ -92,6 +89,9 @@ class SandboxCluster:
             bounded=bounded,
         )
         self.bucket.tuning.antilag_items = antilag_items
+        self.vbuckets = self.bucket.vbuckets
+        self.set, self.delete, self.multi_write = self.bucket.set, self.bucket.delete, self.bucket.multi_write
+        self.add_user = self.bucket.users.add
         self.user = self.bucket.users.add(user, password)
         self.host = host
         self.faults = Faults(self._select, self.bucket.stream_faults)
@@ -121,7 +121,6 @@ class SandboxCluster:
         self._tasks.append(asyncio.create_task(self._page_expired()))
 
     async def stop(self) -> None:
-        """Everything ends."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -130,14 +129,12 @@ class SandboxCluster:
         await asyncio.sleep(0)
 
     async def __aenter__(self) -> SandboxCluster:
-        """Start."""
         await self.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         await self.stop()
 
     @property
@@ -149,43 +146,13 @@ class SandboxCluster:
 
     @property
     def plain_connection_string(self) -> str:
-        """How clients get here without TLS."""
         return self._string("couchbase", [node.port for node in self.bucket.map.nodes])
 
-    # --- data: the bucket's own calls, and short forms of the usual ones
-
-    @property
-    def vbuckets(self) -> list[Vbucket]:
-        """All vbuckets."""
-        return self.bucket.vbuckets
-
     def vbucket(self, vbid: int) -> Vbucket:
-        """A vbucket: its seqnos, failover log and past."""
         return self.bucket.vbuckets[vbid]
 
     def sent(self, vbid: int) -> Sent:
-        """What was sent of a vbucket over DCP, and the stream requests that were accepted."""
         return self.bucket.sent[vbid]
-
-    def set(self, key: str | bytes, value: Value, *, vbid: int | None = None, collection: str | None = None) -> Item:
-        """Write a document. More can be said through `bucket.set`."""
-        if collection is None:
-            return self.bucket.set(key, value, vbid=vbid)
-        return self.bucket.set(key, value, vbid=vbid, collection=collection)
-
-    def delete(self, key: str | bytes, *, vbid: int | None = None, collection: str | None = None) -> Item:
-        """Delete a document."""
-        if collection is None:
-            return self.bucket.delete(key, vbid=vbid)
-        return self.bucket.delete(key, vbid=vbid, collection=collection)
-
-    def multi_write(self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]]) -> list[Item]:
-        """Write (None: delete) several documents of one vbucket at once: they land in one snapshot."""
-        return self.bucket.multi_write(vbid, writes)
-
-    def add_user(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
-        """A user, or new password and privileges for one that is there."""
-        return self.bucket.users.add(name, password, privileges)
 
     # --- topology
 
@@ -271,7 +238,6 @@ class SandboxCluster:
         return node.number
 
     async def rebalance(self, numbers: Iterable[int] | None = None, *, pause_seconds: float = 0.0) -> int:
-        """Spread the vbuckets evenly over these nodes (all that live), one move at a time. Returns how many moved."""
         targets = list(numbers) if numbers is not None else [node.number for node in self._members() if node.alive]
         members = {node.number for node in self.bucket.map.nodes}
         self.bucket.map.nodes += [self.nodes[number].address for number in targets if number not in members]
@@ -344,7 +310,6 @@ class SandboxCluster:
         self.bucket.map.bump()
 
     def _drop_replica(self, vbid: int) -> None:
-        """The active node of a vbucket is none of its replicas, nor is a node that left."""
         present = {node.number for node in self.bucket.map.nodes} - {self.bucket.map.owners[vbid]}
         replicas = self.bucket.map.replicas[vbid]
         replicas[:] = [replica if replica in present else NOWHERE for replica in replicas]

@@ -20,9 +20,9 @@ from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.control.server import SandboxControl, default_path
+from mirror.sandbox.data.profile import DEFAULT_PROFILE
 from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.node.tls import NodeTls
-from mirror.sandbox.profile import DEFAULT_PROFILE
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
@@ -42,7 +42,6 @@ class ServeOptions:
     port: int = 0
     bucket: str = "demo"
     load: int = 0
-    """Documents that are there from the start, on disk."""
     rate: float = 0.0
     """Operations per second; 0: the source is quiet."""
     keys: int = 100_000

@@ -25,18 +25,15 @@ class SandboxThread:
     """`with SandboxThread(SandboxCluster(...)) as source:` and then `source.call(source.cluster.set, "k", {})`."""
 
     def __init__(self, cluster: SandboxCluster) -> None:
-        """The cluster is not started yet."""
         self.cluster = cluster
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="sandbox", daemon=True)
 
     @property
     def connection_string(self) -> str:
-        """How clients get here."""
         return self.cluster.connection_string
 
     def __enter__(self) -> SandboxThread:
-        """Start."""
         self._thread.start()
         self.run(self.cluster.start())
         return self
@@ -44,7 +41,6 @@ class SandboxThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
         try:
             self.run(self.cluster.stop())
         finally:
@@ -61,7 +57,6 @@ class SandboxThread:
         return self.run(called())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of the cluster in its loop, and return what it returns."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _main(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 
 TICK_SECONDS = 0.01
 WRITES_AT_ONCE_MAX = 5_000
@@ -28,8 +28,6 @@ _STATES = ("new", "paid", "packed", "sent", "delivered", "returned")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is written."""
-
     seed: int = 0
     rate: float = 1000.0
     """Operations per second."""
@@ -52,10 +50,7 @@ class Write:
 
 
 class Workload:
-    """Operations without end, and a task that does them."""
-
     def __init__(self, bucket: Bucket, options: WorkloadOptions) -> None:
-        """Nothing is written before `run` or `write`."""
         self.options = options
         self.rate = options.rate
         self.written = 0
@@ -66,7 +61,6 @@ class Workload:
         self._next = 0
 
     def operations(self) -> Iterator[Write]:
-        """What is written, in order."""
         rng, options = self._rng, self.options
         while True:
             share = rng.random()
@@ -84,7 +78,6 @@ class Workload:
                 yield self._put(number)
 
     def write(self, count: int) -> None:
-        """Do the next operations now."""
         bucket = self._bucket
         for _, write in zip(range(count), self.operations(), strict=False):
             if write.body is not None:
@@ -94,7 +87,6 @@ class Workload:
             self.written += 1
 
     async def run(self) -> None:
-        """Write at the rate until cancelled."""
         loop = asyncio.get_running_loop()
         last, owed = loop.time(), 0.0
         while True:
@@ -104,10 +96,6 @@ class Workload:
             self.write(int(owed))
             owed -= int(owed)
             await asyncio.sleep(TICK_SECONDS)
-
-    def set_rate(self, rate: float) -> None:
-        """Operations per second from now on."""
-        self.rate = rate
 
     def load(self, count: int, *, vbid: int | None = None) -> int:
         """Fill an empty bucket quickly, as if long ago; what is loaded takes part in what follows."""
@@ -134,21 +122,16 @@ class Workload:
 
 
 def order_key(number: int) -> bytes:
-    """The key of an order."""
     return b"order::%08d" % number
 
 
 class Orders:
-    """Documents that look like orders."""
-
     def __init__(self, rng: Random, value_bytes: int) -> None:
-        """About `value_bytes` long."""
         self._rng = rng
         self._bytes = value_bytes
         self._pool: list[bytes] = []
 
     def order(self, number: int) -> bytes:
-        """One order."""
         rng = self._rng
         items = [
             {"sku": f"{rng.choice(_GOODS)}-{rng.randrange(1000):03d}", "count": rng.randint(1, 5)}

@@ -12,8 +12,8 @@ import json
 from collections.abc import Callable
 from random import Random
 
-from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import vbucket_of
 
 TICK_S = 0.01
 COLLECTION = "shop.carts"

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.dcp.producer import AcceptedStream
+from mirror.sandbox.data.streams import AcceptedStream
 from storage.admin.check import check
 from storage.errors import ViewInvalidated
 from storage.model import VbucketState

@@ -130,7 +130,7 @@ async def test_what_one_copy_has_not_persisted_stays_invisible(
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
     await mirror.until_published(1, first)
-    cluster.bucket.hold_persistence(1, node, first + 5)
+    cluster.bucket.persistence_holds[1, node] = first + 5
     other = write(cluster, 2, 10)
     for round_number in range(10):
         high = write(cluster, 1, 3, f"round-{round_number}")
@@ -140,10 +140,10 @@ async def test_what_one_copy_has_not_persisted_stays_invisible(
     assert first <= row["published_seqno"] <= first + 5
     assert row["held_snapshots"] > 0
     assert row["persisted_seqno"] == first + 5
-    cluster.bucket.hold_persistence(1, node, first + 20)
+    cluster.bucket.persistence_holds[1, node] = first + 20
     await mirror.until(lambda: mirror.row(1)["published_seqno"] > first + 5, "some of it")
     assert mirror.row(1)["published_seqno"] <= first + 20
-    cluster.bucket.hold_persistence(1, node, None)
+    del cluster.bucket.persistence_holds[1, node]
     await mirror.until_published(1, high)
     assert mirror.row(1)["held_snapshots"] == 0
     await mirror.stop()
@@ -155,7 +155,7 @@ async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: San
     mirror = mirror_of(cluster, tmp_path)
     mirror.start(cluster.connection_string)
     await mirror.until_published(1, first)
-    cluster.bucket.hold_persistence(1, replica_of(cluster, 1), first)
+    cluster.bucket.persistence_holds[1, replica_of(cluster, 1)] = first
     high = write(cluster, 1, 10, "lost")
     await mirror.until(lambda: mirror.row(1)["staged_seqno"] == high, "staged")
     cluster.failover(1, lose=10)
@@ -178,7 +178,7 @@ async def test_what_waits_is_on_the_disk_and_a_restart_does_not_let_it_out(
     mirror = mirror_of(cluster, tmp_path, batch_bytes_max=64 * 1024)
     mirror.start(cluster.connection_string)
     await mirror.until_published(1, first)
-    cluster.bucket.hold_persistence(1, replica_of(cluster, 1), first)
+    cluster.bucket.persistence_holds[1, replica_of(cluster, 1)] = first
     for number in range(100):
         cluster.set(f"large-{number}", b"x" * 4096, vbid=1)
         if number % 10 == 9:

@@ -163,7 +163,7 @@ async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_
     """As while it warms up: it lets us in, has its map, and says of each stream that it is too early."""
     async with source_of() as cluster:
         theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
-        cluster.faults.refuse_streams(Status.ETMPFAIL, theirs)
+        cluster.faults.streams.refuse(Status.ETMPFAIL, theirs)
         mirror = mirror_of(cluster, tmp_path)
         consumer = mirror.start(cluster.connection_string)
         write(cluster, 100)

@@ -160,7 +160,7 @@ async def test_vbuckets_without_a_node_are_counted(cluster: SandboxCluster, tmp_
 async def test_a_server_that_keeps_its_own_noop_interval_and_refuses_streams_for_now(
     cluster: SandboxCluster, tmp_path: Path
 ) -> None:
-    cluster.faults.refuse_streams(Status.ETMPFAIL)
+    cluster.faults.streams.refuse(Status.ETMPFAIL)
     steps = await examined(cluster.connection_string, tmp_path)
     assert verdicts(steps)["streams"] == "warn"
     assert "warming up" in steps["streams"][0].text

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.manifest import ManifestError
 from mirror.wire.constants import VbucketRole
 
@@ -102,9 +102,9 @@ def test_a_copy_can_be_kept_from_persisting(bucket: Bucket) -> None:
     for number in range(3):
         bucket.set(f"k{number}", {}, vbid=1)
     assert bucket.persisted_seqno(1, 0) == 3
-    bucket.hold_persistence(1, 0, 2)
+    bucket.persistence_holds[1, 0] = 2
     assert (bucket.persisted_seqno(1, 0), bucket.persisted_seqno(1, 1)) == (2, 3)
-    bucket.hold_persistence(1, 0, None)
+    del bucket.persistence_holds[1, 0]
     assert bucket.persisted_seqno(1, 0) == 3
     bucket.map.ephemeral = True
     assert bucket.persisted_seqno(1, 0) == 0

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from mirror.document import values
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.documents import LOCKED_CAS, DocumentError, Mode
 from mirror.sandbox.data.item import ABORT, EXPIRATION, PREPARE, CommitItem
 from mirror.wire.constants import Status

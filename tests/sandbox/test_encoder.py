@@ -8,8 +8,8 @@ from mirror.document import values
 from mirror.sandbox.data import item as it
 from mirror.sandbox.data.item import CommitItem, EventItem, Item
 from mirror.sandbox.data.manifest import ManifestStep
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.dcp.encoder import ItemEncoder
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
@@ -63,7 +63,7 @@ def test_compressed_values_are_opened_for_who_cannot() -> None:
 def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     flags: int, expiry_opcode: bool, from_disk: bool, expected: object
 ) -> None:
-    item = Item(5, b"\x08k", it.expiration_frame(3, b"\x08k", 5, 1, 9, b"", delete_time=77))
+    item = Item(5, b"\x08k", codec_dcp.encode(ev.Expiration(3, b"\x08k", 5, 1, 9, delete_time=77)))
     features = Controls(ABILITIES, collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == expected
 
@@ -76,7 +76,7 @@ def test_a_tombstone_keeps_the_xattrs_of_users_for_clients_that_requested_them(
     flags: int, expected: dict[bytes, bytes]
 ) -> None:
     value, datatype = values.join({b"_sync": b"{}", b"mine": b"1"}, b"", 0)
-    item = Item(5, b"\x08k", it.deletion_frame(3, b"\x08k", 5, 1, 9, value, delete_time=7, datatype=datatype))
+    item = Item(5, b"\x08k", codec_dcp.encode(ev.Deletion(3, b"\x08k", 5, 1, 9, datatype, value, 7)))
     encoder = ItemEncoder(Controls(ABILITIES, collections=True, open_flags=flags))
     sent = decoded(encoder.encode(item, from_disk=True))
     assert isinstance(sent, ev.Deletion)
@@ -94,7 +94,7 @@ def test_commits_are_mutations_unless_requested_from_memory() -> None:
     assert able.encode(item, from_disk=True) == frame
     plain = ItemEncoder(Controls(ABILITIES, collections=True))
     assert plain.encode(item, from_disk=False) == frame
-    abort = Item(7, b"\x08k", it.abort_frame(3, b"\x08k", 5, 7))
+    abort = Item(7, b"\x08k", codec_dcp.encode(ev.Abort(3, b"\x08k", 5, 7)))
     assert (plain.shows(abort), able.shows(abort)) == (False, True)
     assert able.encode(abort, from_disk=True) == abort.frame
 
@@ -103,14 +103,14 @@ def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys
     """As the prepares that they end; with the collection's id they ended nothing."""
     able = ItemEncoder(Controls(ABILITIES, sync_writes=True))
     commit = CommitItem(6, b"\0k", it.mutation_frame(3, b"\0k", 6, 1, 9, b"{}"), 5)
-    abort = Item(7, b"\0k", it.abort_frame(3, b"\0k", 5, 7))
+    abort = Item(7, b"\0k", codec_dcp.encode(ev.Abort(3, b"\0k", 5, 7)))
     assert decoded(able.encode(commit, from_disk=False)) == ev.Commit(3, b"k", 5, 6)
     assert decoded(able.encode(abort, from_disk=False)) == ev.Abort(3, b"k", 5, 7)
 
 
 def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
     change = ManifestStep(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
-    frame = it.system_event_frame(3, 5, 3, 0, b"s", change.body())
+    frame = codec_dcp.encode(ev.SystemEvent(3, 5, 3, 0, b"s", change.body()))
     item = EventItem(5, b"x", frame, change)
     assert ItemEncoder(Controls(ABILITIES, collections=True)).encode(item, from_disk=True) == frame
     flat = decoded(ItemEncoder(Controls(ABILITIES, collections=True, flat_events=True)).encode(item, from_disk=True))

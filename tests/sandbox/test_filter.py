@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.sandbox.data.item import Item, mutation_frame, system_event_frame
+from mirror.sandbox.data.item import Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
 from mirror.sandbox.data.vbucket import system_key
 from mirror.sandbox.dcp.filter import SandboxFilter, parse
 from mirror.server.errors import Refused
+from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, SystemEventId
+from mirror.wire.events import SystemEvent
 
 
 @pytest.fixture
@@ -107,4 +109,4 @@ def document(collection_id: int) -> Item:
 def event(kind: SystemEventId, scope_id: int, collection_id: int = 0) -> Item:
     change = ManifestStep(kind, 1, scope_id, collection_id)
     key = system_key(about_scope=change.about_scope, id_=scope_id if change.about_scope else collection_id)
-    return Item(1, key, system_event_frame(0, 1, kind, 0, b"", change.body()))
+    return Item(1, key, codec_dcp.encode(SystemEvent(0, 1, kind, 0, b"", change.body())))

@@ -9,7 +9,7 @@ import pytest
 from mirror.errors import ConfigError
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.data.manifest import ManifestError
-from mirror.sandbox.profile import CONTROLS, PROFILES, profile_named
+from mirror.sandbox.data.profile import CONTROLS, PROFILES, profile_named
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Status

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mirror.sandbox import SandboxCluster
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.sandbox.dcp.stream import ProducerStream, StreamOptions
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.server.controls import Controls
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer

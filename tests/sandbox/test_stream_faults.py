@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.dcp.faults import StreamFaults
+from mirror.sandbox.data.streams import StreamFaults
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason
@@ -35,7 +35,7 @@ REFUSALS = [
 @pytest.mark.parametrize("status", REFUSALS)
 async def test_a_stream_request_is_refused_as_often_as_requested(status: Status) -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
-        cluster.faults.refuse_streams(status, [0, 1], times=2)
+        cluster.faults.streams.refuse(status, [0, 1], times=2)
         client = await Client.dcp(cluster)
         answers = [await client.stream(vbid) for vbid in (0, 2, 1, 0)]
         assert [answer.status for answer in answers] == [status, Status.SUCCESS, status, Status.SUCCESS]
@@ -51,8 +51,8 @@ async def test_a_stream_request_is_refused_as_often_as_requested(status: Status)
 
 async def test_a_refusal_can_say_anything_and_ends_when_it_is_cleared() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.faults.refuse_streams(Status.NOT_MY_VBUCKET, value=b"")
-        cluster.faults.refuse_streams(Status.ROLLBACK, times=1, value=(7).to_bytes(8))
+        cluster.faults.streams.refuse(Status.NOT_MY_VBUCKET, value=b"")
+        cluster.faults.streams.refuse(Status.ROLLBACK, times=1, value=(7).to_bytes(8))
         client = await Client.dcp(cluster)
         assert codec_dcp.decode_rollback_seqno((await client.stream(0)).value) == 7
         for _ in range(2):
@@ -81,7 +81,7 @@ async def test_a_muted_stream_is_accepted_and_goes_on_when_all_is_well() -> None
         for vbid in range(3):
             cluster.set("k", {}, vbid=vbid)
         await client.until_seqno(0, 1)
-        cluster.faults.mute_streams([0, 1], node=0)
+        cluster.faults.streams.mute([0, 1], node=0)
         cluster.set("l", {}, vbid=0)
         await client.stream(2)
         await client.until_seqno(2, 1)
@@ -96,7 +96,7 @@ async def test_a_muted_stream_is_accepted_and_goes_on_when_all_is_well() -> None
 async def test_noops_are_withheld() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.dcp(cluster, set_noop_interval="0.1")
-        cluster.faults.withhold_noops()
+        cluster.faults.streams.noops_withheld = True
         await client.stream(0)
         await asyncio.sleep(0.25)
         assert not client.of(ev.DcpNoop)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import FAILOVER_LOG_MAX, Vbucket
 from tests.manual_clock import ManualClock

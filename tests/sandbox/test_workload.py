@@ -57,7 +57,7 @@ async def test_it_runs_at_about_its_rate_until_cancelled() -> None:
     async with asyncio.timeout(10):
         while workload.written < 200:  # noqa: ASYNC110 (the writer notifies nobody)
             await asyncio.sleep(0.01)
-    workload.set_rate(0)
+    workload.rate = 0
     await asyncio.sleep(0.03)
     written = workload.written
     await asyncio.sleep(0.03)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.serve.dcp.connection import ABILITIES as MIRROR
 from mirror.server.controls import Controls
 from mirror.wire.constants import DcpOpenFlag, MarkerVersion, Status

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from mirror.sandbox.bucket import Bucket
 from mirror.sandbox.data import vbucket as sandbox_vbucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.data.manifest import FIRST_ID
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.data.users import User
 from mirror.sandbox.data.vbucket import Vbucket, system_id
 from mirror.sandbox.dcp.encoder import ItemEncoder
@@ -23,7 +24,6 @@ from mirror.sandbox.dcp.filter import SandboxFilter, _scope_of
 from mirror.sandbox.dcp.producer import SandboxProducer
 from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.sandbox.node.node import NodeConnection, SandboxNode
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
 from mirror.server.producer import StreamHistory

@@ -13,8 +13,8 @@ from pyspark.sql import SparkSession
 from mirror.config import Settings
 from mirror.config_reader import load
 from mirror.errors import ConfigError, ConnectFailed, MirrorError, SourceTimeout
-from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline import backfill as backfills
 from mirror.spark.pipeline.backfill import Backfilled, backfill, backfill_task
@@ -194,7 +194,7 @@ def test_what_cannot_be_is_said_at_once(source: SandboxThread, settings: Setting
 def test_a_source_that_falls_silent_is_given_up_by_name(
     source: SandboxThread, settings: Settings, tmp_path: Path
 ) -> None:
-    source.call(lambda: source.cluster.faults.mute_streams([5]))
+    source.call(lambda: source.cluster.faults.streams.mute([5]))
     with pytest.raises(SourceTimeout, match="vbucket 5 does not come on"):
         backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=4)
 

@@ -22,8 +22,8 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import COMMAND
 from tests.crash.load import Load

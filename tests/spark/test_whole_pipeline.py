@@ -17,8 +17,8 @@ from pyspark.sql import SparkSession
 
 from mirror.config import Settings
 from mirror.config_reader import load
-from mirror.sandbox.bucket import vbucket_of
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline.backfill import backfill
 from mirror.spark.pipeline.compare import compare

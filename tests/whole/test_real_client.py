@@ -31,7 +31,7 @@ from couchbase.options import (
 )
 from couchbase.transcoder import RawBinaryTranscoder, RawStringTranscoder
 
-from mirror.sandbox import SandboxCluster, SandboxThread
+from mirror.sandbox import SandboxCluster, SandboxThread, vbucket_of
 from mirror.sandbox.data.item import Item
 from storage.read.view import open_view
 from tests.cli.conftest import call
@@ -187,7 +187,11 @@ def item_of(source: SandboxThread, where: tuple[str, str]) -> Item:
     """The newest version of a document at the source, a tombstone perhaps."""
     bucket = source.cluster.bucket
     wire_key = bucket.wire_key(where[1], where[0])
-    found = source.call(bucket.vbucket_for(where[1]).find, wire_key, collection_id_of(source, where[0]))
+    found = source.call(
+        bucket.vbuckets[vbucket_of(where[1].encode(), len(bucket.vbuckets))].find,
+        wire_key,
+        collection_id_of(source, where[0]),
+    )
     assert found is not None
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.service import Service, until

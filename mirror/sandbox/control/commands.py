@@ -42,14 +42,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mirror.sandbox.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.data.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
 from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp
@@ -57,8 +55,6 @@ from mirror.wire.constants import Status, StreamEndReason
 
 
 class Target(Protocol):
-    """What commands are for."""
-
     cluster: SandboxCluster
     workload: Workload | None
 
@@ -139,6 +135,11 @@ def _vbucket(server: Target, arguments: Arguments) -> Any:
 def _fault(server: Target, arguments: Arguments) -> Any:
     faults = server.cluster.faults
     kind = arguments.pop("kind")
+
+    def refuse(status: object, vbids: object = None, times: int | None = None, seqno: int | None = None) -> None:
+        value = None if seqno is None else codec_dcp.encode_rollback_seqno(seqno)
+        faults.streams.refuse(_one_of(Status, status), _vbids(vbids), times=times, value=value)
+
     known: dict[str, Callable[..., int | None]] = {
         "cut": faults.cut,
         "slow": faults.slow,
@@ -146,10 +147,12 @@ def _fault(server: Target, arguments: Arguments) -> Any:
         "silence": faults.silence,
         "truncate": faults.truncate,
         "stop-mid-snapshot": faults.stop_mid_snapshot,
-        "refuse-streams": partial(_refuse_streams, faults),
-        "end-streams": partial(_end_streams, faults),
-        "mute-streams": partial(_mute_streams, faults),
-        "withhold-noops": faults.withhold_noops,
+        "refuse-streams": refuse,
+        "end-streams": lambda reason, vbids=None, node=None: faults.end_streams(
+            _one_of(StreamEndReason, reason), _vbids(vbids), node=node
+        ),
+        "mute-streams": lambda vbids=None, node=None: faults.streams.mute(_vbids(vbids), node=node),
+        "withhold-noops": lambda: setattr(faults.streams, "noops_withheld", True),
         "clear": faults.clear,
     }
     if kind not in known:
@@ -158,23 +161,7 @@ def _fault(server: Target, arguments: Arguments) -> Any:
     return {"streams" if kind == "end-streams" else "connections": count}
 
 
-def _refuse_streams(
-    faults: Faults, status: object, vbids: object = None, times: int | None = None, seqno: int | None = None
-) -> None:
-    value = None if seqno is None else codec_dcp.encode_rollback_seqno(seqno)
-    faults.refuse_streams(_one_of(Status, status), _vbids(vbids), times=times, value=value)
-
-
-def _end_streams(faults: Faults, reason: object, vbids: object = None, node: int | None = None) -> int:
-    return faults.end_streams(_one_of(StreamEndReason, reason), _vbids(vbids), node=node)
-
-
-def _mute_streams(faults: Faults, vbids: object = None, node: int | None = None) -> None:
-    faults.mute_streams(_vbids(vbids), node=node)
-
-
 def _one_of(kind: type[Code], said: object) -> Code:
-    """A status or reason by its name or number. Raises ValueError with the usual names."""
     for member in kind:
         if said == int(member) or str(said).upper().replace("-", "_") == member.name:
             return member
@@ -183,7 +170,6 @@ def _one_of(kind: type[Code], said: object) -> Code:
 
 
 def _vbids(said: Any) -> list[int] | None:
-    """A number, several, or none for all."""
     if said is None:
         return None
     return [int(vbid) for vbid in (said if isinstance(said, list) else [said])]
@@ -212,28 +198,13 @@ def _rotate_certificate(server: Target, arguments: Arguments) -> Any:
     return {"cert": str(tls.cert_file)}
 
 
-async def _kill(server: Target, arguments: Arguments) -> None:
-    await server.cluster.kill_node(arguments["node"])
-
-
-async def _restart(server: Target, arguments: Arguments) -> None:
-    await server.cluster.restart_node(arguments["node"], lose=arguments.get("lose"))
-
-
-async def _failover_node(server: Target, arguments: Arguments) -> None:
-    await server.cluster.failover_node(arguments["node"], lose=arguments.get("lose", 0))
-
-
-def _failover(server: Target, arguments: Arguments) -> Any:
-    return {"base_seqno": server.cluster.failover(arguments["vbid"], lose=arguments.get("lose", 0))}
-
-
 def _split_off(server: Target, arguments: Arguments) -> None:
     server.cluster.split_off(arguments["node"])
 
 
-def _move(server: Target, arguments: Arguments) -> None:
-    server.cluster.move(arguments["vbid"], arguments["node"])
+def _prepare(server: Target, arguments: Arguments) -> Any:
+    value = str(arguments["value"]) if "value" in arguments else None
+    return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
 
 
 async def _add_node(server: Target, _arguments: Arguments) -> Any:
@@ -244,46 +215,12 @@ async def _rebalance(server: Target, arguments: Arguments) -> Any:
     return {"moved": await server.cluster.rebalance(arguments.get("nodes"))}
 
 
-def _to_disk(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.to_disk(arguments.get("vbid"))
-
-
-def _purge(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.purge(arguments.get("vbid"), arguments.get("below_seqno"))
-
-
-def _discard_history(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.discard_history(arguments.get("vbid"), arguments.get("below_seqno"))
-
-
 def _where(arguments: Arguments) -> dict[str, Any]:
     return {"collection": arguments.get("collection", DEFAULT_COLLECTION), "vbid": arguments.get("vbid")}
 
 
 def _written(item: Item) -> Any:
     return {"vbid": int.from_bytes(item.frame[6:8]), "seqno": item.seqno}
-
-
-def _set(server: Target, arguments: Arguments) -> Any:
-    value = str(arguments["value"])
-    return _written(server.cluster.bucket.set(str(arguments["key"]), value, **_where(arguments)))
-
-
-def _delete(server: Target, arguments: Arguments) -> Any:
-    return _written(server.cluster.bucket.delete(str(arguments["key"]), **_where(arguments)))
-
-
-def _prepare(server: Target, arguments: Arguments) -> Any:
-    value = str(arguments["value"]) if "value" in arguments else None
-    return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
-
-
-def _commit(server: Target, arguments: Arguments) -> Any:
-    return _written(server.cluster.bucket.commit(str(arguments["key"]), **_where(arguments)))
-
-
-def _abort(server: Target, arguments: Arguments) -> Any:
-    return _written(server.cluster.bucket.abort(str(arguments["key"]), **_where(arguments)))
 
 
 def _tune(server: Target, arguments: Arguments) -> Any:
@@ -295,54 +232,15 @@ def _tune(server: Target, arguments: Arguments) -> Any:
     return {"antilag_items": tuning.antilag_items}
 
 
-def _expire(server: Target, arguments: Arguments) -> Any:
-    return {"expired": server.cluster.bucket.expire_all(arguments.get("vbid"))}
-
-
-def _create_scope(server: Target, arguments: Arguments) -> Any:
-    return {"scope_id": server.cluster.bucket.create_scope(arguments["scope"])}
-
-
-def _create_collection(server: Target, arguments: Arguments) -> Any:
-    id_ = server.cluster.bucket.create_collection(
-        arguments["scope"], arguments["collection"], max_ttl=arguments.get("max_ttl")
-    )
-    return {"collection_id": id_}
-
-
-def _modify_collection(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.modify_collection(
-        arguments["path"], max_ttl=arguments.get("max_ttl"), history=arguments.get("history", False)
-    )
-
-
-def _drop_scope(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.drop_scope(arguments["scope"])
-
-
-def _drop_collection(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.drop_collection(arguments["path"])
-
-
-def _flush_collection(server: Target, arguments: Arguments) -> None:
-    server.cluster.bucket.flush_collection(arguments["path"])
-
-
-async def _recreate(server: Target, _arguments: Arguments) -> None:
-    await server.cluster.recreate_bucket()
+def _workload(server: Target) -> Workload:
+    if server.workload is None:
+        raise ValueError("there is no workload")
+    return server.workload
 
 
 def _write(server: Target, arguments: Arguments) -> Any:
-    if server.workload is None:
-        raise ValueError("there is no workload")
-    server.workload.write(arguments["count"])
-    return {"written": server.workload.written}
-
-
-def _rate(server: Target, arguments: Arguments) -> None:
-    if server.workload is None:
-        raise ValueError("there is no workload")
-    server.workload.set_rate(float(arguments["rate"]))
+    _workload(server).write(arguments["count"])
+    return {"written": _workload(server).written}
 
 
 COMMANDS: dict[str, Command] = {
@@ -351,31 +249,41 @@ COMMANDS: dict[str, Command] = {
     "fault": _fault,
     "user": _user,
     "rotate-certificate": _rotate_certificate,
-    "kill-node": _kill,
-    "restart-node": _restart,
+    "kill-node": lambda server, said: server.cluster.kill_node(said["node"]),
+    "restart-node": lambda server, said: server.cluster.restart_node(said["node"], lose=said.get("lose")),
     "split-off": _split_off,
-    "failover-node": _failover_node,
-    "failover": _failover,
-    "move": _move,
+    "failover-node": lambda server, said: server.cluster.failover_node(said["node"], lose=said.get("lose", 0)),
+    "failover": lambda server, said: {
+        "base_seqno": server.cluster.failover(said["vbid"], lose=said.get("lose", 0)),
+    },
+    "move": lambda server, said: server.cluster.move(said["vbid"], said["node"]),
     "add-node": _add_node,
     "rebalance": _rebalance,
-    "to-disk": _to_disk,
-    "purge": _purge,
-    "discard-history": _discard_history,
-    "set": _set,
-    "delete": _delete,
+    "to-disk": lambda server, said: server.cluster.bucket.to_disk(said.get("vbid")),
+    "purge": lambda server, said: server.cluster.bucket.purge(said.get("vbid"), said.get("below_seqno")),
+    "discard-history": lambda server, said: server.cluster.bucket.discard_history(
+        said.get("vbid"), said.get("below_seqno")
+    ),
+    "set": lambda server, said: _written(server.cluster.set(str(said["key"]), str(said["value"]), **_where(said))),
+    "delete": lambda server, said: _written(server.cluster.delete(str(said["key"]), **_where(said))),
     "prepare": _prepare,
-    "commit": _commit,
-    "abort": _abort,
+    "commit": lambda server, said: _written(server.cluster.bucket.commit(str(said["key"]), **_where(said))),
+    "abort": lambda server, said: _written(server.cluster.bucket.abort(str(said["key"]), **_where(said))),
     "tune": _tune,
-    "expire": _expire,
-    "create-scope": _create_scope,
-    "create-collection": _create_collection,
-    "modify-collection": _modify_collection,
-    "drop-scope": _drop_scope,
-    "drop-collection": _drop_collection,
-    "flush-collection": _flush_collection,
-    "recreate-bucket": _recreate,
+    "expire": lambda server, said: {"expired": server.cluster.bucket.expire_all(said.get("vbid"))},
+    "create-scope": lambda server, said: {"scope_id": server.cluster.bucket.create_scope(said["scope"])},
+    "create-collection": lambda server, said: {
+        "collection_id": server.cluster.bucket.create_collection(
+            said["scope"], said["collection"], max_ttl=said.get("max_ttl")
+        )
+    },
+    "modify-collection": lambda server, said: server.cluster.bucket.modify_collection(
+        said["path"], max_ttl=said.get("max_ttl"), history=said.get("history", False)
+    ),
+    "drop-scope": lambda server, said: server.cluster.bucket.drop_scope(said["scope"]),
+    "drop-collection": lambda server, said: server.cluster.bucket.drop_collection(said["path"]),
+    "flush-collection": lambda server, said: server.cluster.bucket.flush_collection(said["path"]),
+    "recreate-bucket": lambda server, _: server.cluster.recreate_bucket(),
     "write": _write,
-    "rate": _rate,
+    "rate": lambda server, said: setattr(_workload(server), "rate", float(said["rate"])),
 }

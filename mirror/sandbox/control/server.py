@@ -34,24 +34,19 @@ def default_path(port: int) -> Path:
 
 
 class SandboxControl:
-    """The listening side."""
-
     def __init__(self, cluster: SandboxCluster, workload: Workload | None, path: Path) -> None:
-        """The cluster runs in the same loop."""
         self.cluster = cluster
         self.workload = workload
         self.path = path
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen; a socket left behind by a source that is gone is replaced."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._server = await asyncio.start_unix_server(self._serve, self.path, limit=LINE_BYTES_MAX)
         self.path.chmod(0o600)
 
     async def stop(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(FileNotFoundError):
@@ -86,7 +81,6 @@ class SandboxControl:
 
 
 def ask(path: Path, command: str, /, **arguments: object) -> Any:
-    """Give a command to the source whose control socket is at `path`; returns its result."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(ANSWER_TIMEOUT_SECONDS)

@@ -15,8 +15,6 @@ from mirror.server.cluster_config import CAPABILITIES, NOWHERE, ConfigBucket, Co
 
 @dataclass(frozen=True, slots=True)
 class SandboxAddress:
-    """A node as the map names it."""
-
     number: int
     port: int | None
     """Without TLS; None: not offered."""
@@ -37,7 +35,6 @@ class SandboxMap:
     sends_epoch: bool = True
     """Old servers order their maps by revision alone."""
     capabilities: Sequence[str] = CAPABILITIES
-    """What the bucket is said to be able to do."""
     ephemeral: bool = False
     """The bucket is said to live in memory alone: it has no views."""
     host: str | None = None
@@ -47,7 +44,6 @@ class SandboxMap:
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def bump(self) -> None:
-        """Something changed."""
         self.rev += 1
         self._cache.clear()
 

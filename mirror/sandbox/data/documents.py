@@ -14,21 +14,12 @@ from enum import Enum
 
 from mirror.clock import Clock
 from mirror.document import values
-from mirror.sandbox.data.item import (
-    CommitItem,
-    EventItem,
-    Item,
-    abort_frame,
-    deletion_frame,
-    expiration_frame,
-    mutation_frame,
-    prepare_frame,
-    system_event_frame,
-)
+from mirror.sandbox.data.item import NRU, CommitItem, EventItem, Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
 from mirror.sandbox.data.vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
-from mirror.wire import leb128
+from mirror.wire import codec_dcp, leb128
+from mirror.wire import events as ev
 from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
 
@@ -42,8 +33,6 @@ LOCKED_CAS = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Mode(Enum):
-    """How a store treats what is there."""
-
     SET = 1
     ADD = 2
     REPLACE = 3
@@ -53,28 +42,21 @@ class DocumentError(Refused):
     """The operation is refused with `status`."""
 
     def __init__(self, status: Status) -> None:
-        """`status` is what a server answers."""
         super().__init__(status)
 
     def __str__(self) -> str:
-        """The status by its name."""
         return Status(self.status).name
 
 
 class SandboxDocuments:
-    """The operations on documents of any vbucket."""
-
     def __init__(self, clock: Clock, manifest: BucketManifest) -> None:
-        """The clock gives CAS and expiry, the manifest the maximum time to live of collections."""
         self._clock = clock
         self._manifest = manifest
 
     def now(self) -> int:
-        """Seconds since 1970."""
         return self._clock.wall_ms() // 1000
 
     def next_cas(self, vbucket: Vbucket) -> int:
-        """The CAS of the next change."""
         return vbucket.next_cas(self._clock.wall_ms() * 1_000_000)
 
     # --- reading
@@ -92,7 +74,6 @@ class SandboxDocuments:
         return item
 
     def get(self, vbucket: Vbucket, key: bytes) -> Item:
-        """The document, or a refusal."""
         item = self.find(vbucket, key)
         if item is None:
             raise DocumentError(Status.KEY_ENOENT)
@@ -157,13 +138,12 @@ class SandboxDocuments:
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
-        return self._bury(vbucket, old, deletion_frame, leave)
+        return self._bury(vbucket, old, ev.Deletion, leave)
 
     def expire(self, vbucket: Vbucket, old: Item) -> Item:
-        """Turn a document into an expiration."""
         self._check_free(vbucket, old.key)
         vbucket.locks.pop(old.key, None)
-        return self._bury(vbucket, old, expiration_frame)
+        return self._bury(vbucket, old, ev.Expiration)
 
     def expire_all(self, vbucket: Vbucket) -> int:
         """Look at every document, as the expiry pager does. Returns how many had expired."""
@@ -214,7 +194,6 @@ class SandboxDocuments:
         return self._prepare(vbucket, key, value, self._next_rev_seqno(vbucket, old), datatype, flags, expiry, level)
 
     def prepare_removal(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, level: int = 1) -> Item:
-        """Begin a durable delete."""
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
@@ -224,25 +203,23 @@ class SandboxDocuments:
     def commit(self, vbucket: Vbucket, key: bytes) -> Item:
         """End a durable write: enough copies have it."""
         prepare = self._pending(vbucket, key)
-        seqno, head = vbucket.high_seqno + 1, (prepare.rev_seqno, prepare.cas, prepare.value)
+        seqno = vbucket.high_seqno + 1
+        head = (vbucket.vbid, key, seqno, prepare.rev_seqno, prepare.cas)
         if prepare.deletes:
-            frame = deletion_frame(vbucket.vbid, key, seqno, *head, delete_time=self.now(), datatype=prepare.datatype)
+            deletion = ev.Deletion(*head, prepare.datatype, prepare.value, delete_time=self.now())
+            frame = codec_dcp.encode(deletion)
         else:
             frame = mutation_frame(
-                vbucket.vbid,
-                key,
-                seqno,
-                *head,
-                flags=prepare.flags,
-                expiry=prepare.expiry,
-                datatype=prepare.datatype,
+                *head, prepare.value, flags=prepare.flags, expiry=prepare.expiry, datatype=prepare.datatype
             )
         return self._append(vbucket, CommitItem(seqno, key, frame, prepare.seqno))
 
     def abort(self, vbucket: Vbucket, key: bytes) -> Item:
         """End a durable write that not enough copies took: nothing has happened."""
         prepare, seqno = self._pending(vbucket, key), vbucket.high_seqno + 1
-        return self._append(vbucket, Item(seqno, key, abort_frame(vbucket.vbid, key, prepare.seqno, seqno)))
+        return self._append(
+            vbucket, Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno)))
+        )
 
     def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
         """A durable write that its replicas never took: a prepare and its abort, nothing that readers see."""
@@ -254,10 +231,10 @@ class SandboxDocuments:
         for change in changes:
             id_ = change.scope_id if change.about_scope else change.collection_id
             seqno = vbucket.high_seqno + 1
-            frame = system_event_frame(vbucket.vbid, seqno, change.event, change.version, change.key, change.body())
+            event = ev.SystemEvent(vbucket.vbid, seqno, change.event, change.version, change.key, change.body())
             modified = change.event == SystemEventId.COLLECTION_MODIFY
             key = system_key(about_scope=change.about_scope, id_=id_, modified=modified)
-            item = EventItem(seqno, key, frame, change)
+            item = EventItem(seqno, key, codec_dcp.encode(event), change)
             if not change.about_scope:
                 (vbucket.without_history.discard if change.history else vbucket.without_history.add)(id_)
             vbucket.append_event(item, change.event, id_, new_checkpoint=not change.about_scope)
@@ -282,20 +259,11 @@ class SandboxDocuments:
         deleted: bool = False,
     ) -> Item:
         seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
-        frame = prepare_frame(
-            vbucket.vbid,
-            key,
-            seqno,
-            rev_seqno,
-            cas,
-            value,
-            flags=flags,
-            expiry=expiry,
-            datatype=datatype,
-            deleted=deleted,
-            level=level,
+        lock_time = 0
+        prepare = ev.Prepare(
+            vbucket.vbid, key, seqno, rev_seqno, cas, flags, expiry, lock_time, datatype, value, NRU, deleted, level
         )
-        return self._append(vbucket, Item(seqno, key, frame))
+        return self._append(vbucket, Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _end(self, vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
         """End at once what has just begun: with all copies in this process there is nobody to wait for."""
@@ -319,21 +287,17 @@ class SandboxDocuments:
         return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
 
     def _bury(
-        self, vbucket: Vbucket, old: Item, frame_of: Callable[..., bytes], leave: tuple[bytes, int] | None = None
+        self,
+        vbucket: Vbucket,
+        old: Item,
+        kind: type[ev.Deletion | ev.Expiration],
+        leave: tuple[bytes, int] | None = None,
     ) -> Item:
-        seqno = vbucket.high_seqno + 1
+        seqno, cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
         value, datatype = values.tombstone_value(old.value, old.datatype) if leave is None else leave
-        frame = frame_of(
-            vbucket.vbid,
-            old.key,
-            seqno,
-            old.rev_seqno + 1,
-            self.next_cas(vbucket),
-            value,
-            delete_time=self.now(),
-            datatype=datatype,
-        )
-        return self._append(vbucket, Item(seqno, old.key, frame))
+        rev_seqno = old.rev_seqno + 1
+        event = kind(vbucket.vbid, old.key, seqno, rev_seqno, cas, datatype, value, delete_time=self.now())
+        return self._append(vbucket, Item(seqno, old.key, codec_dcp.encode(event)))
 
     def _collection_of(self, vbucket: Vbucket, key: bytes) -> int:
         try:

@@ -22,18 +22,12 @@ PREPARE = int(Opcode.DCP_PREPARE)
 COMMIT = int(Opcode.DCP_COMMIT)
 ABORT = int(Opcode.DCP_ABORT)
 BETWEEN = frozenset((int(Opcode.DCP_SEQNO_ADVANCED), int(Opcode.DCP_SNAPSHOT_MARKER)))
-"""Kinds of messages that stand between versions."""
 
 REQUEST = int(Magic.REQUEST)
 NRU = 2
 """Eviction hint in each mutation; what the engine sends by default."""
 
 MUTATION_HEAD = struct.Struct(">BBHBBHIIQ QQIIIHB")
-DELETION_HEAD = struct.Struct(">BBHBBHIIQ QQIB")
-EXPIRATION_HEAD = struct.Struct(">BBHBBHIIQ QQI")
-SYSTEM_EVENT_HEAD = struct.Struct(">BBHBBHIIQ QIB")
-PREPARE_HEAD = struct.Struct(">BBHBBHIIQ QQIIIBBB")
-ABORT_HEAD = struct.Struct(">BBHBBHIIQ QQ")
 
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
@@ -49,7 +43,6 @@ class Item:
     __slots__ = ("frame", "key", "next_seqno", "seqno")
 
     def __init__(self, seqno: int, key: bytes, frame: bytes) -> None:
-        """A version nobody has superseded yet."""
         self.seqno = seqno
         self.key = key
         self.frame = frame
@@ -57,27 +50,22 @@ class Item:
         """Seqno of the version that superseded this one; 0 for the newest, its own seqno once purged."""
 
     def __repr__(self) -> str:
-        """For people."""
         return f"Item({self.seqno}, {self.key!r}, {Opcode(self.kind).name})"
 
     @property
     def kind(self) -> int:
-        """The opcode of the DCP message."""
         return self.frame[1]
 
     @property
     def datatype(self) -> int:
-        """Datatype bits of `value`."""
         return self.frame[5]
 
     @property
     def cas(self) -> int:
-        """CAS of this version."""
         return int(_U64.unpack_from(self.frame, 16)[0])
 
     @property
     def rev_seqno(self) -> int:
-        """Revision number of the document."""
         return int(_U64.unpack_from(self.frame, 32)[0]) if self.is_document else 0
 
     @property
@@ -99,7 +87,6 @@ class Item:
 
     @property
     def deleted(self) -> bool:
-        """True for tombstones."""
         return self.frame[1] in (DELETION, EXPIRATION)
 
     @property
@@ -109,7 +96,6 @@ class Item:
 
     @property
     def is_document(self) -> bool:
-        """True for what is a version of a document: neither a system event nor an abort."""
         return self.frame[1] not in (SYSTEM_EVENT, ABORT)
 
     @property
@@ -129,7 +115,6 @@ class CommitItem(Item):
     __slots__ = ("prepared_seqno",)
 
     def __init__(self, seqno: int, key: bytes, frame: bytes, prepared_seqno: int) -> None:
-        """The frame is that of the mutation."""
         super().__init__(seqno, key, frame)
         self.prepared_seqno = prepared_seqno
 
@@ -140,7 +125,6 @@ class BetweenItem(Item):
     __slots__ = ()
 
     def __init__(self, seqno: int, frame: bytes) -> None:
-        """Not part of any log."""
         super().__init__(seqno, b"", frame)
 
 
@@ -150,7 +134,6 @@ class EventItem(Item):
     __slots__ = ("change",)
 
     def __init__(self, seqno: int, key: bytes, frame: bytes, change: ManifestStep) -> None:
-        """The frame has the fixed shape."""
         super().__init__(seqno, key, frame)
         self.change = change
 
@@ -167,86 +150,9 @@ def mutation_frame(
     expiry: int = 0,
     datatype: int = 0,
 ) -> bytes:
-    """A DCP mutation."""
+    """Return a DCP mutation, as `codec_dcp` does, without an event: it is made for each document of a load."""
     length = 31 + len(key) + len(value)
     head = MUTATION_HEAD.pack(
         REQUEST, MUTATION, len(key), 31, datatype, vbid, length, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, NRU
     )
     return head + key + value
-
-
-def deletion_frame(
-    vbid: int, key: bytes, seqno: int, rev_seqno: int, cas: int, value: bytes, *, delete_time: int, datatype: int = 0
-) -> bytes:
-    """A DCP deletion, in the shape that carries the time of the delete."""
-    length = 21 + len(key) + len(value)
-    head = DELETION_HEAD.pack(
-        REQUEST, DELETION, len(key), 21, datatype, vbid, length, 0, cas, seqno, rev_seqno, delete_time, 0
-    )
-    return head + key + value
-
-
-def expiration_frame(
-    vbid: int, key: bytes, seqno: int, rev_seqno: int, cas: int, value: bytes, *, delete_time: int, datatype: int = 0
-) -> bytes:
-    """A DCP expiration."""
-    length = 20 + len(key) + len(value)
-    head = EXPIRATION_HEAD.pack(
-        REQUEST, EXPIRATION, len(key), 20, datatype, vbid, length, 0, cas, seqno, rev_seqno, delete_time
-    )
-    return head + key + value
-
-
-def system_event_frame(vbid: int, seqno: int, event: int, version: int, name: bytes, value: bytes) -> bytes:
-    """A DCP system event."""
-    length = 13 + len(name) + len(value)
-    head = SYSTEM_EVENT_HEAD.pack(REQUEST, SYSTEM_EVENT, len(name), 13, 0, vbid, length, 0, 0, seqno, event, version)
-    return head + name + value
-
-
-def prepare_frame(
-    vbid: int,
-    key: bytes,
-    seqno: int,
-    rev_seqno: int,
-    cas: int,
-    value: bytes,
-    *,
-    flags: int,
-    expiry: int,
-    datatype: int,
-    deleted: bool,
-    level: int,
-) -> bytes:
-    """A DCP prepare: a durable write that is under way."""
-    length = 31 + len(key) + len(value)
-    head = PREPARE_HEAD.pack(
-        REQUEST,
-        PREPARE,
-        len(key),
-        31,
-        datatype,
-        vbid,
-        length,
-        0,
-        cas,
-        seqno,
-        rev_seqno,
-        flags,
-        expiry,
-        0,
-        NRU,
-        int(deleted),
-        level,
-    )
-    return head + key + value
-
-
-def commit_frame(vbid: int, key: bytes, prepared_seqno: int, seqno: int) -> bytes:
-    """A DCP commit."""
-    return ABORT_HEAD.pack(REQUEST, COMMIT, len(key), 16, 0, vbid, 16 + len(key), 0, 0, prepared_seqno, seqno) + key
-
-
-def abort_frame(vbid: int, key: bytes, prepared_seqno: int, seqno: int) -> bytes:
-    """A DCP abort."""
-    return ABORT_HEAD.pack(REQUEST, ABORT, len(key), 16, 0, vbid, 16 + len(key), 0, 0, prepared_seqno, seqno) + key

@@ -31,8 +31,6 @@ DEFAULT = "_default"
 
 @dataclass(frozen=True, slots=True)
 class CollectionEntry:
-    """A collection of the manifest."""
-
     collection_id: int
     scope_id: int
     name: str
@@ -63,7 +61,6 @@ class ManifestStep:
 
     @property
     def key(self) -> bytes:
-        """What stands as key in the event."""
         return self.name.encode()
 
     @property
@@ -104,7 +101,7 @@ def _is_system(name: str) -> bool:
 
 
 class ManifestError(ValueError):
-    """A change that cannot be made: the name is taken, or there is no such scope or collection."""
+    pass
 
 
 @dataclass(slots=True)
@@ -123,7 +120,6 @@ class BucketManifest:
     _next_collection_id: int = FIRST_ID
 
     def __post_init__(self) -> None:
-        """The default collection is as new ones are."""
         self.collections[0] = replace(self.collections[0], history=self.history_default)
 
     def scope_id(self, name: str) -> int | None:
@@ -142,7 +138,6 @@ class BucketManifest:
         return None
 
     def create_scope(self, name: str) -> list[ManifestStep]:
-        """A new scope."""
         if self.scope_id(name) is not None:
             raise ManifestError(f"scope {name} exists")
         self.uid += 1
@@ -172,28 +167,24 @@ class BucketManifest:
         return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
 
     def drop_collection(self, path: str) -> list[ManifestStep]:
-        """A collection goes, with all that is in it."""
         entry = self._existing(path)
         del self.collections[entry.collection_id]
         self.uid += 1
         return [self._ended(entry.collection_id, entry.scope_id)]
 
     def flush_collection(self, path: str) -> list[ManifestStep]:
-        """A collection is emptied: it begins again."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)
         return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
 
     def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[ManifestStep]:
-        """A collection gets other settings."""
         entry = self._existing(path)
         self.uid += 1
         entry = self.collections[entry.collection_id] = replace(entry, max_ttl=max_ttl, history=history)
         return [self._step_of(SystemEventId.COLLECTION_MODIFY, entry)]
 
     def drop_scope(self, name: str) -> list[ManifestStep]:
-        """A scope goes with its collections."""
         scope_id = self.scope_id(name)
         if scope_id is None or scope_id == 0:
             raise ManifestError(f"no scope {name} to drop")

@@ -15,8 +15,6 @@ from mirror.server.privileges import ALL_PRIVILEGES, certified_name
 
 @dataclass(slots=True)
 class User:
-    """A user of the bucket."""
-
     name: str
     password: str
     privileges: frozenset[str] = ALL_PRIVILEGES
@@ -41,6 +39,5 @@ class SandboxUsers:
         return self.by_name.get(certified_name(certificate) or "")
 
     def password_of(self, name: str) -> str | None:
-        """The password of a user, None for an unknown one."""
         user = self.by_name.get(name)
         return None if user is None else user.password

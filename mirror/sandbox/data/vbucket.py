@@ -51,8 +51,6 @@ class PastHistory:
 
 
 class Vbucket:
-    """The contents of a vbucket and their past."""
-
     def __init__(
         self,
         vbid: int,
@@ -108,12 +106,10 @@ class Vbucket:
 
     @property
     def high_seqno(self) -> int:
-        """Seqno of the newest change."""
         return self.log[-1].seqno if self.log else 0
 
     @property
     def vbuuid(self) -> int:
-        """The current history."""
         return self.failover_log.newest_vbuuid
 
     @property
@@ -149,7 +145,6 @@ class Vbucket:
         return self.log[count - 1].seqno if count else 0
 
     def find(self, key: bytes, collection_id: int) -> Item | None:
-        """The newest version of a wire key, a tombstone perhaps."""
         items = self.newest.get(collection_id)
         return None if items is None else items.get(key)
 
@@ -421,7 +416,6 @@ class Vbucket:
         return self._group_last.get(last, last), opens
 
     def changes(self, first_seqno: int, last_seqno: int) -> Sequence[Item]:
-        """The versions of a range of seqnos, superseded ones included."""
         return self.log[self._count_up_to(first_seqno - 1) : self._count_up_to(last_seqno)]
 
     # --- what tests ask
@@ -473,12 +467,8 @@ class Vbucket:
 
 
 def system_key(*, about_scope: bool = False, id_: int, modified: bool = False) -> bytes:
-    """The name under which the system events of a collection or scope supersede each other; modifications of a
-    collection are kept next to its beginning.
-    """
     return b"\xff\xff\xff\xff\xff" + (b"s" if about_scope else b"m" if modified else b"c") + id_.to_bytes(4)
 
 
 def system_id(item: Item) -> int:
-    """The collection or scope that a system event is about."""
     return int.from_bytes(item.key[-4:])

@@ -19,10 +19,11 @@ from mirror.sandbox.data.item import (
     CommitItem,
     EventItem,
     Item,
-    commit_frame,
 )
 from mirror.server.controls import Controls
 from mirror.server.shape import TIME_UNKNOWN, DocumentShape
+from mirror.wire import codec_dcp
+from mirror.wire import events as ev
 from mirror.wire.constants import SystemEventId
 from mirror.wire.frame import HEADER, with_stream_id
 
@@ -31,7 +32,6 @@ class ItemEncoder:
     """Frames for one client."""
 
     def __init__(self, controls: Controls) -> None:
-        """The controls must not change any more."""
         self._controls = controls
         self._shape = DocumentShape(controls)
         self.unwanted_datatype = self._shape.unwanted_datatype
@@ -60,7 +60,8 @@ class ItemEncoder:
         elif kind == ABORT:
             frame = _build(item.frame, ABORT, item.frame[24 : 24 + item.frame[4]], self._shape.key(item.key), b"", 0)
         elif self._controls.sync_writes and isinstance(item, CommitItem) and not from_disk:
-            frame = commit_frame(_vbid(item), self._shape.key(item.key), item.prepared_seqno, item.seqno)
+            commit = ev.Commit(_vbid(item), self._shape.key(item.key), item.prepared_seqno, item.seqno)
+            frame = codec_dcp.encode(commit)
         else:
             frame = self._document(item, kind, from_disk=from_disk)
         return frame if stream_id is None else with_stream_id(frame, stream_id)

@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Protocol
 
-from mirror.sandbox.data.manifest import BucketManifest
-from mirror.sandbox.data.vbucket import Vbucket
+from mirror.sandbox.data.bucket import Bucket
+from mirror.sandbox.data.streams import AcceptedStream, RefusalFault, Sent
 from mirror.sandbox.dcp import filter as filters
 from mirror.sandbox.dcp.encoder import ItemEncoder
-from mirror.sandbox.dcp.faults import RefusalFault, StreamFaults
 from mirror.sandbox.dcp.filter import SandboxFilter
-from mirror.sandbox.dcp.stream import DISK, ProducerStream, StreamOptions, StreamTuning
-from mirror.sandbox.profile import Profile
+from mirror.sandbox.dcp.stream import DISK, ProducerStream, StreamOptions
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
 from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
@@ -38,78 +36,27 @@ from mirror.wire.events import StreamRequest
 from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
-"""Sent at once, of one stream before the next."""
 TURNS_BYTES = 1024 * 1024
 """Of all streams in turn, at once: some messages of each of 1,024."""
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedStream:
-    """A stream request that was accepted, as tests want to know it."""
-
-    start_seqno: int
-    snap_start_seqno: int
-    snap_end_seqno: int
-    vbuuid: int
-    connection: str
-
-
-@dataclass(slots=True)
-class Sent:
-    """What was sent of a vbucket, over all connections."""
-
-    frames: int = 0
-    bytes: int = 0
-    stream_requests: list[AcceptedStream] = field(default_factory=list)
-    refused_requests: int = 0
-    snapshot_ends: set[int] = field(default_factory=set)
-    """Seqnos at which a snapshot that was announced ends: a client may publish at no other."""
-
-
 class SandboxProducerPort(ProducerPort, Protocol):
-    """What a producer needs of its connection and node."""
+    @property
+    def bucket(self) -> Bucket: ...
 
-    def state_of(self, vbid: int) -> VbucketRole:
-        """State of a vbucket on this node."""
+    @property
+    def node_number(self) -> int: ...
 
-    def vbucket(self, vbid: int) -> Vbucket:
-        """A vbucket."""
+    def may_stream(self) -> bool: ...
 
-    def sent(self, vbid: int) -> Sent:
-        """Counters of a vbucket."""
-
-    def may_stream(self) -> bool:
-        """Whether the user has the privilege that streams need."""
-
-    def sees_system(self) -> bool:
-        """Whether the system's collections exist for the user."""
+    def sees_system(self) -> bool: ...
 
     @property
     def in_turn(self) -> bool:
         """Streams take turns, a message each; else a piece each."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """How much to send of a stream at once where they do not take turns; 0 when it must wait."""
-
-    @property
-    def node_number(self) -> int:
-        """The node's number in the cluster."""
-
-    @property
-    def manifest(self) -> BucketManifest:
-        """The manifest."""
-
-    @property
-    def profile(self) -> Profile:
-        """What the server speaks."""
-
-    @property
-    def tuning(self) -> StreamTuning:
-        """The server's settings."""
-
-    @property
-    def stream_faults(self) -> StreamFaults:
-        """What is to go wrong."""
+        """The bytes to send of a stream at once if they do not take turns; 0 when it must wait."""
 
 
 class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
@@ -120,7 +67,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
     def __init__(
         self, port: SandboxProducerPort, name: str, controls: Controls, rng: Random, *, live_snapshot_items: int
     ) -> None:
-        """`controls` holds what HELLO and DCP_OPEN negotiated."""
         super().__init__(port, name, controls)
         self.ack_markers = False
         """Set by tests: memory and disk markers request an answer."""
@@ -132,21 +78,21 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         """All streams, the one whose turn is next first."""
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
-        """Begin to send."""
-        self._port.stream_faults.on_change.append(self.wake)
+        self._port.bucket.stream_faults.on_change.append(self.wake)
         super().start(report)
 
     def stop(self) -> None:
-        """The connection is gone."""
-        if self.wake in self._port.stream_faults.on_change:
-            self._port.stream_faults.on_change.remove(self.wake)
+        if self.wake in self._port.bucket.stream_faults.on_change:
+            self._port.bucket.stream_faults.on_change.remove(self.wake)
         super().stop()
 
     # --- requests
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
         """DCP_STREAM_REQ: the failover log. Raises Refused."""
-        counters = self._port.sent(request.vbid) if self._port.state_of(request.vbid) != VbucketRole.DEAD else Sent()
+        bucket, number = self._port.bucket, self._port.node_number
+        is_here = bucket.state_on(request.vbid, number) != VbucketRole.DEAD
+        counters = bucket.sent[request.vbid] if is_here else Sent()
         try:
             log = super().request_stream(request)
         except Refused as error:
@@ -160,7 +106,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         return log
 
     def marker_answered(self, opaque: int) -> None:
-        """The client answered a snapshot marker that requested it."""
         self.markers_answered.append(opaque)
 
     def end_streams(self, vbid: int, reason: StreamEndReason) -> int:
@@ -178,10 +123,10 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:
         port = self._port
-        fault = port.stream_faults.refusal(request.vbid)
+        fault = port.bucket.stream_faults.refusal(request.vbid)
         if fault is not None:
             raise self._refusal(fault)
-        state = port.state_of(request.vbid)
+        state = port.bucket.state_on(request.vbid, port.node_number)
         served = state == VbucketRole.ACTIVE or (
             state == VbucketRole.REPLICA and not request.flags & StreamRequestFlag.ACTIVE_VB_ONLY
         )
@@ -190,7 +135,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         if not port.may_stream():
             raise Refused(Status.EACCESS)
         if request.flags & StreamRequestFlag.FROM_LATEST:
-            vbucket = port.vbucket(request.vbid)
+            vbucket = port.bucket.vbuckets[request.vbid]
             high = vbucket.high_seqno
             vbuuid = request.vbuuid or int(vbucket.vbuuid)
             return replace(request, start_seqno=high, snap_start_seqno=high, snap_end_seqno=high, vbuuid=vbuuid)
@@ -199,15 +144,15 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
     def _parse_filter(self, request: StreamRequest) -> SandboxFilter:
         return filters.parse(
             request.value,
-            self._port.manifest,
+            self._port.bucket.manifest,
             has_collections=self.controls.collections,
             has_stream_ids=self.controls.stream_ids,
-            known=self._port.profile.stream_keys,
+            known=self._port.bucket.profile.stream_keys,
             sees_system=self._port.sees_system(),
         )
 
     def _history(self, request: StreamRequest, stream_filter: SandboxFilter) -> StreamHistory:
-        vbucket = self._port.vbucket(request.vbid)
+        vbucket = self._port.bucket.vbuckets[request.vbid]
         return StreamHistory(
             vbucket.failover_log,
             vbucket.high_seqno,
@@ -218,20 +163,21 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
     def _open_stream(
         self, request: StreamRequest, stream_filter: SandboxFilter, history: StreamHistory
     ) -> ProducerStream:
-        controls, port = self.controls, self._port
+        controls, bucket = self.controls, self._port.bucket
+        vbucket = bucket.vbuckets[request.vbid]
         options = StreamOptions(
             marker_v2=controls.sync_writes and controls.consumer_name,
             marker_v2_2=controls.marker_version is MarkerVersion.V2_2,
             change_streams=controls.change_streams,
-            tuning=port.tuning,
+            tuning=bucket.tuning,
             seqno_advanced=controls.collections,
-            disk_flags=DISK if port.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
+            disk_flags=DISK if bucket.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
             ack_markers=self.ack_markers,
             live_snapshot_items=self._live_snapshot_items,
-            announced_ends=None if port.vbucket(request.vbid).bounded else port.sent(request.vbid).snapshot_ends,
+            announced_ends=None if vbucket.bounded else bucket.sent[request.vbid].snapshot_ends,
         )
         encoder = ItemEncoder(replace(controls))
-        return ProducerStream(port.vbucket(request.vbid), request, stream_filter, encoder, options, self._rng)
+        return ProducerStream(vbucket, request, stream_filter, encoder, options, self._rng)
 
     def _opened(self, stream: ProducerStream) -> None:
         stream.vbucket.changed.add(self.wake)
@@ -251,7 +197,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         if fault.status == Status.ROLLBACK:
             return rolled_back(0)
         if fault.status in (Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE):
-            return unknown_collection(self._port.manifest.uid, fault.status)
+            return unknown_collection(self._port.bucket.manifest.uid, fault.status)
         return Refused(fault.status)
 
     # --- sending
@@ -304,7 +250,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
                 counted_bytes += size
                 ready.append(stream)
         for stream, frames, bytes_sent in before:
-            counters = self._port.sent(stream.vbid)
+            counters = self._port.bucket.sent[stream.vbid]
             counters.frames += stream.frames_sent - frames
             counters.bytes += stream.bytes_sent - bytes_sent
             if stream.ended:
@@ -331,7 +277,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             frames, uncounted_bytes = stream.frames_sent, stream.uncounted_bytes
             data = stream.take(free_bytes)
             if data:
-                counters = self._port.sent(stream.vbid)
+                counters = self._port.bucket.sent[stream.vbid]
                 counters.frames += stream.frames_sent - frames
                 counters.bytes += len(data)
             if stream.ended:
@@ -343,7 +289,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         """Whether the stream may send something, perhaps. Ends it where the user may not see it any more: privileges
         are checked with each change that is to be sent, not only when the stream begins.
         """
-        if not stream.has_more or self._port.stream_faults.muted(stream.vbid, self._port.node_number):
+        if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False
         if not may_stream or (stream.sees_system and not sees_system):
             self.end_stream(stream, StreamEndReason.LOST_PRIVILEGES)
@@ -352,4 +298,4 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
 
     @property
     def _noops_withheld(self) -> bool:
-        return self._port.stream_faults.noops_withheld
+        return self._port.bucket.stream_faults.noops_withheld

@@ -15,6 +15,7 @@ from itertools import chain
 from random import Random
 
 from mirror.sandbox.data.item import ABORT, MUTATION, PREPARE, BetweenItem, Item
+from mirror.sandbox.data.streams import StreamTuning
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
@@ -36,21 +37,9 @@ HISTORY = int(SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICATE_KEYS)
 
 
 class StreamPhase(Enum):
-    """Where the stream is."""
-
     NEXT = 1
-    """Between snapshots."""
     SNAPSHOT = 2
-    """Inside of one."""
     ENDED = 3
-
-
-@dataclass(slots=True)
-class StreamTuning:
-    """Settings of the server that change what streams look like."""
-
-    antilag_items: int = 0
-    """A filtered backfill sends its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
 
 
 @dataclass(slots=True)
@@ -72,8 +61,6 @@ class StreamOptions:
 
 
 class ProducerStream:
-    """A stream of one vbucket to one client."""
-
     def __init__(
         self,
         vbucket: Vbucket,
@@ -83,7 +70,6 @@ class ProducerStream:
         options: StreamOptions,
         rng: Random,
     ) -> None:
-        """The request was accepted."""
         self.vbucket = vbucket
         self.vbid = int(vbucket.vbid)
         self.opaque = request.opaque
@@ -122,7 +108,6 @@ class ProducerStream:
 
     @property
     def ended(self) -> bool:
-        """True when the stream is over."""
         return self.phase is StreamPhase.ENDED
 
     @property

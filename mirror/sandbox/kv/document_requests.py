@@ -40,7 +40,6 @@ def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
 
 
 def changed(session: SandboxSession, vbucket: Vbucket, item: Item, value: bytes = b"") -> Reply:
-    """The answer to a change."""
     token = b""
     if session.has(Feature.MUTATION_SEQNO):
         token = codec_kv.encode_mutation_token(vbucket.vbuuid, item.seqno)
@@ -63,7 +62,7 @@ def frame_options(session: SandboxSession, frame: Frame) -> tuple[int, bool]:
 def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply | Later:
     if cas is None:
         cas = session.bucket.documents.visible_cas(vbucket, item)
-    return got(session, frame, FoundItem(item, cas, vbucket.vbuuid))
+    return got(session, frame, FoundItem.of(item, cas, vbucket.vbuuid))
 
 
 def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply | Later:

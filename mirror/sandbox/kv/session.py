@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mirror.document.lookup import Content
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.users import User
 from mirror.sandbox.data.vbucket import Vbucket
@@ -36,64 +35,35 @@ from mirror.wire.sasl import ScramServer
 
 
 class SessionPort(Protocol):
-    """What a session asks of the connection and node that it came by."""
+    @property
+    def bucket(self) -> Bucket: ...
 
     @property
-    def bucket(self) -> Bucket:
-        """The bucket."""
+    def node_number(self) -> int: ...
 
-    @property
-    def node_number(self) -> int:
-        """The node's number in the cluster."""
-
-    def open_producer(self, name: str, flags: int) -> None:
-        """Turn the connection into a DCP producer's: sets the session's `producer`."""
+    def open_producer(self, name: str, flags: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class FoundItem:
+class FoundItem(NamedTuple):
     """A version as clients see it: a locked document hides its CAS."""
 
     item: Item
     cas: int
     vbuuid: int
+    value: bytes
+    datatype: int
+    flags: int
+    expiry: int
+    rev_seqno: int
+    deleted: bool
 
-    @property
-    def value(self) -> bytes:
-        """Xattrs and body."""
-        return self.item.value
-
-    @property
-    def datatype(self) -> int:
-        """Of the value."""
-        return self.item.datatype
-
-    @property
-    def flags(self) -> int:
-        """The client's flags."""
-        return self.item.flags
-
-    @property
-    def expiry(self) -> int:
-        """Seconds of Unix time; 0: never."""
-        return self.item.expiry
-
-    @property
-    def rev_seqno(self) -> int:
-        """How many times it was changed."""
-        return self.item.rev_seqno
-
-    @property
-    def deleted(self) -> bool:
-        """It is a tombstone."""
-        return self.item.deleted
+    @classmethod
+    def of(cls, item: Item, cas: int, vbuuid: int) -> FoundItem:
+        return cls(item, cas, vbuuid, item.value, item.datatype, item.flags, item.expiry, item.rev_seqno, item.deleted)
 
 
 class SandboxSession(DocumentSession):
-    """A client."""
-
     def __init__(self, port: SessionPort) -> None:
-        """Nobody is logged in."""
         super().__init__()
         self.port = port
         self.user: User | None = None
@@ -104,14 +74,12 @@ class SandboxSession(DocumentSession):
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket, selected or not."""
         return self.port.bucket
 
     # -- login and privileges
 
     @property
     def logged_in(self) -> bool:
-        """Whether there is a user."""
         return self.user is not None
 
     @property
@@ -120,23 +88,18 @@ class SandboxSession(DocumentSession):
         return () if self.certified else super().mechanisms
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
-        """A login by user and password."""
         return CheckedAtOnce(lambda: self.bucket.users.password_of(username) == password or None)
 
     def scram_server(self, mechanism: str) -> ScramServer:
-        """The server's side of a SCRAM login."""
         return ScramServer(mechanism, self.bucket.users.password_of)
 
     def log_in(self, username: str) -> None:
-        """The client has proven to be this user."""
         self.user = self.bucket.users.by_name[username]
 
     def log_out(self) -> None:
-        """The client is nobody from now on."""
         self.user = None
 
     def may(self, privilege: str) -> bool:
-        """Whether the user has a privilege now."""
         return self.user is not None and privilege in self.user.privileges
 
     @property
@@ -165,11 +128,9 @@ class SandboxSession(DocumentSession):
 
     @property
     def map_revision(self) -> Revision:
-        """Of the newest cluster map."""
         return self.bucket.map.epoch, self.bucket.map.rev
 
     def map_text(self, *, with_bucket: bool) -> bytes:
-        """The newest cluster map as this node sends it."""
         return self.bucket.map.to_json(self.port.node_number, with_bucket=with_bucket)
 
     @property
@@ -187,21 +148,17 @@ class SandboxSession(DocumentSession):
 
     @property
     def manifest_uid(self) -> int:
-        """Of the newest manifest."""
         return self.bucket.manifest.uid
 
     def manifest_text(self) -> bytes:
-        """The newest manifest."""
         return self.bucket.manifest.to_json(with_system=self.sees_system)
 
     def scope_id(self, name: str) -> int | None:
-        """The id of a scope that the user may see."""
         manifest = self.bucket.manifest
         found = manifest.scope_id(name)
         return None if found in manifest.system_scopes and not self.sees_system else found
 
     def collection_id(self, scope: str, name: str) -> int | None:
-        """The id of a collection that the user may see."""
         manifest = self.bucket.manifest
         entry = manifest.collection(f"{scope}.{name}")
         if entry is None or (entry.collection_id in manifest.system_collections and not self.sees_system):
@@ -211,7 +168,6 @@ class SandboxSession(DocumentSession):
     # -- vbuckets
 
     def state_of(self, vbid: int) -> VbucketRole:
-        """The state of a vbucket on this node."""
         return self.bucket.state_on(vbid, self.port.node_number)
 
     def active_vbucket(self, vbid: int) -> Vbucket:
@@ -285,10 +241,9 @@ class SandboxSession(DocumentSession):
         item = documents.find_any(vbucket, wire_key) if deletions else documents.find(vbucket, wire_key)
         if item is None:
             raise Refused(Status.KEY_ENOENT)
-        return FoundItem(item, documents.visible_cas(vbucket, item), vbucket.vbuuid)
+        return FoundItem.of(item, documents.visible_cas(vbucket, item), vbucket.vbuuid)
 
     def content_of(self, document: FoundDocument) -> Content:
-        """A document, taken apart."""
         assert isinstance(document, FoundItem)
         return Draft.of_item(document.item, document.vbuuid)
 
@@ -301,11 +256,9 @@ class SandboxSession(DocumentSession):
 
     @property
     def hangs_up(self) -> bool:
-        """Whether a DCP request out of place ends the connection."""
         return self.bucket.profile.hangs_up
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Make this a DCP connection."""
         self.port.open_producer(name, flags)
 
 

@@ -21,8 +21,6 @@ EXPAND_MACROS = 0x10
 
 @dataclass(slots=True)
 class Draft(Content):
-    """A document being looked at or changed."""
-
     deleted: bool = False
 
     @staticmethod
@@ -62,7 +60,6 @@ class Draft(Content):
         self.body, self._text, self._is_json = body, None, None
 
     def stored(self) -> tuple[bytes, int]:
-        """The draft as a value and its datatype."""
         body = bytes(self.body)
         return values.join(self.xattrs, body, values.datatype_of(body) if body else 0)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypedDict, Unpack
 
-from mirror.sandbox.dcp.faults import StreamFaults
+from mirror.sandbox.data.streams import StreamFaults
 from mirror.sandbox.node.node import NodeConnection, SandboxNode
-from mirror.wire.constants import Status, StreamEndReason
+from mirror.wire.constants import StreamEndReason
 
 Rule = Callable[[NodeConnection], None]
 
@@ -30,9 +30,8 @@ class Faults:
     """What can go wrong between the source and its clients."""
 
     def __init__(self, select: Callable[[int | None], list[SandboxNode]], streams: StreamFaults) -> None:
-        """`select` gives the node of a number, or all; `streams` is what producers ask."""
         self._select = select
-        self._streams = streams
+        self.streams = streams
 
     def connections(
         self, *, node: int | None = None, name: str | None = None, dcp_only: bool = True
@@ -54,7 +53,6 @@ class Faults:
         return self._apply(lambda connection: connection.link.slow(bytes_per_second), **where)
 
     def garble(self, pieces: int = 1, **where: Unpack[Where]) -> int:
-        """Damage the next pieces that are sent."""
         return self._apply(lambda connection: connection.link.garble(pieces), **where)
 
     def silence(self, **where: Unpack[Where]) -> int:
@@ -75,21 +73,6 @@ class Faults:
 
     # --- streams
 
-    def refuse_streams(
-        self,
-        status: Status,
-        vbids: Iterable[int] | None = None,
-        *,
-        times: int | None = None,
-        value: bytes | None = None,
-    ) -> None:
-        """Answer stream requests for these vbuckets (all) with a status, so many times or until `clear`.
-
-        `value` is the body of the answer, for instance 8 bytes of a seqno with ROLLBACK; without it the answer says
-        what a server says with that status.
-        """
-        self._streams.refuse(status, vbids, times=times, value=value)
-
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
@@ -104,17 +87,8 @@ class Faults:
                     count += producer.end_streams(vbid, reason)
         return count
 
-    def mute_streams(self, vbids: Iterable[int] | None = None, *, node: int | None = None) -> None:
-        """Streams of these vbuckets (on a node) fall silent, open ones and those accepted later, until `clear`."""
-        self._streams.mute(vbids, node=node)
-
-    def withhold_noops(self) -> None:
-        """No node sends noops any more."""
-        self._streams.noops_withheld = True
-
     def clear(self) -> None:
-        """Connections that are opened from now on are sound, and so are all streams."""
-        self._streams.clear()
+        self.streams.clear()
         for node in self._select(None):
             node.on_dcp_open.clear()
             node.on_connect.clear()

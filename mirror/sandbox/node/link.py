@@ -18,10 +18,7 @@ HIGH_WATER_BYTES = 1024 * 1024
 
 
 class NetworkLink:
-    """One connection's outlet."""
-
     def __init__(self, transport: asyncio.Transport, rng: Random) -> None:
-        """The transport is open."""
         self.silent = False
         self.bytes_sent = 0
         self._transport = transport
@@ -62,16 +59,13 @@ class NetworkLink:
             await self._room.wait()
 
     def pause(self) -> None:
-        """The transport is full."""
         self._room.clear()
 
     def resume(self) -> None:
-        """The transport takes bytes again."""
         if len(self._backlog) <= SLOW_BACKLOG_MAX:
             self._room.set()
 
     def closed(self) -> None:
-        """The transport is gone."""
         self._room.set()
         if self._timer is not None:
             self._timer.cancel()

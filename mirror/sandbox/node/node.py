@@ -13,17 +13,13 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from mirror.sandbox.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.clustermap import SandboxAddress
-from mirror.sandbox.data.manifest import BucketManifest
-from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.dcp.faults import StreamFaults
-from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer, Sent
-from mirror.sandbox.dcp.stream import ProducerStream, StreamTuning
+from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer
+from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.sandbox.kv import document_requests, subdoc_requests
 from mirror.sandbox.kv.session import SandboxSession
 from mirror.sandbox.node.link import NetworkLink
-from mirror.sandbox.profile import Profile
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http
@@ -33,7 +29,7 @@ from mirror.server.producer import IDLE_TIMEOUT_S
 from mirror.server.session import Operation
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import Magic, Opcode, StreamEndReason, VbucketRole
+from mirror.wire.constants import Magic, Opcode, StreamEndReason
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
@@ -59,10 +55,7 @@ _QUITQ = int(Opcode.QUITQ)
 
 
 class NodeConnection(asyncio.Protocol):
-    """One client's connection."""
-
     def __init__(self, node: SandboxNode) -> None:
-        """Not connected yet."""
         self.node = node
         self.session = SandboxSession(self)
         self.link: NetworkLink
@@ -75,7 +68,6 @@ class NodeConnection(asyncio.Protocol):
     # --- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.link = NetworkLink(transport, self.node.bucket.rng)
@@ -88,7 +80,6 @@ class NodeConnection(asyncio.Protocol):
             rule(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came."""
         if self.link.silent:
             return
         self._buffer.feed(data)
@@ -102,18 +93,15 @@ class NodeConnection(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The connection is gone."""
         self.node.connections.discard(self)
         self.link.closed()
         if self.producer is not None:
             self.producer.stop()
 
     def pause_writing(self) -> None:
-        """The socket is full."""
         self.link.pause()
 
     def resume_writing(self) -> None:
-        """The socket takes bytes again."""
         self.link.resume()
 
     def _log_in_by_certificate(self) -> None:
@@ -130,37 +118,14 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket."""
         return self.node.bucket
 
     @property
-    def manifest(self) -> BucketManifest:
-        """The bucket's manifest."""
-        return self.node.bucket.manifest
-
-    @property
-    def profile(self) -> Profile:
-        """What the server speaks."""
-        return self.node.bucket.profile
-
-    @property
-    def tuning(self) -> StreamTuning:
-        """The server's settings."""
-        return self.node.bucket.tuning
-
-    @property
-    def stream_faults(self) -> StreamFaults:
-        """What is to go wrong with streams."""
-        return self.node.bucket.stream_faults
-
-    @property
     def node_number(self) -> int:
-        """The node's number in the cluster."""
         return self.node.number
 
     @property
     def producer(self) -> SandboxProducer | None:
-        """The producer, once DCP_OPEN was accepted."""
         producer = self.session.producer
         assert producer is None or isinstance(producer, SandboxProducer)
         return producer
@@ -171,15 +136,12 @@ class NodeConnection(asyncio.Protocol):
         return asyncio.get_running_loop().time() - self._last_received_s
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
         self.link.send(data)
 
     async def writable(self) -> None:
-        """Return when more may be sent."""
         await self.link.writable()
 
     def hang_up(self) -> None:
-        """Close when everything was sent."""
         self._transport.close()
 
     def open_producer(self, name: str, flags: int) -> None:
@@ -198,21 +160,9 @@ class NodeConnection(asyncio.Protocol):
         for rule in self.node.on_dcp_open:
             rule(self)
 
-    def state_of(self, vbid: int) -> VbucketRole:
-        """State of a vbucket on this node."""
-        return self.bucket.state_on(vbid, self.node.number)
-
-    def vbucket(self, vbid: int) -> Vbucket:
-        """A vbucket."""
-        return self.bucket.vbuckets[vbid]
-
-    def sent(self, vbid: int) -> Sent:
-        """Counters of a vbucket."""
-        return self.bucket.sent[vbid]
-
     def may_stream(self) -> bool:
         """Whether the user has the privilege that streams need."""
-        return not self.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
+        return not self.bucket.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
 
     def sees_system(self) -> bool:
         """Whether the system's collections exist for the user."""
@@ -220,7 +170,6 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def in_turn(self) -> bool:
-        """Streams take turns, a message each; while a fault counts pieces, a piece each."""
         return self.node.in_turn and self.stop_after_pieces is None
 
     def piece_bytes(self, stream: ProducerStream) -> int:
@@ -255,11 +204,9 @@ class SandboxNode:
     """One node of the cluster."""
 
     def __init__(self, number: int, bucket: Bucket) -> None:
-        """Not listening yet."""
         self.number = number
         self.bucket = bucket
         self.port: int | None = None
-        """Where it listens without TLS."""
         self.tls_port: int | None = None
         self.certificates_needed = False
         """Over TLS only users with a certificate are served."""
@@ -279,7 +226,6 @@ class SandboxNode:
 
     @property
     def alive(self) -> bool:
-        """True while it listens."""
         return bool(self._servers)
 
     async def start(
@@ -334,7 +280,6 @@ class SandboxNode:
 
     @property
     def address(self) -> SandboxAddress:
-        """As the cluster map names it."""
         return SandboxAddress(self.number, self.port, self.tls_port)
 
     def end_streams(self, vbid: int) -> None:

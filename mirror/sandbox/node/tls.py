@@ -34,7 +34,6 @@ class NodeTls:
     context: ssl.SSLContext = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read the files."""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = _VERSIONS[self.minimum]
         self.context.maximum_version = _VERSIONS[self.maximum]

@@ -1,8 +1,7 @@
-"""Faults of streams on request: which vbuckets' requests are refused, and which streams and noops are kept back.
+"""Streams as tests and the control socket see them: faults on request, settings, and counters of what was sent.
 
-Knows vbids, numbers of nodes and statuses; must never know connections or data: who answers stream requests and who
-sends asks here first. Invariants: without a fault nothing is refused or held; a refusal with `times` is used up by as
-many requests; what is held back goes on where it stopped when the fault is cleared.
+Invariants: without a fault nothing is refused or held; a refusal with `times` is used up by as many requests; a muted
+stream goes on where it stopped when the fault is cleared.
 """
 
 from __future__ import annotations
@@ -11,6 +10,35 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from mirror.wire.constants import Status
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedStream:
+    start_seqno: int
+    snap_start_seqno: int
+    snap_end_seqno: int
+    vbuuid: int
+    connection: str
+
+
+@dataclass(slots=True)
+class Sent:
+    """What was sent of a vbucket, over all connections."""
+
+    frames: int = 0
+    bytes: int = 0
+    stream_requests: list[AcceptedStream] = field(default_factory=list)
+    refused_requests: int = 0
+    snapshot_ends: set[int] = field(default_factory=set)
+    """Seqnos at which a snapshot that was announced ends: a client may publish at no other."""
+
+
+@dataclass(slots=True)
+class StreamTuning:
+    """Settings of the server that change what streams look like."""
+
+    antilag_items: int = 0
+    """A filtered backfill sends its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
 
 
 @dataclass(slots=True)
@@ -42,7 +70,7 @@ class StreamFaults:
         times: int | None = None,
         value: bytes | None = None,
     ) -> None:
-        """Answer stream requests with this status; the newest fault that fits counts."""
+        """Answer stream requests for these vbuckets (all) with a status; the newest fault that fits counts."""
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:
@@ -67,7 +95,6 @@ class StreamFaults:
         )
 
     def clear(self) -> None:
-        """All is well again."""
         self.noops_withheld = False
         self._refused.clear()
         self._mute.clear()

@@ -115,8 +115,6 @@ CAPABILITIES: dict[str, Release] = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A server's release, and what follows from it."""
-
     name: str
     release: Release
 
@@ -126,22 +124,18 @@ class Profile:
 
     @property
     def version(self) -> bytes:
-        """Its answer to VERSION."""
         return b"%d.%d.0" % self.release
 
     @property
     def features(self) -> frozenset[int]:
-        """What it grants in HELLO."""
         return frozenset(self._known(FEATURES))
 
     @property
     def open_flags(self) -> int:
-        """What it takes in DCP_OPEN."""
         return sum(self._known(OPEN_FLAGS))
 
     @property
     def stream_keys(self) -> frozenset[str]:
-        """What it reads in a stream request's value."""
         return frozenset(self._known(STREAM_KEYS))
 
     def abilities(self, *, keeps_history: bool) -> Abilities:
@@ -168,7 +162,6 @@ class Profile:
 
     @property
     def collections(self) -> bool:
-        """Whether there are scopes and collections."""
         return self.since(7, 0)
 
     @property

@@ -19,12 +19,10 @@ from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.sandbox.data.documents import SandboxDocuments
 from mirror.sandbox.data.item import EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest, ManifestError, ManifestStep
+from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES, Profile
+from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
 from mirror.sandbox.data.users import SandboxUsers
 from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.dcp.faults import StreamFaults
-from mirror.sandbox.dcp.producer import Sent
-from mirror.sandbox.dcp.stream import StreamTuning
-from mirror.sandbox.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole
@@ -40,8 +38,6 @@ def vbucket_of(key: bytes, vbucket_count: int) -> int:
 
 
 class Bucket:
-    """All data, and the direct way to it."""
-
     def __init__(
         self,
         name: str,
@@ -105,13 +101,6 @@ class Bucket:
         high_seqno = self.vbuckets[vbid].high_seqno
         return min(high_seqno, self.persistence_holds.get((vbid, node_number), high_seqno))
 
-    def hold_persistence(self, vbid: int, node_number: int, seqno: int | None) -> None:
-        """Let nothing above `seqno` get to that copy's disk; None: let everything."""
-        if seqno is None:
-            self.persistence_holds.pop((vbid, node_number), None)
-        else:
-            self.persistence_holds[vbid, node_number] = seqno
-
     def map_changed(self, *vbids: int) -> None:
         """The map is another now; the streams of these vbuckets are over where they were."""
         self.map.bump()
@@ -121,22 +110,16 @@ class Bucket:
             call()
 
     def state_changed(self, vbid: int) -> None:
-        """A vbucket's state or history changed: its streams are over."""
         for call in tuple(self.on_state_change):
             call(vbid)
 
     # --- documents
 
     def wire_key(self, key: str | bytes, collection: str = DEFAULT_COLLECTION) -> bytes:
-        """The key with its collection id."""
         entry = self.manifest.collection(collection)
         if entry is None:
             raise ManifestError(f"no collection {collection}")
-        return leb128.encode(entry.collection_id) + (key.encode() if isinstance(key, str) else key)
-
-    def vbucket_for(self, key: str | bytes) -> Vbucket:
-        """The vbucket of a document's key."""
-        return self.vbuckets[vbucket_of(key.encode() if isinstance(key, str) else key, len(self.vbuckets))]
+        return leb128.encode(entry.collection_id) + _bytes(key)
 
     def set(
         self,
@@ -211,7 +194,6 @@ class Bucket:
         return self.documents.abort(self._at(key, vbid), self.wire_key(key, collection))
 
     def get(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item | None:
-        """The newest version of a document that is there."""
         return self.documents.find(self._at(key, vbid), self.wire_key(key, collection))
 
     def multi_write(self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], **options: str) -> list[Item]:
@@ -248,7 +230,6 @@ class Bucket:
     # --- collections
 
     def create_scope(self, name: str) -> int:
-        """A new scope; returns its id."""
         changes = self._manifest_to_change().create_scope(name)
         self._apply(changes)
         return changes[0].scope_id
@@ -256,7 +237,6 @@ class Bucket:
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> int:
-        """A new collection; returns its id."""
         changes = self._manifest_to_change().create_collection(
             scope, name, max_ttl=max_ttl, collection_id=collection_id
         )
@@ -264,11 +244,9 @@ class Bucket:
         return changes[0].collection_id
 
     def drop_collection(self, path: str) -> None:
-        """Drop `scope.collection`."""
         self._apply(self._manifest_to_change().drop_collection(path))
 
     def flush_collection(self, path: str) -> None:
-        """Empty `scope.collection`."""
         self._apply(self._manifest_to_change().flush_collection(path))
 
     def modify_collection(self, path: str, *, max_ttl: int | None = None, history: bool = False) -> None:
@@ -276,7 +254,6 @@ class Bucket:
         self._apply(self._manifest_to_change().modify_collection(path, max_ttl=max_ttl, history=history))
 
     def drop_scope(self, name: str) -> None:
-        """Drop a scope with its collections."""
         self._apply(self._manifest_to_change().drop_scope(name))
 
     def _manifest_to_change(self) -> BucketManifest:
@@ -326,7 +303,7 @@ class Bucket:
         """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = SandboxDocuments(self.clock, self.manifest)
-        self.vbuckets = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
+        self.vbuckets[:] = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
         self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
         self.states.clear()
         self.map_changed()
@@ -343,7 +320,6 @@ class Bucket:
 
     @property
     def document_count(self) -> int:
-        """Documents that are alive, in all collections."""
         return sum(vbucket.document_count for vbucket in self.vbuckets)
 
     def _new_vbucket(self, vbid: int) -> Vbucket:
@@ -358,14 +334,18 @@ class Bucket:
         )
 
     def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:
-        return self.vbucket_for(key) if vbid is None else self.vbuckets[vbid]
+        return self.vbuckets[vbucket_of(_bytes(key), len(self.vbuckets)) if vbid is None else vbid]
 
     def _some(self, vbid: int | None) -> Iterator[Vbucket]:
         return iter(self.vbuckets if vbid is None else [self.vbuckets[vbid]])
 
 
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
 def _body(value: Value) -> bytes:
-    return value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else _json(value)
+    return _bytes(value) if isinstance(value, (bytes, str)) else _json(value)
 
 
 def _xattrs(contents: dict[str, object]) -> values.Xattrs:
