@@ -48,7 +48,7 @@ _DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond pe
 
 
 class Violation(Exception):
-    """The source sent what cannot be part of a stream that follows the rules."""
+    """The source broke the rules of a stream."""
 
 
 class Assembler:
@@ -70,7 +70,6 @@ class Assembler:
     )
 
     def __init__(self, vbid: Vbid) -> None:
-        """Start empty: `load` comes first."""
         self._vbid = vbid
         self._collections = True
         self._filter: StreamFilter | None = None
@@ -100,12 +99,10 @@ class Assembler:
 
     @property
     def holds_part(self) -> bool:
-        """True if something is staged above the newest boundary, or may be."""
         return self.position_seqno > self.boundary_seqno
 
     @property
     def resumable(self) -> bool:
-        """True if what is staged may be continued where the source agrees."""
         return is_resumable(self.boundary_seqno, self.position_seqno, self.open_snapshot)
 
     def begin_stream(
@@ -116,7 +113,6 @@ class Assembler:
         stream_filter: StreamFilter | None = None,
         scope_names: Mapping[int, str] | None = None,
     ) -> None:
-        """Follow a stream that was accepted."""
         self._collections = collections_granted
         self._filter = stream_filter
         self._scope_names = scope_names or {}
@@ -125,7 +121,7 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """No stream is followed: what remains of an open snapshot is the range that the last accepted item came with.
+        """Leave the stream: the range that the last accepted item came with remains of an open snapshot.
 
         A marker of which nothing was accepted is forgotten. To send its range would claim what is not held.
         """
@@ -164,7 +160,7 @@ class Assembler:
                 self.open_snapshot = None
 
     def rows(self, rows: list[Row], byte_count: int, out: list[Instruction]) -> None:
-        """Stage a run of rows: constant work, whatever its length. The order inside is the store's to check."""
+        """Stage a run of rows: constant work, whatever its length. The store checks the order inside."""
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
@@ -186,7 +182,7 @@ class Assembler:
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
-        """Nothing up to the seqno is missing: the position moves, and at the end of a snapshot that is complete."""
+        """Move the position: nothing up to the seqno is missing. Publish at the end of a snapshot."""
         seqno = event.seqno
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
@@ -201,7 +197,6 @@ class Assembler:
         self._advance(seqno, "seqno advanced", out)
 
     def system_event(self, event: SystemEvent, out: list[Instruction]) -> None:
-        """Stage a change of scopes or collections with the manifest that results."""
         try:
             content = decode_system_event(event)
         except RemoteProtocolError as error:
@@ -220,7 +215,7 @@ class Assembler:
         self._moved_to(seqno, "system event", out)
 
     def _manifest_before(self) -> Manifest:
-        """The default collection needs no event to exist; where it is left out it is not spoken of."""
+        """Return the manifest, without the default collection if that is left out: it needs no event to exist."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
@@ -236,18 +231,17 @@ class Assembler:
         self._advance(event.seqno, "sync write", out)
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
-        """Refuse rows that would come in the order of their keys."""
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """STREAM_END OK: where ends may never be hit, the open snapshot is complete."""
+        """Complete the open snapshot at STREAM_END OK, if its end may never be hit."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close("stream end", out)
 
     # --- the rules ---
 
     def _check_next(self, seqno: int) -> SnapshotRange:
-        """Refuse a single message whose seqno is not the open snapshot's next; returns that."""
+        """Refuse a single message whose seqno is not in the open snapshot; return the snapshot."""
         if self.open_snapshot is None or self._replaces_end:
             raise Violation(f"a message at {seqno} outside any snapshot")
         if seqno <= self.position_seqno:
@@ -271,7 +265,7 @@ class Assembler:
         self._moved_to(seqno, cause, out)
 
     def _close(self, cause: str, out: list[Instruction]) -> None:
-        """The open snapshot's end is not going to be hit, and nothing up to it is missing."""
+        """Complete the open snapshot: its end is not going to be hit, and nothing up to it is missing."""
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
         if end_seqno > self.position_seqno:
@@ -295,11 +289,9 @@ class Assembler:
 
     @property
     def from_disk(self) -> bool:
-        """True while the open snapshot is a backfill."""
         return self.open_snapshot is not None and self.open_snapshot.flags & _DISK != 0
 
     def validate(self) -> None:
-        """Check what must hold between any two messages."""
         assert 0 <= self.boundary_seqno <= self.position_seqno <= SEQNO_MAX
         if self.open_snapshot is not None:
             assert self.position_seqno < self.open_snapshot.end_seqno, "the end was reached and not published"

@@ -21,7 +21,6 @@ class Schedule:
     cap_s: float
 
     def full_delay_s(self, attempt: int) -> float:
-        """Delay of the given attempt (0 is the first), without jitter."""
         doublings = min(max(attempt, 0), 32)  # 2**32 times any first delay is beyond every cap; bounds the power
         return min(self.first_s * 2.0**doublings, self.cap_s)
 
@@ -37,6 +36,6 @@ SCHEDULES: dict[RetryReason, Schedule] = {
 
 
 def delay_s(reason: RetryReason, attempt: int, jitter: float) -> float:
-    """Seconds to wait before try number `attempt`; `jitter` is any number, of which 0 to 1 counts."""
+    """Return the delay before try number `attempt` (0 is the first); `jitter` is any number, of which 0 to 1 counts."""
     full_s = SCHEDULES[reason].full_delay_s(attempt)
     return full_s * (0.5 + 0.5 * min(max(jitter, 0.0), 1.0))

@@ -45,13 +45,12 @@ def apply(
 
 
 def change_by(content: SystemEventContent, before: Manifest, after: Manifest) -> ManifestChange:
-    """What an event made of a manifest, found without a look at what it does not name."""
+    """Return what an event made of a manifest, found without a look at what it does not name."""
     named = () if isinstance(content, (ScopeCreated, ScopeDropped)) else (content.collection_id,)
     return ManifestChange.between(before, after, (content.scope_id,), named)
 
 
 def without_default(manifest: Manifest) -> Manifest:
-    """Return a manifest that does not speak of the default collection: that of a mirror which leaves it out."""
     collections = {cid: entry for cid, entry in manifest.collections.items() if cid != DEFAULT_COLLECTION}
     in_use = {entry.scope_id for entry in collections.values()}
     scopes = {sid: name for sid, name in manifest.scopes.items() if sid != DEFAULT_SCOPE or sid in in_use}

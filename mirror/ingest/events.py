@@ -38,9 +38,9 @@ class Start:
     """The node is a mirror: it may be behind what is held here, and will catch up."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
-    """What streams request; None: the whole bucket."""
+    """The filter of the streams; None: the whole bucket."""
     scope_names: Mapping[int, str] = field(default_factory=dict)
-    """By id, for streams of single collections: those bring no scope's events."""
+    """By id, for streams of single collections, which bring no scope's events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,7 @@ class NoActiveNode:
 
 
 @dataclass(frozen=True, slots=True)
-class RetryDue:
-    """The delay requested by RetryAfter is over."""
+class RetryDue: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +87,12 @@ class StreamRequested:
 
 @dataclass(frozen=True, slots=True)
 class StreamAccepted:
-    """The stream request was answered with success and the source's failover log, newest first."""
-
     opaque: int
     failover_log: FailoverLog
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRollback:
-    """The stream request was answered with ROLLBACK to `seqno`."""
-
     opaque: int
     seqno: int
 
@@ -113,15 +108,11 @@ class StreamRefused:
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogReceived:
-    """Answer to GetFailoverLog, newest first."""
-
     failover_log: FailoverLog
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverLogRefused:
-    """GetFailoverLog was answered with an error."""
-
     status: int
 
 
@@ -218,4 +209,4 @@ Answer = (
     | ResyncRefused
     | StagingRefused
 )
-"""What the execution of an instruction can be answered with at once."""
+"""The answers that the execution of an instruction can have at once."""

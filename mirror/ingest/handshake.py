@@ -53,7 +53,7 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
 
 
 def _filter_continues(machine: MachineState) -> bool:
-    """True if a stream may go on from what is held: what its filter shows was not left out before."""
+    """Return True if a stream may go on from what is held: its filter shows nothing that was left out before."""
     requested, stored = machine.features.filter, machine.stored_filter
     if not machine.assembler.position_seqno:
         return True
@@ -173,7 +173,7 @@ def _roll_back(machine: MachineState, seqno: int, why: str, cause: str, out: lis
 
 
 def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
-    """Look for common history, once, before everything is fetched again."""
+    """Search common history, once, before everything is fetched again."""
     machine.handshake.next_vbuuid = None
     if machine.handshake.common_tried:
         return _resync(machine, why, out)

@@ -24,7 +24,7 @@ from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, Snapshot
 
 
 class VbucketStatus(StrEnum):
-    """What a vbucket is doing, in one word for people."""
+    """The state of a vbucket, in one word for people."""
 
     WAITING = "waiting"
     REQUESTING = "requesting"
@@ -39,7 +39,7 @@ class VbucketStatus(StrEnum):
 
 
 class RetryReason(StrEnum):
-    """Why a stream is requested again later; `backoff` has a schedule for each."""
+    """The reason for a later request; `backoff` has a schedule for each."""
 
     STREAM_ENDED = "stream-ended"
     SOURCE_BUSY = "source-busy"
@@ -51,8 +51,6 @@ class RetryReason(StrEnum):
 
 @dataclass(slots=True)
 class InstructionFields:
-    """The fields that every instruction begins with."""
-
     vbid: Vbid
     cause: str
 
@@ -133,11 +131,10 @@ class StageSystemEvent(InstructionFields):
 
     seqno: Seqno
     row_value: bytes
-    """The event's whole frame in stored form."""
     manifest: Manifest
     open_snapshot: SnapshotRange
     change: ManifestChange | None = None
-    """What it makes of the manifest before; None: not known."""
+    """The change of the manifest; None: not known."""
 
 
 @dataclass(slots=True)
@@ -202,8 +199,6 @@ class RetryAfter(InstructionFields):
 
 @dataclass(slots=True)
 class ReportStatus(InstructionFields):
-    """What the vbucket does now, why, and what fixes it."""
-
     status: VbucketStatus
     text: str
 

@@ -34,7 +34,7 @@ class VbucketMachine(MachineState):
     __slots__ = ()
 
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
-        """Take one event, return what is to be done, in order."""
+        """Take one event; return the instructions that follow, in order."""
         move = TRANSITIONS[self.phase].get(type(event))
         if move is None:
             self.shown.ignored_count += 1
@@ -97,8 +97,6 @@ def _retry_due(machine: MachineState, _event: ev.RetryDue, out: list[Instruction
 
 
 class Move(NamedTuple):
-    """The decision about an event, and the phases that it may lead to."""
-
     decide: Callable[[VbucketMachine, Any, list[Instruction]], Phase]
     to: tuple[Phase, ...]
 

@@ -27,7 +27,7 @@ class OffsetInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """Where a requested stream begins: everything up to `start_seqno` is held, on the history `vbuuid`."""
+    """The point from which a stream is requested: everything up to `start_seqno` is held, on the history `vbuuid`."""
 
     vbuuid: Vbuuid
     start_seqno: Seqno
@@ -35,7 +35,6 @@ class StreamOffset:
     snap_end_seqno: Seqno
 
     def __post_init__(self) -> None:
-        """Refuse what a producer would answer with ERANGE."""
         if not 0 <= self.snap_start_seqno <= self.start_seqno <= self.snap_end_seqno:
             raise OffsetInvalid(
                 f"a stream cannot begin at {self.start_seqno} of [{self.snap_start_seqno}, {self.snap_end_seqno}]"
@@ -48,12 +47,10 @@ class StreamOffset:
 
     @staticmethod
     def fresh() -> StreamOffset:
-        """Nothing is held: from 0, of no history."""
         return StreamOffset(NO_VBUUID, Seqno(0), Seqno(0), Seqno(0))
 
     @staticmethod
     def between_snapshots(seqno: Seqno, vbuuid: Vbuuid) -> StreamOffset:
-        """Everything up to the complete boundary `seqno` is held and nothing beyond it."""
         return StreamOffset(vbuuid, seqno, seqno, seqno) if seqno else StreamOffset.fresh()
 
 
@@ -76,5 +73,5 @@ def resume_offset(
 
 
 def is_resumable(boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None) -> bool:
-    """Say whether the staged rows may be continued: part of a snapshot is held and its end is known and ahead."""
+    """Return True if the staged rows may be continued: part of a snapshot is held and its end is known and ahead."""
     return open_snapshot is not None and boundary_seqno < staged_seqno < open_snapshot.end_seqno

@@ -17,32 +17,26 @@ from mirror.wire.constants import Status, StreamEndReason, status_name
 
 
 class Action(Enum):
-    """What the machine does before, or instead of, asking again."""
+    """The machine's reaction, before or instead of asking again."""
 
     RETRY = auto()
-    """Ask again after a delay."""
     REFRESH_MAP = auto()
-    """Get a newer cluster map, and ask again after a delay."""
     REOPEN = auto()
     """Close whatever stream the source believes to be open, and ask again after a delay."""
     RECONNECT = auto()
-    """Log in again, and ask again after a delay."""
     REFRESH_COLLECTIONS = auto()
-    """Ask which collections there are, and ask for the stream again after a delay."""
     WAIT_FOR_COLLECTIONS = auto()
-    """Ask which collections there are, and wait until there are some to ask for."""
+    """Wait until there are collections to ask for."""
     GO_BACK = auto()
-    """The source cannot continue from there at all: drop the open snapshot, else search for common history."""
+    """Drop the open snapshot, else search common history: the source cannot continue from there."""
     REFUSED = auto()
-    """Report the refusal, and ask again after a delay of up to a minute: somebody may grant what is missing."""
+    """Report it and ask again after up to a minute: somebody may grant what is missing."""
     STOP = auto()
-    """Report and wait for people: asking again cannot help."""
+    """Report it and wait for people: asking again cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """What to do and what to say."""
-
     action: Action
     text: str
     reason: RetryReason = RetryReason.REFUSED_FOR_NOW

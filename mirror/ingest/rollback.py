@@ -18,8 +18,7 @@ from storage.model import SEQNO_MAX, FailoverLog, Seqno, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """The request fits the producer's history: the stream begins."""
+class Accept: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def producer_answer(
 
 @dataclass(frozen=True, slots=True)
 class CommonHistory:
-    """The newest history that consumer and producer share, and how far they share it."""
+    """The newest history that consumer and producer share, and its end in both."""
 
     vbuuid: Vbuuid
     seqno: Seqno

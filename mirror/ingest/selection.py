@@ -21,25 +21,23 @@ _NAME = re.compile(r"[A-Za-z0-9_%-]{1,251}")
 COLLECTIONS_MAX = 1000
 """Collections that one mirror selects by name; a bucket holds no more."""
 SYSTEM_SCOPE = "_system"
-"""Where the server's own services keep their documents, since 7.6 in every bucket."""
+"""The scope of the server's own services, since 7.6 in every bucket."""
 
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
-"""Of a source's manifest: ten times a full bucket with the longest names. Reading it takes some 50 ms."""
+"""Bytes of a source's manifest: ten times a full bucket with the longest names. Reading it takes some 50 ms."""
 
 
-class MalformedManifest(Exception):
-    """The source sent an invalid manifest."""
+class MalformedManifest(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """Scopes and collections as the source names them now."""
+    """The source's scopes and collections, by name."""
 
     uid: int
     scopes: dict[str, int]
     collections: dict[tuple[str, str], int]
-    """(scope name, collection name) -> collection id."""
 
     @staticmethod
     def parse(body: bytes) -> SourceManifest:
@@ -66,21 +64,21 @@ class SourceManifest:
 
 @dataclass(frozen=True, slots=True)
 class StreamFilter:
-    """What streams request: a scope by id, or collections by id."""
+    """The filter of stream requests: a scope by id, or collections by id."""
 
     scope_id: int | None = None
     collection_ids: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
-        """Canonical: what the store keeps with the position."""
+        """The canonical form, which the store keeps with the position."""
         if self.scope_id is not None:
             return f"scope {self.scope_id:x}"
         return "collections " + ",".join(f"{each:x}" for each in self.collection_ids)
 
     @staticmethod
     def parse(text: str) -> StreamFilter | None:
-        """Read `text`; None where it says nothing that is known."""
+        """Read `text`; return None if it says nothing that is known."""
         kind, _, ids = text.partition(" ")
         try:
             if kind == "scope":
@@ -93,27 +91,27 @@ class StreamFilter:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What goes into the JSON value of a stream request."""
+        """The JSON value of a stream request."""
         if self.scope_id is not None:
             return {"scope": f"{self.scope_id:x}"}
         return {"collections": [f"{each:x}" for each in self.collection_ids]}
 
     def shows_by_itself(self, collection_id: int, scope_id: int) -> bool:
-        """Whether it shows a collection that exists without any event."""
+        """Return True if it shows a collection that exists without any event."""
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
-        """True if it shows nothing that the other one would not."""
+        """Return True if it shows nothing that the other one would not."""
         if other is None or self.scope_id is not None or other.scope_id is not None:
             return self == other
         return set(self.collection_ids) <= set(other.collection_ids)
 
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
-        """Say whether a stream so filtered can go on where one filtered to `before` came to.
+        """Return True if a stream so filtered can go on where one filtered to `before` came to.
 
-        It may show less than what is held only where that is known to be gone (not among `held_ids`): its end would
-        never come. Nor may it show more than before: what was left out until here would never come. Also the same
-        filter may show less than what is held, after staged rows with the end of a collection were abandoned.
+        It may show less than what is held only if that is known to be gone (not among `held_ids`): its end would never
+        come. Nor may it show more than before: what was left out until here would never come. Also the same filter may
+        show less than what is held, after staged rows with the end of a collection were abandoned.
         """
         old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:
@@ -133,21 +131,18 @@ class Resolved:
     filter: StreamFilter | None
     """None: the whole bucket, or (with `missing`) nothing that exists."""
     missing: tuple[str, ...] = ()
-    """Names that the source does not know (yet, or any more)."""
     collection_ids: tuple[int, ...] = ()
-    """The collections whose high seqnos say how far the streams will come."""
+    """The collections whose high seqnos bound the streams."""
     scope_names: Mapping[int, str] = field(default_factory=dict)
-    """Streams of single collections bring no scope's events."""
 
     @property
     def streams(self) -> bool:
-        """True if there is something to stream."""
         return self.filter is not None or not self.missing
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What users requested, by name; neither: the whole bucket."""
+    """The scope or collections that users requested, by name; neither: the whole bucket."""
 
     scope: str | None = None
     collections: tuple[str, ...] = ()
@@ -192,22 +187,19 @@ class Selection:
 
     @property
     def text(self) -> str:
-        """Canonical: part of a mirror's identity. Empty for the whole bucket."""
+        """The canonical form, which is part of a mirror's identity; empty for the whole bucket."""
         if self.scope is not None:
             return f"scope {self.scope}"
         return "collections " + ",".join(self.collections) if self.collections else ""
 
     @property
     def whole(self) -> bool:
-        """True if nothing is left out."""
         return not self.text
 
     def __str__(self) -> str:
-        """For people."""
         return self.text.replace(",", ", ") or "the whole bucket"
 
     def resolve(self, manifest: SourceManifest) -> Resolved:
-        """Find the names in a manifest."""
         scope_names = {scope_id: name for name, scope_id in manifest.scopes.items()}
         if self.scope is not None:
             scope_id = manifest.scopes.get(self.scope)

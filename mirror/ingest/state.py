@@ -56,7 +56,7 @@ STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RE
 
 @dataclass(slots=True)
 class Shown:
-    """What status shows of a vbucket."""
+    """The figures and texts of a vbucket for status."""
 
     status: VbucketStatus = VbucketStatus.WAITING
     text: str = "not started"
@@ -120,7 +120,7 @@ class MachineState:
         self.attempt = 0
         """Tries since the last progress."""
         self.retry_reason: RetryReason | None = None
-        """Why the next request waits, once the staged rows are abandoned; None: it does not wait."""
+        """The reason for a delay before the next request, once the staged rows are abandoned; None: no delay."""
         # The stream.
         self.opaque: int | None = None
         self.assembler = Assembler(vbid)
@@ -219,7 +219,6 @@ class MachineState:
         return self.retry(reaction, cause, out)
 
     def validate(self) -> None:
-        """Check what must hold between any two events."""
         assembler = self.assembler
         assembler.validate()
         if self.phase is Phase.STREAMING:

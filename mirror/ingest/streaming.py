@@ -54,7 +54,6 @@ _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
 
 
 def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[Instruction]) -> Phase:
-    """Take a run of rows."""
     if machine.marker_purge_seqno:
         _save_purge_seqno(machine, out)
     try:
@@ -153,7 +152,7 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
 
 
 def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
-    """Publish nothing, once: the source has nothing, and no snapshot will ever say so."""
+    """Publish nothing, once, if the source has nothing: no snapshot will ever say so."""
     assembler = machine.assembler
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return
@@ -163,7 +162,7 @@ def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
 
 
 def _progressed(machine: MachineState, out: list[Instruction]) -> None:
-    """A snapshot was published; on a branch next to the served one that swaps the branch in."""
+    """Note a publish; on a branch next to the served one that swaps the branch in."""
     machine.attempt = 0
     machine.shown.failing_text = None
     machine.resyncing = False

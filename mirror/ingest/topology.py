@@ -45,7 +45,7 @@ class MalformedClusterMap(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A data node: where its KV service listens. A port of None: not offered (plain, or TLS)."""
+    """A data node's KV service. A port of None: not offered (plain, or TLS)."""
 
     host: str
     kv_port: int | None
@@ -54,7 +54,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Host and port, as people write them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = self.kv_port if self.kv_port is not None else self.tls_port
         return host if port is None else f"{host}:{port}"
@@ -72,13 +71,13 @@ class ClusterMap:
     active: tuple[int, ...]
     cluster_uuid: str | None = None
     replicas: tuple[tuple[int, ...], ...] = ()
-    """Of each vbucket the replicas that have a node, by index into `nodes`."""
+    """By vbucket, the replicas that have a node, as indexes into `nodes`."""
     ephemeral: bool = False
     """The bucket lives in memory alone: nothing of it is ever persisted."""
     system_collections: bool = False
     """The bucket has collections of the server's own, which only the privileged see."""
     network: str = "default"
-    """Whose addresses the nodes have: later maps of the same source are to be read by the same."""
+    """The network of the nodes' addresses; later maps of the same source are read by the same."""
     network_offered: bool = True
     """Some node has addresses of that network; else all have their own."""
     replaces: bool = False
@@ -88,37 +87,33 @@ class ClusterMap:
 
     @property
     def revision(self) -> Revision:
-        """(epoch, revision): what maps are ordered by."""
         return self.rev_epoch, self.rev
 
     @property
     def vbucket_count(self) -> int:
-        """How many vbuckets the bucket has; 0 in a cluster-level map."""
+        """0 in a cluster-level map."""
         return len(self.active)
 
     def node_of(self, vbid: int) -> Node | None:
-        """The node that serves the vbucket now."""
         index = self.active[vbid] if 0 <= vbid < len(self.active) else NO_NODE
         return None if index == NO_NODE else self.nodes[index]
 
     def copies_of(self, vbid: int) -> list[Node]:
-        """The nodes that hold the vbucket now, the active one first; empty when there is no active one."""
+        """Return the nodes that hold the vbucket now, the active one first; empty when there is no active one."""
         active = self.node_of(vbid)
         if active is None:
             return []
         return [active, *(self.nodes[index] for index in (self.replicas[vbid] if vbid < len(self.replicas) else ()))]
 
     def vbids_of(self, node: Node) -> list[int]:
-        """All vbuckets that the node serves."""
         return [vbid for vbid, index in enumerate(self.active) if index != NO_NODE and self.nodes[index] == node]
 
     def to_wire(self) -> dict[str, Any]:
-        """The map as plain values, for another process of this service."""
+        """Return the map as plain values, for another process of this service."""
         return asdict(self)
 
     @staticmethod
     def from_wire(values: Mapping[str, Any]) -> ClusterMap:
-        """The map that `to_wire` gave."""
         return ClusterMap(
             **{
                 **values,
@@ -130,16 +125,14 @@ class ClusterMap:
 
 
 class MapVerdict(Enum):
-    """What a map that was received is to the newest one that is known."""
+    """The relation of a received map to the newest known one."""
 
     NEWER = "newer"
-    """It is to be followed."""
     KNOWN = "known"
-    """It says nothing new."""
     OLDER = "older"
-    """It is older than one that was followed before, perhaps by another process or before a restart."""
+    """Older than one that was followed before, perhaps by another process or before a restart."""
     OTHER_BUCKET = "other bucket"
-    """It is not the bucket's: its revision means nothing here."""
+    """Of another bucket: its revision means nothing here."""
 
 
 class NewestMap:
@@ -152,14 +145,13 @@ class NewestMap:
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
-        """`bucket_uuid`: None or empty where any bucket is meant, until the first map. `floor`: followed before."""
+        """`bucket_uuid`: None or empty if any bucket is meant, until the first map. `floor`: followed before."""
         self.current: ClusterMap | None = None
         self.bucket_uuid = bucket_uuid
         self.floor = floor
         """The newest revision of the cluster's maps that was ever followed."""
 
     def judge(self, found: ClusterMap) -> MapVerdict:
-        """What a map that was received is; nothing is changed."""
         current = self.current
         if self.bucket_uuid and found.bucket_uuid and found.bucket_uuid != self.bucket_uuid:
             return MapVerdict.OTHER_BUCKET
@@ -185,7 +177,7 @@ class NewestMap:
         return replace(found, replaces=True) if gone and all(map(away, gone)) else found
 
     def take(self, found: ClusterMap) -> bool:
-        """Make a map the current one if it is newer; returns whether it was."""
+        """Make a map the current one if it is newer; return whether it was."""
         if self.judge(found) is not MapVerdict.NEWER:
             return False
         self.current = found
@@ -196,9 +188,9 @@ class NewestMap:
 
 
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:
-    """The map to begin with among those that several nodes sent, in the order of preference where they are equal.
+    """Return the map to begin with among those that several nodes sent, in the order of preference if they are equal.
 
-    Maps of another bucket count only where there is no other; without `bucket_uuid` the bucket is that of the first.
+    Maps of another bucket count only if there is no other; without `bucket_uuid` the bucket is that of the first.
     """
     expected_uuid = bucket_uuid or maps[0].bucket_uuid
     ours = [each for each in maps if each.bucket_uuid == expected_uuid] or maps
@@ -238,9 +230,10 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
 
 
 def _is_ephemeral(config: dict[str, Any]) -> bool:
-    """Newer maps say it (ns_server, bucket_info_cache: `bucketType`); else only what persists has views (`couchapi`).
+    """Return True for an ephemeral bucket.
 
-    The second alone would be wrong of buckets with the Magma engine, which persist and have no views.
+    Newer maps say it (ns_server, bucket_info_cache: `bucketType`); else only what persists has views (`couchapi`). The
+    second alone would be wrong of buckets with the Magma engine, which persist and have no views.
     """
     if isinstance(config.get("bucketType"), str):
         return bool(config["bucketType"] == "ephemeral")
@@ -252,8 +245,8 @@ def _is_ephemeral(config: dict[str, Any]) -> bool:
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
     """Choose the network by the address that was contacted, as SDKs do: the one whose addresses hold it.
 
-    Host and port together say more than the host alone (all nodes of a test cluster may share one host); what is in no
-    network at all, as where the map came by another name, is "default".
+    Host and port together say more than the host alone (all nodes of a test cluster may share one host). An address in
+    no network at all, as of a map that came by another name, is of "default".
     """
     config = _load(text)
     found: list[tuple[bool, str]] = []
@@ -273,7 +266,7 @@ def network_of(text: bytes | str, contacted_host: str, contacted_port: int | Non
 
 @dataclass(frozen=True, slots=True)
 class _NodeExt:
-    """One row of nodesExt: the node as it is to be reached, and the own address by which serverList names it."""
+    """One row of nodesExt: the node's reachable address, and the own address by which serverList names it."""
 
     node: Node
     own_address: tuple[str, int | None]
@@ -301,7 +294,9 @@ class _NodeExt:
 def _parse_server_map(
     server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
 ) -> tuple[tuple[Node, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Nodes in the order of serverList, which the rows of the map count in, the first column of the map, the others."""
+    """Return the nodes in the order of serverList, which the rows of the map count in, the first column of the map, and
+    the others.
+    """
     by_address: dict[tuple[str, int | None], list[Node]] = {}
     for ext in nodes_ext:
         if ext.serves_kv:

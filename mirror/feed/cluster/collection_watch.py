@@ -29,7 +29,7 @@ HIDDEN = (
     "leaves them out; grant it the privilege SystemCollectionLookup if they are needed (role data_dcp_reader)"
 )
 PAUSE_MIN_S = 0.2
-"""Between two looks at the manifest, for all callers."""
+"""Pause between two looks at the manifest."""
 
 
 class CollectionWatch:
@@ -44,13 +44,11 @@ class CollectionWatch:
         clock: Clock,
         on_news: Callable[[set[int]], None],
     ) -> None:
-        """`on_news` is called when there is something to request that was not requested before, with the vbuckets that
-        wait for it in particular. A whole bucket needs nothing to begin.
-        """
+        """`on_news` is called when streams may request something new, with the vbuckets that wait for it."""
         self.selection = selection
         self.resolved = Resolved(-1, None, () if selection.whole else ("?",))
         self.hidden = False
-        """The server's own collections are left out, since this user may not see them."""
+        """The server's own collections are left out because this user may not see them."""
         self._connections = connections
         self._maps = maps
         self._on_news = on_news
@@ -63,7 +61,7 @@ class CollectionWatch:
 
     @property
     def text(self) -> str:
-        """Why nothing is requested, for people."""
+        """The reason why no stream is requested, for people."""
         if self.resolved.uid < 0:
             return "asking the source which collections there are"
         names = ", ".join(self.resolved.missing)
@@ -72,25 +70,24 @@ class CollectionWatch:
 
     @property
     def polled_collections(self) -> Sequence[int] | None:
-        """The collections whose high seqnos say how far our streams will come; None: the bucket's."""
+        """The collections whose high seqnos bound the streams; None: the bucket's."""
         return self.resolved.collection_ids if self.hidden or not self.selection.whole else None
 
     @property
     def warnings(self) -> list[str]:
-        """What people should know."""
         found = [HIDDEN] if self.hidden and self.selection.whole else []
         if self.resolved.missing and self.resolved.uid >= 0:
             found.append(self.text)
         return found
 
     def look(self, vbid: int | None = None) -> None:
-        """Look at the manifest before long; the vbucket is notified when there is something to ask for."""
+        """Look at the manifest soon; the vbucket is notified when there is something to ask for."""
         if vbid is not None:
             self._waiting.add(vbid)
         self._wake.set()
 
     async def run(self) -> None:
-        """Follow the manifest until cancelled. Raises NotSupported where the source has no collections to choose."""
+        """Follow the manifest until cancelled. Raises NotSupported if the source has no collections to choose."""
         while True:
             polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
             with contextlib.suppress(TimeoutError):
@@ -125,7 +122,7 @@ class CollectionWatch:
                 return
 
     def take(self, manifest: SourceManifest) -> None:
-        """Let the streams follow a manifest, unless it is older than the one before."""
+        """Follow a manifest, unless it is older than the one before."""
         before = self.resolved
         if manifest.uid < before.uid:
             return

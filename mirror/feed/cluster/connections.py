@@ -21,15 +21,11 @@ from mirror.feed.connection.transport import Opaques
 
 
 class ConnectionsOwner(SessionOwner, Protocol):
-    """What works on what the streams bring, and on nodes that come and go."""
+    """The user of the sessions."""
 
-    def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open."""
-        ...
+    def on_node_ready(self, keeper: NodeKeeper) -> None: ...
 
-    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """No session could be opened, or the session is over; another try follows."""
-        ...
+    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None: ...
 
 
 class Connections:
@@ -45,11 +41,10 @@ class Connections:
         name: str,
         on_defect: Callable[[BaseException], None],
     ) -> None:
-        """`name` is the DCP name. `on_defect` is called where a defect ends a keeper: its node would stay away."""
+        """`name` is the DCP name. `on_defect` is called when a defect ends a keeper: its node would stay away."""
         self.keepers: dict[NodeAddress, NodeKeeper] = {}
         self.opaques = Opaques()
         self.acks_held = False
-        """True while the source is kept waiting."""
         self.with_history = False
         """`NodeSession.with_history` of new sessions."""
         self._access = access
@@ -63,7 +58,7 @@ class Connections:
     # -- which nodes ----------------------------------------------------------------------------------------------
 
     def keep(self, address: NodeAddress) -> NodeKeeper:
-        """Returns the keeper of a node, begun if there was none."""
+        """Return the keeper of a node, begun if there was none."""
         keeper = self.keepers.get(address)
         if keeper is None:
             keeper = NodeKeeper(address, self._make_session, self, self._access.settings, self._clock)
@@ -80,7 +75,6 @@ class Connections:
             task.add_done_callback(self._stopping.discard)
 
     async def close(self) -> None:
-        """Close all sessions."""
         await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()), *self._stopping)
         self.keepers.clear()
 
@@ -93,16 +87,14 @@ class Connections:
     # -- which of them can be queried -----------------------------------------------------------------------------
 
     def session_at(self, address: NodeAddress | None) -> NodeSession | None:
-        """The open session of a node, if there is one."""
         keeper = None if address is None else self.keepers.get(address)
         return keeper.session if keeper is not None and keeper.ready else None
 
     def ready_sessions(self) -> list[NodeSession]:
-        """All open sessions."""
         return [keeper.session for keeper in self.keepers.values() if keeper.session is not None and keeper.ready]
 
     def errors(self) -> str:
-        """What stands in the way at the nodes, to be appended to a message; empty where nothing does."""
+        """Return the nodes' errors, to be appended to a message; empty if there are none."""
         found = {keeper.error.what for keeper in self.keepers.values() if keeper.error is not None}
         return "; " + "; ".join(sorted(found)) if found else ""
 
@@ -115,7 +107,6 @@ class Connections:
             session.acks_held = True
 
     def release_acks(self) -> None:
-        """Have the source go on."""
         self.acks_held = False
         for session in self._open_sessions():
             session.release_acks()
@@ -126,11 +117,9 @@ class Connections:
     # -- what the keepers call ------------------------------------------------------------------------------------
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open."""
         assert keeper.session is not None
         keeper.session.acks_held = self.acks_held
         self._owner.on_node_ready(keeper)
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """No session could be opened, or the session is over."""
         self._owner.on_node_failed(keeper, error)

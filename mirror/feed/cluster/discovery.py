@@ -25,16 +25,15 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 SURVEY_S = 2.0
-"""For all other nodes together, once one has answered: a healthy one logs us in within a few round trips."""
+"""Timeout for all other nodes together once one has answered: a healthy one logs us in within a few round trips."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the nodes that could be reached say."""
+    """The answers of the nodes that could be reached."""
 
     newest: ClusterMap
     answers: dict[NodeAddress, ClusterMap]
-    """Each node's own map."""
 
 
 async def discover(
@@ -45,7 +44,7 @@ async def discover(
     network: str | None = None,
     bucket_uuid: str | None = None,
 ) -> ClusterMap:
-    """Return the newest cluster map of all nodes that can be reached; see `survey`."""
+    """Return the newest cluster map of all reachable nodes; see `survey`."""
     found = await survey(access, clock, addresses=addresses, network=network, bucket_uuid=bucket_uuid)
     return found.newest
 
@@ -60,9 +59,9 @@ async def survey(
 ) -> Survey:
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
-    With `bucket_uuid`, maps of other buckets count only where there is no other. If no node gives a map, this raises
-    what the nodes said: a refusal of user or bucket; else the error that waiting does not fix, as of one node's
-    certificate, or the last one.
+    With `bucket_uuid`, maps of other buckets count only if there is no other. If no node gives a map, this raises a
+    node's refusal of user or bucket; else the error that waiting does not fix, as of one node's certificate, or the
+    last error.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
@@ -81,7 +80,7 @@ def _weightiest(errors: list[ClusterError]) -> ClusterError | None:
 
 
 def _is_refusal(error: ClusterError) -> bool:
-    """True for an answer that all nodes share, unlike the certificate of one."""
+    """Return True for an answer that all nodes share, unlike the certificate of one."""
     return not error.retryable and not isinstance(error, TlsFailed)
 
 

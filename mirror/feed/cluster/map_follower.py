@@ -29,22 +29,22 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
-"""For a map that was given to the user to be followed; after that a first map is looked for again."""
+"""Time for the user to follow a map that it was given; after that a first map is looked for again."""
 
 
 class MapUser(Protocol):
-    """What moves its streams to where a map says."""
+    """The user of the maps: it moves its streams."""
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Judge a map that is newer, or of another bucket. Raises MirrorError where it makes going on impossible."""
         ...
 
     def on_newer_map(self, found: ClusterMap) -> None:
-        """A newer map was received: follow it (`MapFollower.take`), now or later."""
+        """Follow a newer map (`MapFollower.take`), now or later."""
         ...
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """What `check_map` raised for a map that came unasked."""
+        """Handle what `check_map` raised for a map that came unasked."""
         ...
 
 
@@ -59,10 +59,9 @@ class MapFollower:
         user: MapUser,
         on_defect: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        """`maps` says which bucket is meant, and which maps are too old. `on_defect`: see MapPoller."""
+        """`maps` names the bucket, and which maps are too old. `on_defect`: see MapPoller."""
         self.maps = maps
         self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
-        """The open session of a node, if there is one."""
         self._access = access
         self._clock = clock
         self._user = user
@@ -72,31 +71,32 @@ class MapFollower:
 
     @property
     def current(self) -> ClusterMap | None:
-        """The map that is followed."""
         return self.maps.current
 
     @property
     def network(self) -> str | None:
-        """Whose addresses the first map was read by; all others are, too."""
+        """The network of the first map; all others are read by it."""
         return None if self.current is None else self.current.network
 
     @property
     def vbucket_count(self) -> int:
-        """How many vbuckets the bucket has; 0 while no map is followed."""
+        """The bucket's vbuckets; 0 while no map is followed."""
         return 0 if self.current is None else self.current.vbucket_count
 
     @property
     def error(self) -> str | None:
-        """Why no node gives a map; None where one does, or where none was queried yet."""
+        """The reason why no node gives a map; None if one does, or if none was queried yet."""
         return self._search_error or self._poller.error
 
     def address_of(self, vbid: int) -> NodeAddress | None:
-        """Where the vbucket is; None where the map says nothing, or its node cannot be reached in the way required."""
+        """Return the address of the vbucket's node; None if the map names none, or none that can be reached as
+        required.
+        """
         node = None if self.current is None else self.current.node_of(vbid)
         return None if node is None else self._access.address_of(node)
 
     def copies_of(self, vbid: int) -> list[NodeAddress]:
-        """Where the copies of the vbucket are, the active one first; empty unless all can be reached."""
+        """Return the addresses of the vbucket's copies, the active one first; empty unless all can be reached."""
         nodes = self.current.copies_of(vbid) if self.current is not None else []
         found = [self._access.address_of(node) for node in nodes]
         known = [address for address in found if address is not None]
@@ -129,7 +129,7 @@ class MapFollower:
                 attempt += 1
 
     def begin(self, found: ClusterMap) -> None:
-        """Offer a first map. Raises OlderMap where it is too old, and what `check_map` raises."""
+        """Offer a first map. Raises OlderMap, and what `check_map` raises."""
         if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
             raise OlderMap.of(found.revision, self.maps.floor)
 
@@ -150,14 +150,14 @@ class MapFollower:
         return verdict
 
     def check(self, found: ClusterMap) -> MapVerdict:
-        """What a map is to the one that is followed. Raises what `check_map` raises."""
+        """Compare a map with the one that is followed. Raises what `check_map` raises."""
         verdict = self.maps.judge(found)
         if verdict in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             self._user.check_map(found, verdict)
         return verdict
 
     def take(self, found: ClusterMap) -> bool:
-        """Follow a map, unless a newer one is followed already; returns whether it is followed now."""
+        """Follow a map, unless a newer one is followed already; return whether it is followed now."""
         if not self.maps.take(found):
             return False
         self._search_error = None
@@ -165,19 +165,17 @@ class MapFollower:
         return True
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """A vbucket's node refused it: read the map that came with that, or ask for one (not where we have it)."""
+        """Read the map that came with a node's refusal of the vbucket, or ask other nodes for one."""
         address = self.address_of(vbid)
         if not config or address is None or not self._poller.on_sent(config, address):
             self._poller.wake()
 
     def wake(self) -> None:
-        """Ask now instead of at the end of the interval."""
         self._poller.wake()
 
     # -- what the poller and the sessions call --------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
-        """A node sent its map."""
         found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
@@ -194,7 +192,7 @@ class MapFollower:
         return address is not None and self._poller.is_away(address)
 
     def on_first_map(self, found: ClusterMap) -> None:
-        """The map of a node that a session is opened to, before anything is requested of it."""
+        """Take the map of a node that a session is opened to, before anything is requested of it."""
         try:
             self.offer(found)
         except MirrorError as error:
@@ -202,5 +200,4 @@ class MapFollower:
             raise
 
     def on_push(self, session: NodeSession, frame: Frame) -> None:
-        """A node announces a cluster map over its session."""
         self._poller.on_notice(session.address, frame)

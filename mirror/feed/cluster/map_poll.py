@@ -35,42 +35,38 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 ROUND_PAUSE_S = 0.05
-"""Between two rounds at least: a thousand vbuckets that ask for a newer map have it looked for once."""
+"""Minimal pause between two rounds: a thousand vbuckets that ask for a newer map cause one round."""
 ROUND_PAUSE_MAX_S = 1.0
-"""Up to here the pause doubles while a newer map is requested again and again and there is none: the vbuckets of a
-source that is a mirror and not filled yet are refused for minutes."""
+"""The pause doubles up to this while no requested newer map appears: the vbuckets of a source that is a mirror and not
+filled yet are refused for minutes.
+"""
 MAP_TIMEOUT_S = 2.0
-"""A node that takes longer to send its map is queried again in the next round."""
+"""Timeout for a node's map; it is queried again in the next round."""
 
 
 class MapOwner(Protocol):
-    """What follows the maps."""
+    """The follower of the maps."""
 
-    def session_at(self, address: NodeAddress) -> NodeSession | None:
-        """The open session of a node, if there is one."""
-        ...
+    def session_at(self, address: NodeAddress) -> NodeSession | None: ...
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
-        """A node sent a map, which may be older than the one that is followed, or of another bucket."""
+        """Take a node's map, which may be older than the one that is followed, or of another bucket."""
         ...
 
 
 class _Node:
-    """One node that is queried."""
-
     def __init__(self, address: NodeAddress) -> None:
         self.address = address
         self.task: asyncio.Task[None] | None = None
         self.link: Link | None = None
         self.handshake = Handshake(frozenset())
         self.config = b""
-        """What it sent last: servers before 7.6 send the whole map each time."""
+        """The node's last answer: servers before 7.6 send the whole map each time."""
         self.failures = 0
         self.not_before_s = 0.0
         self.error: str | None = "not queried yet"
 
     def close(self) -> None:
-        """Close the node's own connection."""
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -87,9 +83,8 @@ class MapPoller:
         clock: Clock,
         on_defect: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        """`maps` holds the followed map, and is not changed here.
-
-        `on_defect` is called with every request's task that ended, for those that ended in a defect.
+        """`maps` is not changed here. `on_defect` is called with the task of every request that ended, for those that
+        ended in a defect.
         """
         self._owner = owner
         self._maps = maps
@@ -102,12 +97,12 @@ class MapPoller:
 
     @property
     def error(self) -> str | None:
-        """Why no node gives a map; None where one does, or where none was queried yet."""
+        """The reason why no node gives a map; None if one does, or if none was queried yet."""
         errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
         return None if None in errors or not errors else errors[-1]
 
     def is_away(self, address: NodeAddress) -> bool:
-        """True if the node did not answer when it was last queried."""
+        """Return True if the node did not answer when it was last queried."""
         node = self._nodes.get(address)
         return node is not None and node.failures > 0
 
@@ -116,7 +111,7 @@ class MapPoller:
         self._wake.set()
 
     def on_notice(self, address: NodeAddress, frame: Frame) -> None:
-        """A node announces a map, or sends it along (SDK RFC 75)."""
+        """Take a node's announcement of a map, perhaps with the map (SDK RFC 75)."""
         if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
             return
         try:
@@ -132,7 +127,7 @@ class MapPoller:
             self.wake()
 
     def on_sent(self, config: bytes, address: NodeAddress) -> bool:
-        """Hand on a map that came unasked; false where it is not newer than the one that is followed."""
+        """Hand on a map that came unasked; return False if it is not newer than the one that is followed."""
         try:
             found = self._read(config, address)
         except HandshakeFailed as error:
@@ -218,7 +213,7 @@ class MapPoller:
             self._owner.on_map(node.address, found)
 
     async def _connection(self, node: _Node) -> tuple[Link, Handshake]:
-        """The node's session, or else a connection of its own."""
+        """Return the node's session, or else a connection of its own."""
         session = self._owner.session_at(node.address)
         if session is not None:
             node.close()

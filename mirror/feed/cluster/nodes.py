@@ -26,19 +26,17 @@ log = get_logger("feed")
 
 
 class NodeOwner(Protocol):
-    """Who wants the connection."""
+    """The user of the connection."""
 
-    def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open."""
-        ...
+    def on_node_ready(self, keeper: NodeKeeper) -> None: ...
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """No session could be opened, or the session is over; another try follows."""
+        """Learn that no session could be opened, or that the session is over; another try follows."""
         ...
 
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
-    """Seconds before try number `attempt` (0 is the first after a failure); after a refusal up to a minute."""
+    """Return the pause before try number `attempt` (0 is the first after a failure); after a refusal up to a minute."""
     if error is not None and not error.retryable:
         return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
     full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)
@@ -56,7 +54,7 @@ class NodeKeeper:
         settings: Settings,
         clock: Clock,
     ) -> None:
-        """`start` begins; `make` gives a session that is not open yet."""
+        """`make` gives a session that is not open yet."""
         self.address = address
         self.session: NodeSession | None = None
         self.error: MirrorError | None = None
@@ -71,18 +69,15 @@ class NodeKeeper:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to connect."""
         assert self._task is None, "a keeper is started once"
         self._task = asyncio.create_task(self._keep(), name=f"node {self.address}")
         self._task.add_done_callback(self._ended)
 
     @property
     def ready(self) -> bool:
-        """True while a session is open."""
         return self.session is not None and self.session.ready
 
     async def stop(self) -> None:
-        """Close the session and try no more."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

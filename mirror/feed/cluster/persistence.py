@@ -46,29 +46,27 @@ Held = tuple[int, int, int | None]
 class PersistenceGate:
     """The complete snapshots of one vbucket that are not visible yet.
 
-    Nothing that was answered earlier releases an end that is held later: the copies, and the history that they hold,
-    may be others by then.
+    An end is never released by an earlier answer: the copies, and the history that they hold, may be others by then.
     """
 
     def __init__(self) -> None:
-        """Nothing waits, nothing is known to be persisted."""
         self.persisted_seqno = 0
-        """What the last answer said; for status."""
+        """The last answer, for status."""
         self._held: list[Held] = []
 
     @property
     def waiting(self) -> int:
-        """How many ends wait."""
         return len(self._held)
 
     def hold(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> None:
-        """Take an end in."""
         self._held.append((seqno, snap_start_seqno, purge_seqno))
         if len(self._held) > HELD_MAX:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
 
     def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
-        """The newest end that is persisted now, which stands for those before it; None while it is below `at_least`."""
+        """Return the newest end that is persisted now, which stands for those before it; None while it is below
+        `at_least`.
+        """
         self.persisted_seqno = persisted_seqno
         ready = [held for held in self._held if held[0] <= persisted_seqno]
         if not ready or ready[-1][0] < at_least:
@@ -77,7 +75,7 @@ class PersistenceGate:
         return ready[-1]
 
     def drop(self) -> bool:
-        """Forget everything: the history may be another one from here on. True when something waited."""
+        """Forget everything, because the history may be another one from here on; return True if something waited."""
         waited = bool(self._held)
         self._held = []
         self.persisted_seqno = 0
@@ -85,8 +83,6 @@ class PersistenceGate:
 
 
 class Waiting(Protocol):
-    """A vbucket that may have something waiting."""
-
     vbid: int
 
     @property
@@ -94,25 +90,19 @@ class Waiting(Protocol):
         """The history to ask about; None: nothing waits."""
         ...
 
-    def persisted(self, vbuuid: int, seqno: int) -> None:
-        """What every copy has persisted."""
-        ...
+    def persisted(self, vbuuid: int, seqno: int) -> None: ...
 
 
 class Copies(Protocol):
-    """Where the copies of vbuckets are."""
-
     def copies_of(self, vbid: int) -> Sequence[NodeAddress]:
-        """The active node first; empty when nobody can say."""
+        """Return the copies' nodes, the active one first; empty while they are unknown."""
         ...
 
-    def refresh_map(self, config: bytes, vbid: int) -> None:
-        """Somebody says that a copy is elsewhere."""
-        ...
+    def refresh_map(self, config: bytes, vbid: int) -> None: ...
 
 
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
-    """How much of the history `vbuuid` a copy has persisted, by its answer."""
+    """Return how much of the history `vbuuid` a copy has persisted, by its answer."""
     if seen.old_vbuuid is None:
         return seen.persisted_seqno if seen.vbuuid == vbuuid else 0
     if seen.old_vbuuid != vbuuid:
@@ -121,10 +111,9 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
 
 
 class PersistencePoller:
-    """Asks every copy of the vbuckets in which something waits. One plain connection per node, opened when needed."""
+    """Asks every copy of the vbuckets in which something waits, over one plain connection for each node."""
 
     def __init__(self, access: Access, copies: Copies, clock: Clock) -> None:
-        """`run` begins."""
         self._access = access
         self._copies = copies
         self._clock = clock
@@ -134,7 +123,7 @@ class PersistencePoller:
         self._not_before: dict[NodeAddress, float] = {}
 
     async def run(self, waiting: Iterable[Waiting]) -> None:
-        """Ask until cancelled. Raises NotSupported where the source cannot say."""
+        """Ask until cancelled. Raises NotSupported if the source cannot say."""
         vbuckets = list(waiting)
         try:
             while True:
@@ -153,7 +142,7 @@ class PersistencePoller:
                 link.close()
 
     async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """For each vbid and vbuuid what every copy has persisted; without those of which a copy did not answer."""
+        """Return for each vbid and vbuuid what every copy has persisted, if every copy answered."""
         by_node: dict[NodeAddress, list[int]] = {}
         for vbid in vbuuids:
             for address in self._copies.copies_of(vbid):
@@ -170,7 +159,7 @@ class PersistencePoller:
         return {vbid: seqno for vbid, seqno in found.items() if vbid not in missing}
 
     async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """What one node says; empty when it cannot be reached."""
+        """Return one node's answers; empty when it cannot be reached."""
         try:
             link = await self._link(address)
             if link is None:
@@ -226,7 +215,6 @@ class PersistencePoller:
         return dict(frames)
 
     def _read(self, address: NodeAddress, vbid: int, vbuuid: int, frame: Frame) -> int | None:
-        """What an answer says; None: nothing."""
         if frame.status == Status.SUCCESS:
             try:
                 return common_persisted(codec_kv.decode_observe_seqno(frame.value), vbuuid)

@@ -25,7 +25,7 @@ from storage.model import DEFAULT_COLLECTION, FailoverLog
 
 POLL_S = 0.02
 POLL_MAX_S = 1.0
-"""Questions that the source cannot answer yet are repeated after pauses that double from the one to the other."""
+"""The first and the longest pause before a question is repeated that the source cannot answer yet."""
 
 
 class SourceQueries:
@@ -34,11 +34,11 @@ class SourceQueries:
     def __init__(
         self, maps: MapFollower, connections: Connections, settings: Settings, clock: Clock, timeout_s: float
     ) -> None:
-        """`timeout_s`: for each question."""
+        """`timeout_s` is for each question."""
         self.refusal: MirrorError | None = None
         """Raised by every question once it is set: no further query can reach the source."""
         self.stream_filter: dict[str, Any] = {}
-        """What every stream request says in its JSON value; see `resolve`."""
+        """The JSON value of every stream request; see `resolve`."""
         self._maps = maps
         self._connections = connections
         self._settings = settings
@@ -47,7 +47,7 @@ class SourceQueries:
         self._collection_ids: list[int] = []
 
     async def high_seqnos(self) -> dict[int, int]:
-        """From all nodes, until every vbucket is named by its own."""
+        """Ask all nodes, until every vbucket is named by its own."""
         found: dict[int, int] = {}
 
         def missing() -> str:
@@ -70,7 +70,7 @@ class SourceQueries:
         return {vbid: found[vbid] for vbid in sorted(found) if vbid < self._maps.vbucket_count}
 
     async def failover_log(self, vbid: int) -> FailoverLog:
-        """From the vbucket's node."""
+        """Ask the vbucket's node."""
         if not 0 <= vbid < self._maps.vbucket_count:
             raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
         log = FailoverLog()
@@ -92,7 +92,7 @@ class SourceQueries:
         return log
 
     async def collection_names(self) -> dict[int, str]:
-        """From any node."""
+        """Ask any node."""
         names = {DEFAULT_COLLECTION: "_default._default"}
 
         async def attempt() -> str:
@@ -146,7 +146,7 @@ class SourceQueries:
         raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, str]], hint: str | None = None) -> None:
-        """Repeat an attempt until it returns no complaint; raises the last one, with the hint, when time is up."""
+        """Repeat an attempt until it returns no complaint; raise the last one, with the hint, when time is up."""
         deadline = self._clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:

@@ -14,12 +14,12 @@ from mirror.log import get_logger
 log = get_logger("feed")
 
 LOOK_UP_TIMEOUT_S = 2.0
-"""A name server that takes longer is taken as one without such records; SDKs wait half a second."""
+"""Timeout; after it a name counts as one without such records. SDKs wait half a second."""
 DNS_PORT = 53
 
 
 async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
-    """Where to begin: the hosts of the string, or those that its one name stands for."""
+    """Return the hosts of the string, or those that its one name stands for."""
     name = source.srv_name
     if name is None:
         return source.addresses
@@ -30,7 +30,7 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
 
 
 async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
-    """The targets of an SRV record, the most preferred first; empty where there is none, or no answer."""
+    """Return the targets of an SRV record, the most preferred first; empty if there is none, or no answer."""
     import dns.asyncresolver  # here: a twentieth of a second that only such names need
     import dns.exception
     import dns.rdtypes.IN.SRV
@@ -51,7 +51,9 @@ async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddre
 
 
 def server_of(text: str) -> tuple[str, int]:
-    """Address and port of the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises ConfigError."""
+    """Return address and port of the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises
+    ConfigError.
+    """
     host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
     host = host.removeprefix("[").removesuffix("]")
     if colon and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):

@@ -59,7 +59,7 @@ FEATURES = (
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
     Feature.MIRROR,
 )
-"""What we ask for. Of these only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
+"""The requested features. Only SELECT_BUCKET is indispensable. (A notification without DUPLEX would be EINVAL.)"""
 
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
@@ -72,19 +72,18 @@ CERTIFICATE_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get into a source: who we are, over what, and how long we wait."""
+    """The way into a source: user, encryption and time limits."""
 
     source: ConnectionString
     password: PasswordSource
     settings: Settings
     tap: Tap | None = None
-    """Shown every byte of every connection, from its first."""
+    """Sees every byte of every connection."""
 
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
-        """The access that the settings describe; what the string says of the network outranks the setting.
-
-        Raises ConfigError where the settings name certificates and the string says that there is no TLS.
+        """Return the access that the settings describe; the string's network outranks the setting. Raises ConfigError
+        if the settings name certificates and the string says that there is no TLS.
         """
         for setting in ("tls_ca_file", "tls_client_cert_file"):
             if not source.tls and getattr(settings, setting) is not None:
@@ -98,13 +97,13 @@ class Access:
         return Access(source, PasswordSource.of(settings), settings)
 
     def address_of(self, node: Node) -> NodeAddress | None:
-        """Where a node of the cluster map listens for connections of our kind; None: nowhere."""
+        """Return where a node of the cluster map listens for connections of our kind; None: nowhere."""
         port = node.tls_port if self.source.tls else node.kv_port
         return None if port is None else NodeAddress(node.host, port)
 
 
 class Handshake:
-    """What a node granted."""
+    """The features that a node granted."""
 
     def __init__(self, features: frozenset[int]) -> None:
         self.features = features
@@ -136,7 +135,6 @@ async def enter(
 async def fetch_map(
     link: Link, settings: Settings, *, timeout_s: float | None = None, network: str | None = None
 ) -> ClusterMap:
-    """Ask a node for the bucket's cluster map. Raises ClusterError."""
     found = await _ask_for_map(link, b"", timeout_s or settings.request_timeout_s)
     return read_map(found, link.address, settings, network=network)
 
@@ -144,7 +142,7 @@ async def fetch_map(
 async def fetch_newer_config(
     link: Link, handshake: Handshake, settings: Settings, known: ClusterMap | None, *, timeout_s: float | None = None
 ) -> bytes:
-    """Ask a node for the cluster map's JSON; empty where it has none newer than `known`. Raises ClusterError.
+    """Ask a node for the cluster map's JSON; empty if it has none newer than `known`. Raises ClusterError.
 
     Only servers from 7.6 on compare: others send what they have.
     """
@@ -190,7 +188,7 @@ def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network
 
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Whether a host is one of these: names, `*.example.com`, addresses, or networks."""
+    """Return True if a host is one of these: names, `*.example.com`, addresses, or networks."""
     name = host.lower().rstrip(".")
     try:
         address = ipaddress.ip_address(name)
@@ -208,7 +206,7 @@ def host_allowed(host: str, allowed: Sequence[str]) -> bool:
 async def fetch_high_seqnos(
     link: Link, settings: Settings, collection_ids: Sequence[int] | None = None
 ) -> dict[int, int]:
-    """Ask a node for the high seqnos of its active vbuckets: {vbid: seqno}; with collections, the highest of theirs.
+    """Ask a node for the high seqnos of its active vbuckets, by vbid; with collections, the highest of theirs.
 
     A collection that the node does not know (yet, or any more) has none. Raises ClusterError.
     """
@@ -238,9 +236,8 @@ async def fetch_high_seqnos(
 
 
 async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
-    """Ask a mirror which of its vbuckets have no contact with its own source: {vbid: for how many milliseconds}.
-
-    Raises ClusterError.
+    """Ask a mirror which of its vbuckets have no contact with its own source: {vbid: milliseconds}. Raises
+    ClusterError.
     """
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
     if answer.status == Status.KEY_ENOENT:  # a server without a supervisor, which knows nothing of that
@@ -256,7 +253,6 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
 
 
 async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
-    """Ask a node for the bucket's scopes and collections. Raises ClusterError."""
     answer = await link.request(Opcode.GET_COLLECTIONS_MANIFEST, timeout_s=settings.request_timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(
@@ -274,7 +270,7 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
 
 
 async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
-    """HELLO; where nothing sensible comes back, say whether TLS has to do with it."""
+    """Send HELLO; if no HELLO comes back, find out whether TLS is the reason."""
     secure = link.secure
     try:
         return await _hello(link, access.settings, name)
@@ -361,7 +357,7 @@ async def _authenticate(link: Link, access: Access) -> None:
 
 
 async def _by_certificate(link: Link, settings: Settings) -> None:
-    """The certificate said who we are when TLS began; a server that wants it said by SASL offers EXTERNAL."""
+    """Authenticate by the certificate of the TLS handshake; a server that wants this said by SASL offers EXTERNAL."""
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS or b"EXTERNAL" not in answer.value.split():
         return  # NOT_SUPPORTED: there is nothing left to be said
@@ -418,5 +414,4 @@ async def _select_bucket(link: Link, access: Access) -> None:
 
 
 def privilege_missing(link: Link, what: str, bucket: str) -> PrivilegeMissing:
-    """The error for an EACCESS on DCP."""
     return PrivilegeMissing(f"{link.address} does not let this user {what} on bucket {bucket}", node=str(link.address))

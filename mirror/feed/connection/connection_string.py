@@ -17,7 +17,7 @@ from mirror.errors import ConfigError
 KV_PORT = 11210
 KV_PORT_TLS = 11207
 HOSTS_MAX = 64
-"""More first nodes than this is a mistake; the map names the rest."""
+"""More first nodes than this are a mistake; the map names the rest."""
 
 _SCHEMES = {"couchbase": False, "couchbases": True}
 _NAME = re.compile(
@@ -27,7 +27,7 @@ _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
 Network = Literal["auto", "default", "external"]
-"""Which of the addresses that a cluster advertises; `auto`: those that the first host belongs to."""
+"""The addresses to use of those that a cluster advertises; `auto`: those that the first host belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +38,24 @@ class NodeAddress:
     port: int
 
     def __str__(self) -> str:
-        """`host:port`, with brackets around IPv6."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionString:
-    """Where the source is and what of it is meant."""
+    """The source and its bucket."""
 
     tls: bool
     user: str | None
     addresses: tuple[NodeAddress, ...]
     bucket: str
     explicit_port: bool = False
-    """True where a port was given: then names are hosts, never DNS SRV records."""
+    """True if a port was given: then names are hosts, never DNS SRV records."""
     network: Network | None = None
-    """What `?network=` says; None: the setting decides."""
+    """The value of `?network=`; None: the setting decides."""
 
     def __str__(self) -> str:
-        """The string again, with every port (but not where that would make a name a host, see `srv_name`)."""
+        """The string again, with every port (unless that would make a name a host, see `srv_name`)."""
         user = f"{quote(self.user, safe='')}@" if self.user else ""
         hosts = self.srv_name or ",".join(str(address) for address in self.addresses)
         network = f"?network={self.network}" if self.network else ""
@@ -72,7 +71,6 @@ class ConnectionString:
 
 
 def is_name(host: str) -> bool:
-    """True for a host name, false for an address."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -111,7 +109,6 @@ def parse(text: str) -> ConnectionString:
 
 
 def _network(options: str) -> Network | None:
-    """The one option that is taken."""
     found: Network | None = None
     for name, value in parse_qsl(options, keep_blank_values=True):
         if name != "network":

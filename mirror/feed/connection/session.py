@@ -52,12 +52,12 @@ from storage.model import FailoverLog
 log = get_logger("feed")
 
 SILENCE_MAX_S = 3.0
-"""A node that answers nothing for longer is not in contact, though its connection lives on for some time."""
+"""A node that answers nothing for longer is not in contact; its connection lives on for some time."""
 ACK_INTERVAL_S = 5.0
-"""Whatever may be acked is acked this often even below the threshold; the server's own consumer does the same."""
+"""Interval of acknowledgements below the threshold; the server's own consumer does the same."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
-"""What a stored key of the default collection begins with, and what connections without collections leave out."""
+"""Begins a stored key of the default collection; connections without collections leave it out."""
 
 StreamAnswer = StreamAccepted | StreamRollback | StreamRefused
 Accepted = bool
@@ -82,41 +82,37 @@ class StreamOwner(Protocol):
 
 
 class SessionOwner(Protocol):
-    """What is notified of the end of a session."""
-
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """No stream of the session lives any more."""
+        """Learn that no stream of the session lives any more."""
         ...
 
 
 class MapWatch(Protocol):
-    """Who follows the cluster map."""
+    """The follower of the cluster map."""
 
     @property
     def network(self) -> str | None:
-        """Whose addresses are used; None: no map was seen yet."""
+        """The network whose addresses are used; None: no map was seen yet."""
         ...
 
     def on_first_map(self, found: ClusterMap) -> None:
-        """The map as the node has it, before any stream is requested. Raises where this is not the right bucket."""
+        """Take the node's map before any stream is requested. Raises if this is not the right bucket."""
         ...
 
     def on_push(self, session: NodeSession, frame: Frame) -> None:
-        """The node said something by itself: that the map changed."""
+        """Take what the node sent unasked: that the map changed."""
         ...
 
 
 @dataclass(slots=True)
 class SessionFigures:
-    """What status shows of a connection."""
-
     dropped_bytes: int = 0
-    """Acked without being used: stale opaques, streams closed a moment ago."""
+    """Bytes acked without being used: stale opaques, streams closed a moment ago."""
     noops_answered: int = 0
 
 
 class NodeSession:
-    """A DCP connection to one node. `open`, then `request_stream`; the owner is notified of the rest."""
+    """A DCP connection to one node. `open`, then `request_stream`."""
 
     def __init__(
         self, access: Access, address: NodeAddress, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
@@ -128,17 +124,16 @@ class NodeSession:
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
-        """Control name -> whether the server took it."""
+        """By the control's name: True if the server took it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
         self.with_history = False
         """Request superseded versions."""
         self.acks_held = False
-        """True: nothing is acknowledged until `release_acks`, so that the source pauses when the window is full."""
+        """While True nothing is acknowledged, so that the source pauses when the window is full; see `release_acks`."""
         self.stream_filter: dict[str, Any] = {}
-        """What every stream request says in its JSON value: `collections` or `scope`, as hex ids."""
+        """The JSON value of stream requests: `collections` or `scope`, as hex ids."""
         self.map_watch: MapWatch | None = None
-        """Gets the node's cluster map, at first and when it changes."""
         self._access = access
         self._owner = owner
         self._clock = clock
@@ -149,7 +144,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """When data of a source's disk snapshot came last, for anyone who watches the streams."""
+        """When data of a source's disk snapshot came last, and any data."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------
@@ -188,7 +183,7 @@ class NodeSession:
 
     @staticmethod
     def _open_flags() -> tuple[DcpOpenFlag, ...]:
-        """What we want, then less: a server that does not know a flag answers EINVAL, and may hang up."""
+        """Return the flags to try, then fewer: a server that does not know a flag answers EINVAL, and may hang up."""
         plain = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
         with_times = plain | DcpOpenFlag.INCLUDE_DELETE_TIMES
         return (with_times | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, with_times, plain)
@@ -222,7 +217,7 @@ class NodeSession:
         return True
 
     async def _negotiate(self, link: Link) -> None:
-        """Controls, one at a time (docs/protocol.md 2.3). What is optional may be refused."""
+        """Send the controls, one at a time (docs/protocol.md 2.3). An optional one may be refused."""
         settings = self._access.settings
         await self._control(link, ControlKey.ENABLE_NOOP, b"true", REQUIRED)
         await self._set_noop_interval(link)
@@ -282,7 +277,7 @@ class NodeSession:
 
     @property
     def answers(self) -> bool:
-        """True while the connection is ready and the node answers what it is sent."""
+        """True while the connection is ready and the node answers."""
         return self.ready and self.link.silence_s <= SILENCE_MAX_S
 
     @property
@@ -292,12 +287,11 @@ class NodeSession:
 
     @property
     def sends_purge_seqno(self) -> bool:
-        """Markers carry the source's purge seqno."""
+        """True if markers carry the source's purge seqno."""
         return self.controls.get(ControlKey.MAX_MARKER_VERSION.decode(), False)
 
     @property
     def stream_count(self) -> int:
-        """Streams that were requested and have not ended."""
         return len(self._streams)
 
     def request_stream(self, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
@@ -347,12 +341,11 @@ class NodeSession:
             self._ask(frame, lambda _outcome: None, f"the closing of vb {vbid}'s stream")
 
     def get_failover_log(self, vbid: int, on_answer: OnAnswer) -> None:
-        """Ask for a vbucket's failover log."""
         frame = request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=self.link.next_opaque())
         self._ask(frame, on_answer, f"what the failover log of vb {vbid} is")
 
     def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
-        """Ask; a node that does not answer in time is not well, whatever else it says."""
+        """Ask; a node that does not answer in time has its connection closed, whatever else it says."""
         error = SourceTimeout(f"{self.address} did not answer {what}", node=str(self.address))
         timeout_s = self._access.settings.request_timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
@@ -364,22 +357,19 @@ class NodeSession:
         self.link.ask(frame, settle)
 
     def answer_marker(self, vbid: int, opaque: int) -> None:
-        """Answer a snapshot marker that requests it."""
         marker = request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=vbid, opaque=opaque)
         self.link.send(encode_frame(response(marker)))
 
     def set_row_prefix(self, opaque: int, row_prefix: bytes) -> None:
-        """Rows of the stream go to another branch from the next read on."""
+        """Make the stream's rows for another branch from the next read on."""
         if opaque in self._streams:
             self.link.routes[opaque] = row_prefix
 
     def release_acks(self) -> None:
-        """The holder of the acknowledgements can take more."""
         self.acks_held = False
         self._ack(force=False)
 
     def close(self, error: ClusterError | None = None) -> None:
-        """End the connection."""
         if self._link is not None:
             self._link.close(error)
 
@@ -413,7 +403,6 @@ class NodeSession:
         self._ack(force=False)
 
     def on_lost(self, error: ClusterError) -> None:
-        """The connection is over."""
         self.ready = False
         self._streams = {}
         if self._watch is not None:
@@ -491,10 +480,10 @@ class NodeSession:
             self._acked_at = self._clock.monotonic()
 
     async def _keep_watch(self, link: Link) -> None:
-        """Ends a connection when it was silent for twice the interval, and not later.
+        """End the connection when it was silent for twice the interval.
 
-        A server's noops come with open streams alone, and at its own interval where it does not take ours: else we ask
-        for a sign of life.
+        A server's noops come with open streams alone, and at its own interval if it does not take ours; without them we
+        ask for a sign of life.
         """
         interval_s = self.noop_interval_s
         while not link.closed:
@@ -513,7 +502,7 @@ class NodeSession:
 
 
 def _with_collection(row: Row) -> Row:
-    """The row as a connection with collections would have brought it: the key in the default collection."""
+    """Return the row as a connection with collections would have brought it: the key in the default collection."""
     key, frame = row
     key_pos = 24 + frame[4]
     key_length = int.from_bytes(frame[2:4]) + 1

@@ -21,10 +21,10 @@ from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
 from mirror.wire.frame import encode, request
 
 PROBE_TIMEOUT_S = 2.0
-"""For finding out what a port speaks, once something else than what we speak came back."""
+"""Timeout for finding out what a port speaks that sent something unexpected."""
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
-"""Finds which of two files is wrong where OpenSSL does not say."""
+"""Finds which of two files is wrong, which OpenSSL does not always say."""
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _NAME_MISMATCH = (62, 63, 64)
@@ -41,11 +41,11 @@ _OUR_CERTIFICATE: dict[str, str] = {
     "ACCESS_DENIED": "it does not let our client certificate in",
     "DECRYPT_ERROR": "our client certificate and its key do not convince it",
 }
-"""Part of an alert's name -> what the node holds against us. All of them are about our certificate."""
+"""By part of an alert's name: what the node holds against our certificate."""
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext:
-    """A context that verifies certificate and name. Raises ConfigError for files that cannot be used."""
+    """Return a context that verifies certificate and name. Raises ConfigError for files that cannot be used."""
     ca_file, cert_file, key_file = settings.tls_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file
     try:
         context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
@@ -67,7 +67,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext:
 
 
 def _no_passphrase() -> str:
-    """Called for an encrypted key, instead of asking at the terminal."""
+    """Refuse an encrypted key, instead of asking for its passphrase at the terminal."""
     raise ValueError("it is encrypted, and nobody is here to type its passphrase")
 
 
@@ -94,12 +94,11 @@ class Tls:
         return Tls(tls_context(settings), settings)
 
     def failure(self, error: ssl.SSLError, where: str) -> TlsFailed:
-        """What a failed handshake, or an alert behind it, means."""
         return tls_failure(error, where, self.settings)
 
 
 def tls_failure(error: ssl.SSLError, where: str, settings: Settings) -> TlsFailed:
-    """What a failed handshake, or an alert behind it, means."""
+    """Map a TLS handshake failure, or an alert behind it, to an error with a remedy."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _refused_by_us(error, where, settings)
     reason = str(getattr(error, "reason", None) or error).upper()
@@ -154,7 +153,7 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
 
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
-    """It ended the connection around the handshake and did not say why. A node that is starting does so, too."""
+    """Return the error for a node that ended the connection around the handshake. A starting node does so, too."""
     version = f"no TLS version that we may speak (at least {settings.tls_minimum_version})"
     ours = "takes no client certificate of ours" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(
@@ -166,14 +165,12 @@ def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
 
 
 def not_tls(where: str) -> TlsFailed:
-    """The port speaks something else."""
     return TlsFailed(
         f"{where} does not speak TLS", node=where, hint="use its TLS port (usually 11207), or couchbase:// without TLS"
     )
 
 
 def only_tls(where: str) -> TlsFailed:
-    """The port speaks TLS, and we do not."""
     return TlsFailed(
         f"{where} speaks TLS, and the connection string says couchbase://",
         node=where,
@@ -185,7 +182,7 @@ def only_tls(where: str) -> TlsFailed:
 
 
 async def speaks_plain_kv(address: NodeAddress) -> bool:
-    """Whether the port answers a key-value request without TLS. Sends nothing that is secret."""
+    """Return True if the port answers a key-value request without TLS. Sends no secret."""
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(encode(request(Opcode.NOOP, opaque=1)))
@@ -195,7 +192,7 @@ async def speaks_plain_kv(address: NodeAddress) -> bool:
 
 
 async def speaks_tls(address: NodeAddress) -> bool:
-    """Whether the port answers the start of a TLS handshake. Verifies nothing, and sends nothing."""
+    """Return True if the port answers the start of a TLS handshake. Verifies nothing, and sends nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

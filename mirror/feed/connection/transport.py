@@ -29,44 +29,42 @@ OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
 """Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty to spare."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Unsent bytes of ours: requests and acks are small, so more means that the node does not read any more."""
+"""Unsent bytes of ours. Requests and acks are small, so with more the node does not read any more."""
 READ_BYTES_MAX = 4 * 1024 * 1024
-"""Of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
+"""Bytes of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
 NEXT_ADDRESS_DELAY_S = 0.25
-"""A name's next address is tried at the same time when the first takes longer (RFC 8305): one may be a dead node's."""
+"""Delay before a name's next address is tried at the same time (RFC 8305): the first may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
-"""Takes the answer to a request, or why there will be none."""
+"""Takes the answer to a request, or the error that ended the wait."""
 
 
 class Tap(Protocol):
-    """Who is shown every byte of a connection, as it passes."""
+    """Sees every byte of a connection, as it passes."""
 
-    def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
-        """Bytes that were received, or (`ours`) that are sent."""
-        ...
+    def passed(self, link: Link, data: bytes, *, ours: bool) -> None: ...
 
 
 class Receiver(Protocol):
     """Receives what a connection brings, in the order of the bytes."""
 
     def on_batch(self, items: list[Run | Frame]) -> None:
-        """Called with everything that one read brought that answers no request."""
+        """Take everything that one read brought that answers no request."""
         ...
 
     def on_lost(self, error: ClusterError) -> None:
-        """Called once, when the connection is over."""
+        """Learn, once, that the connection is over."""
         ...
 
 
 class _ReadBuffer(threading.local):
-    """Where the connections of this thread receive: each is done with it before the next one reads."""
+    """The receive buffer of this thread's connections: each is done with it before the next one reads."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(b"")
 
     def get(self, size: int) -> memoryview:
-        """`size` bytes, whose contents last until the next call."""
+        """Return `size` bytes, whose contents last until the next call."""
         if len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
         return self._buffer[:size]
@@ -79,11 +77,10 @@ class Opaques:
     """A counter of opaques, shared by all connections of a consumer: a vbucket never sees the same one twice."""
 
     def __init__(self) -> None:
-        """Start at 1."""
         self._last = 0
 
     def take(self) -> int:
-        """The next value; after four thousand million of them it starts again."""
+        """Return the next value; after four thousand million of them it starts again."""
         self._last = self._last % OPAQUE_MAX + 1
         return self._last
 
@@ -94,14 +91,13 @@ class Link(asyncio.BufferedProtocol):
     def __init__(
         self, address: NodeAddress, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None
     ) -> None:
-        """A link that waits for its transport."""
         self.address = address
         self._tls = tls
         self.routes: dict[int, bytes] = {}
-        """Opaque of a stream -> prefix of its rows' keys; the scanner makes rows of nothing else."""
+        """By a stream's opaque, the prefix of its rows' keys; the scanner makes rows of no other stream."""
         self.receiver: Receiver | None = None
         self.on_push: Callable[[Frame], None] | None = None
-        """Gets what the node sends unasked besides streams (kv_engine docs/Duplex.md); it wants no answer to it."""
+        """Takes requests of the node besides streams (kv_engine docs/Duplex.md); it wants no answer to them."""
         self.tap: Tap | None = None
         self.read_bytes_max = READ_BYTES_MAX
         self.received_bytes = 0
@@ -118,7 +114,6 @@ class Link(asyncio.BufferedProtocol):
     # -- asyncio's side -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport; no delay, and let the kernel notice dead peers too."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         raw = transport.get_extra_info("socket")
@@ -127,11 +122,9 @@ class Link(asyncio.BufferedProtocol):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
         return _read_buffer.get(self.read_bytes_max)
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came."""
         self.data_received(_read_buffer.get(self.read_bytes_max)[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
@@ -152,7 +145,7 @@ class Link(asyncio.BufferedProtocol):
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
 
     def _scan(self, data: bytes) -> list[Run | Frame]:
-        """What is whole of `data`. It is not kept while that is worked on."""
+        """Scan `data`, keep the rest, and return the items. `data` is not kept while they are worked on."""
         items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
         rest = data[pos:]
         self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0
@@ -161,7 +154,6 @@ class Link(asyncio.BufferedProtocol):
         return items
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer or the network ended it."""
         if isinstance(exc, ssl.SSLError) and self._tls is not None:
             self.close(self._tls.failure(exc, str(self.address)))
             return
@@ -172,17 +164,15 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def closed(self) -> bool:
-        """True when nothing more will come."""
         return self.error is not None
 
     @property
     def secure(self) -> bool:
-        """True when the connection is TLS."""
         return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
 
     @property
     def tls_object(self) -> ssl.SSLObject | None:
-        """What the TLS handshake came to; None: the connection is not encrypted."""
+        """The result of the TLS handshake; None: the connection is not encrypted."""
         found = None if self._transport is None else self._transport.get_extra_info("ssl_object")
         return found if isinstance(found, ssl.SSLObject) else None
 
@@ -193,11 +183,10 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def unanswered_count(self) -> int:
-        """How many requests wait for their answer."""
         return len(self._pending)
 
     def next_opaque(self) -> int:
-        """A value that no request of this connection uses, nor has used lately."""
+        """Return an opaque that no request of this connection uses, nor has used lately."""
         while True:
             opaque = self._opaques.take()
             if opaque not in self._pending and opaque not in self.routes:
@@ -229,7 +218,7 @@ class Link(asyncio.BufferedProtocol):
         self.send(encode(frame))
 
     def expect(self, opaque: int, on_answer: OnAnswer) -> None:
-        """Another answer with this opaque is to come (STAT); to be called while one of them is handed over."""
+        """Wait for another answer with this opaque (STAT); to be called while one of them is handed over."""
         assert opaque not in self._pending, "one waits at a time"
         if self.error is None:
             self._pending[opaque] = on_answer
@@ -267,7 +256,7 @@ class Link(asyncio.BufferedProtocol):
             ) from None
 
     def close(self, error: ClusterError | None = None) -> None:
-        """End the connection; the waiter gets the reason."""
+        """End the connection; every request gets the error as its answer."""
         if self.error is not None:
             return
         self.error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")
@@ -284,7 +273,7 @@ class Link(asyncio.BufferedProtocol):
             self.receiver.on_lost(self.error)
 
     def _dispatch(self, items: list[Run | Frame]) -> None:
-        """Answers to the requester, the rest to the receiver, in the order in which they came."""
+        """Hand answers to their requests and the rest to the receiver, in the order in which they came."""
         batch: list[Run | Frame] = []
         for item in items:
             if isinstance(item, Frame) and item.is_response:

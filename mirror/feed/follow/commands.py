@@ -19,8 +19,6 @@ from storage.errors import StorageError
 
 
 class ConsumerCommands:
-    """Executes the commands for one consumer's vbuckets."""
-
     def __init__(self, commits: GroupCommits, attach: Callable[[MirroredVbucket, NodeSession], None]) -> None:
         """`attach` lets a vbucket ask for its stream over a session."""
         self._commits = commits
@@ -79,7 +77,7 @@ class ConsumerCommands:
         }
 
     def _resync(self, command: Resync) -> dict[str, Any]:
-        """Fetch a vbucket again, next to its old copy, and swap it in when it is whole."""
+        """Fetch a vbucket again next to its old copy, and swap it in when it is whole."""
         vbid = command.vbid
         found = self._of(vbid)
         if found is None:

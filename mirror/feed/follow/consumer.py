@@ -51,7 +51,7 @@ log = get_logger("feed")
 
 
 class Consumer:
-    """Mirrors the vbuckets of some groups. `run` until `stop`; everything else is to be called on the same loop."""
+    """Mirrors the vbuckets of some groups. `run` until `stop`; call everything else on the same loop."""
 
     def __init__(
         self,
@@ -198,11 +198,10 @@ class Consumer:
             )
 
     def on_newer_map(self, found: ClusterMap) -> None:
-        """Follow the map, or have it recorded first."""
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """No map of the source can be followed any more: each session that opens again is refused by the same rule."""
+        """End, or close the sessions: each that opens again is refused by the same rule."""
         if self._ends_on_refusal:
             self._end(error)
             return
@@ -250,7 +249,7 @@ class Consumer:
         self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """A refusal at the very start ends the consumer; later failures are waited out and shown."""
+        """End on a refusal at the very start; wait out and show later failures."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
@@ -262,7 +261,6 @@ class Consumer:
             self._end(error)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """Have the vbuckets of a session that is over wait for the next."""
         for vbucket in self.vbuckets.values():
             if vbucket.session is session:
                 vbucket.guarded(partial(vbucket.detach, events.ConnectionLost(str(error))))
@@ -283,7 +281,6 @@ class Consumer:
             self._attach(vbucket, session)
 
     def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
-        """Ask for a vbucket's stream again, over the connection that it has."""
         session = vbucket.session
         if session is not None:
             vbucket.guarded(partial(vbucket.detach, events.Stop(cause)))
@@ -294,7 +291,6 @@ class Consumer:
             await PersistencePoller(self._access, self.map_follower, self.clock).run(self.vbuckets.values())
 
     def _on_collections(self, waiting: set[int]) -> None:
-        """Ask for the streams of collections that were not requested before."""
         for vbid, vbucket in self.vbuckets.items():
             refused = vbucket.machine is not None and vbucket.machine.phase is Phase.REFUSED
             if vbucket.group.error is None and (not self.collections.selection.whole or (vbid in waiting and refused)):
@@ -311,7 +307,7 @@ class Consumer:
         )
 
     def source_high_seqnos(self) -> dict[int, int]:
-        """The source's high seqno of each vbucket, as last polled; without those that are unknown."""
+        """Return the source's high seqno of each vbucket, as last polled, without those that are unknown."""
         return {
             vbid: vbucket.source_high_seqno
             for vbid, vbucket in self.vbuckets.items()
@@ -323,9 +319,8 @@ class Consumer:
         return self._status.standing()
 
     def status(self) -> ProcessReport:
-        """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
+        """Return `vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         return self._status.report()
 
     async def request(self, command: RollBack | Resync) -> dict[str, Any]:
-        """Execute an operator's command; returns what it did."""
         return self._commands.request(command)

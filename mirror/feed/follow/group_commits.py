@@ -28,17 +28,17 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between looks for background work when there was none, unless a commit begins to make key rows; the store's
-idle sync is as late as this.
+"""Pause between looks for background work, unless a commit begins to make key rows. The store's idle sync may be this
+late.
 """
 STEP_SHARE_S = 0.002
-"""Pause between two slices of background work, in which sockets are served."""
+"""Pause between two slices of background work, for the sockets."""
 COMMIT_SHARE = 1 / 2
-"""Of a worker's time for scheduled commits; half is left for receiving."""
+"""Share of a worker's time for scheduled commits; the rest is for receiving."""
 REOPEN_FACTOR_MAX = 16
-"""Times `storage_retry_interval_s` that a group waits at most which cannot be opened again."""
+"""Longest wait of a group that cannot be opened again, in `storage_retry_interval_s`."""
 FREE_BYTES_TO_RESUME = 2
-"""Times `batch_bytes_max` that must be free before a group whose disk was full tries again."""
+"""Free space in `batch_bytes_max` before a group whose disk was full tries again."""
 
 
 class CommitPace:
@@ -62,12 +62,11 @@ class CommitPace:
         return max(0.0, min(self._paid_at, waiting_since + self._wait_max_s) - now)
 
     def committed(self, started: float, ended: float) -> None:
-        """Account for a scheduled commit."""
         self._paid_at = max(self._paid_at, started - self._wait_max_s) + (ended - started) / COMMIT_SHARE
 
 
 class Group:
-    """A group environment of this worker, and what waits in it."""
+    """A group environment of this worker, and its waiting commit."""
 
     __slots__ = (
         "commit_waits",
@@ -104,7 +103,6 @@ class Group:
         return self.error.retryable or (self.writer.lost and type(self.error) is StorageError)
 
     def schedule(self) -> None:
-        """Commit before long: something waits."""
         if not self.commit_waits and self.error is None:
             self.commit_waits = True
             self.commits.enqueue(self)
@@ -182,7 +180,7 @@ class Group:
             self.commits.on_reopened(vbucket)
 
     def step(self) -> bool:
-        """Do a slice of the group's background work; return whether more of it waits."""
+        """Do a slice of the group's background work; return True if more of it waits."""
         if self.error is not None:
             return False
         try:
@@ -196,7 +194,7 @@ class Group:
 
 
 class GroupCommits:
-    """The commits of one worker's groups. Everything is to be called on one event loop."""
+    """The commits of one worker's groups. Call everything on one event loop."""
 
     def __init__(
         self,
@@ -208,9 +206,8 @@ class GroupCommits:
         """`on_reopened` is called for each vbucket of a group that works again: its stream is to be requested."""
         self.groups = [Group(writer, self) for writer in writers]
         self.queue: deque[Group] = deque()
-        """The groups that wait for their commit, the one that waits longest first."""
         self.free_bytes = 0
-        """How much may be received before the groups' pending bytes must be summed: never too much."""
+        """Bytes that may be received before the groups' pending bytes must be summed: never too much."""
         self.on_committed: Callable[[Group], None] | None = None
         self.on_reopened = on_reopened
         self.settings = settings
@@ -259,7 +256,6 @@ class GroupCommits:
                     log.error("last-commit-failed", group=group.writer.group, error=str(error))
 
     def _schedule_next(self) -> None:
-        """Have the group commit that has waited longest."""
         delay_s = self._pace.delay_s(self._clock.monotonic(), self.queue[0].waiting_since)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._commit_due)
 
@@ -280,7 +276,7 @@ class GroupCommits:
                 self._schedule_next()
 
     async def work_in_background(self) -> None:
-        """Do background work of the store (key rows, syncs), in slices between which sockets are served."""
+        """Do background work of the store (key rows, syncs) in slices."""
         while True:
             if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's
                 await asyncio.sleep(STEP_SHARE_S)

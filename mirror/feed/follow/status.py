@@ -26,8 +26,6 @@ log = get_logger("feed")
 
 
 class Reporting(Protocol):
-    """The parts of a consumer that are reported of."""
-
     settings: Settings
     commits: GroupCommits
     connections: Connections
@@ -37,8 +35,6 @@ class Reporting(Protocol):
 
 
 class ConsumerStatus:
-    """Makes the reports of one consumer."""
-
     def __init__(self, consumer: Reporting) -> None:
         self._consumer = consumer
         self._clock_step_count = 0
@@ -50,7 +46,7 @@ class ConsumerStatus:
         return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)
 
     def report(self) -> ProcessReport:
-        """`vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
+        """Return `vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         consumer = self._consumer
         histories = self._histories()
         rows = [_vbucket_row(vbucket, histories.get(vbid)) for vbid, vbucket in consumer.vbuckets.items()]
@@ -112,7 +108,7 @@ class ConsumerStatus:
 
 
 def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str, Any]:
-    """The row of a vbucket; `history` of the last commit, if the store can be read."""
+    """Return the row of a vbucket; `history` of the last commit, if the store can be read."""
     state = vbucket.sink.state()
     high = vbucket.source_high_seqno
     published = int(state.published_seqno)
@@ -156,7 +152,7 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
 
 
 def _lag(vbucket: MirroredVbucket) -> int | None:
-    """Seqnos that readers lack; None while the source's high seqno is unknown.
+    """Return the seqnos that readers lack; None while the source's high seqno is unknown.
 
     Rows served from an older history do not count. Received rows do: the high seqno of a filtered mirror does not cover
     the end of a collection.
@@ -169,7 +165,6 @@ def _lag(vbucket: MirroredVbucket) -> int | None:
 
 
 def _contact(vbucket: MirroredVbucket) -> dict[str, Any]:
-    """The contact with the vbucket's node: none while that answers nothing."""
     session = vbucket.session
     if session is None or not session.ready:
         return {"node": None, "silent_ms": None, "last_error": vbucket.last_error}

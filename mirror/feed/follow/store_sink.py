@@ -26,24 +26,20 @@ from storage.model import VbucketState
 from storage.write.writer import GroupWriter, RollbackResult
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
-"""What a resync leaves free on the disk: with less, the commits of the other vbuckets would be the next to fail."""
+"""Space that a resync leaves free on the disk; with less, the commits of the other vbuckets would fail next."""
 
 
 class StoreOwner(Protocol):
-    """Whose vbucket this is."""
-
     def commit(self) -> None:
         """Commit what the group has pending, and report to the machines what was published."""
         ...
 
     def branch_changed(self) -> None:
-        """The staging branch is another: rows of the live stream are to be made for it."""
+        """Make the rows of the live stream for the new staging branch."""
         ...
 
 
 class StoreSink:
-    """One vbucket's part of a group's store."""
-
     def __init__(self, vbid: int, writer: GroupWriter, owner: StoreOwner, gate: PersistenceGate | None = None) -> None:
         """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         self.vbid = vbid
@@ -52,25 +48,20 @@ class StoreSink:
         self.abandon_due = False
         """AbandonStaged is to be executed again once the complete snapshot that is being published is visible."""
         self.last_rollback: tuple[int, int] | None = None
-        """What the last rollback led from and to; None: there was none since the worker began."""
+        """From and to of the last rollback since the worker began."""
         self.resyncs_begun = 0
-        """Since the worker began."""
         self.resync_why: str | None = None
-        """Of the last one."""
         self._owner = owner
 
     def state(self) -> VbucketState:
-        """What is stored."""
         return self.writer.state(self.vbid)
 
     def row_prefix(self) -> bytes:
-        """The staging branch."""
         return self.writer.row_prefix(self.vbid)
 
     # -- staging --------------------------------------------------------------------------------------------------
 
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        """Stage rows; a run is checked as a whole by the writer."""
         try:
             self.writer.stage(self.vbid, rows.rows, rows.byte_count, rows.open_snapshot)
         except SeqnoOrder as error:
@@ -78,7 +69,6 @@ class StoreSink:
         return None
 
     def advance(self, step: ins.Advance) -> StagingRefused | None:
-        """Move the staged position."""
         try:
             self.writer.advance(self.vbid, step.seqno)
         except SeqnoOrder as error:
@@ -88,7 +78,6 @@ class StoreSink:
         return None
 
     def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
-        """Stage a system event."""
         try:
             self.writer.system_event(
                 self.vbid,
@@ -115,19 +104,17 @@ class StoreSink:
             self.writer.publish(self.vbid, snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
 
     def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        """Store the log with the next commit."""
         self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno, log.missing_seqno)
 
     def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        """Store the filter with the next commit."""
         self.writer.save_filter(self.vbid, stream_filter.text)
 
     def drop_held(self) -> bool:
-        """Forget the ends that were held back; True when there were any."""
+        """Forget the ends that were held back; return True if there were any."""
         return self.gate is not None and self.gate.drop()
 
     def forget(self) -> None:
-        """The machine is gone: nothing that it decided is to be done later."""
+        """Forget what the machine decided to be done later."""
         self.abandon_due = False
         self.drop_held()
 
@@ -155,11 +142,10 @@ class StoreSink:
         return RolledBack(self.state())
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """Remember what a rollback led from and to."""
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the open snapshot; None while a complete one before it waits for its key rows (`abandon_due`)."""
+        """Drop the open snapshot; return None while a complete one before it waits for its key rows (`abandon_due`)."""
         self._owner.commit()
         self.drop_held()
         if not self.writer.abandon(self.vbid):
@@ -169,7 +155,7 @@ class StoreSink:
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
-        """Open an empty branch next to the copy that is served, if the disk has space for both."""
+        """Open an empty branch next to the served copy, if the disk has space for both."""
         writer = self.writer
         if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
             share_bytes = writer.figures()["file_bytes"] // max(1, len(writer.vbids))

@@ -42,7 +42,7 @@ POLLS_MIN = 2
 
 
 class ReceiveBudget(Protocol):
-    """What all groups of the worker may receive before rows are written down."""
+    """The bytes that all groups of the worker may receive before rows are written down."""
 
     free_bytes: int
 
@@ -59,39 +59,28 @@ class VbucketGroup(Protocol):
     @property
     def commits(self) -> ReceiveBudget: ...
 
-    def schedule(self) -> None:
-        """Commit before long."""
-        ...
+    def schedule(self) -> None: ...
 
     def commit(self) -> None:
         """Commit now. Raises what the store raises."""
         ...
 
-    def failed(self, error: StorageError) -> None:
-        """Stop the group's streams."""
-        ...
+    def failed(self, error: StorageError) -> None: ...
 
 
 class VbucketServices(Protocol):
-    """The parts of a consumer that its vbuckets use."""
-
     clock: Clock
     collections: CollectionWatch
     map_follower: MapFollower
 
 
 class MirroredVbucket(VbucketHost):
-    """One vbucket of a worker."""
-
     sink: StoreSink
 
     def __init__(
         self, vbid: int, group: VbucketGroup, around: VbucketServices, gate: PersistenceGate | None = None
     ) -> None:
-        """At rest: `start_machine` gives it a machine, `attach` a session.
-
-        `gate` holds complete snapshots back until the source has persisted them; None: nothing is held back.
-        """
+        """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         writer = group.writer
         super().__init__(vbid, StoreSink(vbid, writer, self, gate), around.clock)
         self.group = group
@@ -107,7 +96,7 @@ class MirroredVbucket(VbucketHost):
         self.stalls = 0
         self.retries = 0
         self.stalled_streams = 0
-        """How many streams in a row stalled, though the source is ahead; 0 when the last one brought something."""
+        """Streams that stalled in a row; 0 when the last one brought something."""
         self.stall_text = ""
         self.violations = 0
         self.polled: tuple[NodeSession, int] | None = None
@@ -116,9 +105,8 @@ class MirroredVbucket(VbucketHost):
         """Time for which the node, a mirror, has had no contact with its own source; None: it has contact."""
         self._around = around
         self._highs: list[int] = []
-        """The source's high seqnos that were polled since the stream was accepted, the last ones."""
+        """The source's last high seqnos polled since the stream was accepted."""
         self._filter: StreamFilter | None = None
-        """Of the machine's last Start."""
         self._held_seqno: int = writer.state(vbid).published_seqno
         """Published when the process began, or after a rollback: at or below it nothing needs to be sent again."""
 
@@ -149,8 +137,8 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None if unknown: its node sent none yet, is away, or does not answer; or the node is
-        a mirror that has no contact with its own source, or is behind this one.
+        """The source's high seqno; None while its node sent none yet, is away, or does not answer, or is a mirror that
+        has no contact with its own source, or is behind this one.
         """
         if self.polled is None or self.source_silent_ms is not None:
             return None
@@ -160,11 +148,10 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def in_contact(self) -> bool:
-        """True while the vbucket's node answers."""
         return self.session is not None and self.session.answers
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """Note a rollback by a command: what lies above may come again without a new request."""
+        """Note a rollback by a command: rows above it may come again without a new request."""
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
@@ -200,14 +187,12 @@ class MirroredVbucket(VbucketHost):
             self._note_polled(event.seqno)
 
     def published(self, seqno: int) -> None:
-        """Learn that a commit made everything up to `seqno` visible."""
         self.handle(events.Published(seqno))
         if self.sink.abandon_due:
             self.sink.abandon_due = False
             self.execute([AbandonStaged(Vbid(self.vbid), "the snapshot before it is published")])
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Stage data, and have the group committed if that is due."""
         machine, session, group = self.machine, self.session, self.group
         if machine is None or session is None:
             return
@@ -240,12 +225,10 @@ class MirroredVbucket(VbucketHost):
             self.group.commits.flush_over_budget()
 
     def progressed(self) -> None:
-        """Note that something of the stream came with what was received last."""
         self.last_progress = self._clock.monotonic() if self.session is None else self.session.received_at
         self.stalled_streams = 0
 
     def stalled(self, text: str) -> None:
-        """Note that the stream brings nothing though the source is ahead."""
         self.stalls += 1
         self.stalled_streams += 1
         self.stall_text = self.last_error = text
@@ -269,7 +252,7 @@ class MirroredVbucket(VbucketHost):
         self.group.commit()
 
     def branch_changed(self) -> None:
-        """Have the rows of the live stream made for the staging branch as it is now."""
+        """Make the rows of the live stream for the present staging branch."""
         self.group.schedule()
         if self.session is not None and self.opaque is not None:
             self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
@@ -303,7 +286,7 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def observed_vbuuid(self) -> int | None:
-        """The history to ask the source's persistence of, while something waits for it and a stream is open."""
+        """The history to ask the source's persistence of; None while nothing waits for it or no stream is open."""
         if self.gate is None or not self.gate.waiting or not self.streaming:
             return None
         assert self.machine is not None

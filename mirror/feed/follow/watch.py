@@ -36,23 +36,18 @@ log = get_logger("feed")
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
-"""Queries of a collection's high seqno that a node gets in a second, at most, besides the first over a connection: many
-collections take longer turns."""
+"""Queries of a collection's high seqno that a node gets in a second, besides the first over a connection. Many
+collections take longer turns.
+"""
 
 
 class Watched(Protocol):
-    """Whose streams these are."""
-
     connections: Connections
     collections: CollectionWatch
 
-    def vbuckets_at(self, address: NodeAddress) -> Iterable[MirroredVbucket]:
-        """The vbuckets whose node that is."""
-        ...
+    def vbuckets_at(self, address: NodeAddress) -> Iterable[MirroredVbucket]: ...
 
-    def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
-        """Ask for the vbucket's stream again."""
-        ...
+    def reopen(self, vbucket: MirroredVbucket, cause: str) -> None: ...
 
 
 class SourceWatch:
@@ -68,15 +63,14 @@ class SourceWatch:
         self._on_defect = on_defect
         self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
         self._polled: dict[NodeAddress, NodeSession | None] = {}
-        """Over which session each node was last polled, since all were."""
+        """The session over which each node was last polled, since all were."""
         self._wake = asyncio.Event()
 
     def look(self) -> None:
-        """A session is open: poll its node now."""
+        """Poll soon the nodes whose session is new."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Poll and judge."""
         try:
             while True:
                 self._polled.clear()
@@ -96,9 +90,7 @@ class SourceWatch:
             await asyncio.gather(*polls, return_exceptions=True)
 
     def _poll_new_sessions(self) -> None:
-        """Poll the nodes that were not polled yet over their session. One that is slow to answer keeps no other
-        waiting.
-        """
+        """Poll the nodes that were not polled yet over their session. A slow node keeps no other waiting."""
         for address, keeper in self._watched.connections.keepers.items():
             if address not in self._polls and (address not in self._polled or self._polled[address] != keeper.session):
                 self._polled[address] = keeper.session
@@ -133,7 +125,7 @@ class SourceWatch:
                 vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
-        """A stream that is open and brings nothing although its source is ahead is requested again."""
+        """Request each stream again that is open and brings nothing although its source is ahead."""
         for address in list(self._watched.connections.keepers):
             for vbucket in list(self._watched.vbuckets_at(address)):
                 self._judge(vbucket)

@@ -51,7 +51,7 @@ MEMORY_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES_MIN = 4096
 TIMEOUT_S = 60.0
 PARALLEL = 16
-"""Vbuckets streamed at a time where each has an end: their snapshots are on disk together."""
+"""Vbuckets streamed at a time if each has an end: their snapshots are on disk together."""
 CLOSE_S = 30.0
 
 T = TypeVar("T")
@@ -59,16 +59,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FixedPassword(PasswordSource):
-    """A password that the caller gave."""
-
     password: str = ""
 
     def read(self) -> str | None:
-        """The password."""
         return self.password
 
     def __repr__(self) -> str:
-        """Without it."""
         return "FixedPassword()"
 
 
@@ -122,7 +118,6 @@ class SourceReader:
     # -- life -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> SourceReader:
-        """Connect. Raises what stands in the way."""
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._core.on_loop_error)
         self._thread = threading.Thread(target=self._loop.run_forever, name="source reader", daemon=True)
@@ -137,11 +132,9 @@ class SourceReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
-        """Close all connections and end the thread."""
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
@@ -155,12 +148,11 @@ class SourceReader:
 
     @property
     def vbucket_count(self) -> int:
-        """How many vbuckets the bucket has."""
         return self._core.map.vbucket_count
 
     @property
     def bucket_uuid(self) -> str:
-        """Which bucket it is; empty where the source does not say."""
+        """The bucket's uuid; empty if the source does not send it."""
         return self._core.map.bucket_uuid or ""
 
     @property
@@ -171,19 +163,23 @@ class SourceReader:
 
     @property
     def sends_purge_seqno(self) -> bool:
-        """Snapshots say up to where the source has forgotten its tombstones."""
+        """True if snapshots say up to where the source has forgotten its tombstones."""
         return self._core.sends_purge_seqno
 
     def high_seqnos(self) -> dict[int, int]:
-        """The source's high seqno of each vbucket (the highest of the collections that are read), from all nodes."""
+        """Return the source's high seqno of each vbucket (the highest of the collections that are read), from all
+        nodes.
+        """
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
-        """The source's histories of a vbucket, newest first."""
+        """Return the source's histories of a vbucket, newest first."""
         return self._call(self._core.queries.failover_log(vbid))
 
     def collection_names(self) -> dict[int, str]:
-        """`scope.collection` of each collection that the bucket has now, by id; of one without, the default's alone."""
+        """Return `scope.collection` of each collection that the bucket has now, by id; without collections, the
+        default's alone.
+        """
         return self._call(self._core.queries.collection_names())
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -191,12 +187,13 @@ class SourceReader:
     def read(
         self, positions: Mapping[int, Position], until: Mapping[int, int] | None = None
     ) -> Generator[Snapshot | SourceRolledBack | ReadEnded, None, None]:
-        """What changed since the positions, in whole snapshots; those of different vbuckets come as they are complete.
+        """Yield what changed since the positions, in whole snapshots; those of different vbuckets come as they are
+        complete.
 
         With `until`, a vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent all
-        that there is of the collections up to it, and ends with ReadEnded; it may go beyond. Without, reading
-        goes on until the iterator is closed. A vbucket whose position the source no longer holds gives
-        SourceRolledBack and nothing more: the caller decides. Raises MirrorError, after everything that was complete.
+        that there is of the collections up to it, and ends with ReadEnded; it may go beyond. Without, reading goes on
+        until the iterator is closed. A vbucket whose position the source no longer holds gives SourceRolledBack and
+        nothing more: the caller decides. Raises MirrorError, after everything that was complete.
         """
         for vbid, position in positions.items():
             if not 0 <= vbid < self.vbucket_count or position.seqno < 0 or position.vbuuid < 0:
@@ -223,7 +220,7 @@ class SourceReader:
             self._iterating = False
 
     def stop_reading(self) -> None:
-        """End the read that goes on, after what is complete; from any thread."""
+        """End the current read after what is complete; from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._core.stop)
 
@@ -264,7 +261,6 @@ class _Core:
         timeout_s: float,
         followed: MapRecord | None = None,
     ) -> None:
-        """`open` connects."""
         self.clock = clock
         self._access = access
         self._selected = collections
@@ -281,19 +277,16 @@ class _Core:
 
     @property
     def map(self) -> ClusterMap:
-        """The newest map."""
         assert self.maps.current is not None, "the reader is open"
         return self.maps.current
 
     @property
     def sends_purge_seqno(self) -> bool:
-        """Every node does."""
         sessions = [keeper.session for keeper in self.connections.keepers.values()]
         return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     @property
     def stream_filter(self) -> dict[str, Any]:
-        """What every stream request says in its JSON value."""
         return self.queries.stream_filter
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -314,7 +307,6 @@ class _Core:
             await self.queries.resolve(self._selected)
 
     async def close(self) -> None:
-        """Close everything."""
         if self._reading is not None:
             await self.end(self._reading)
         for task in self._tasks:
@@ -323,7 +315,7 @@ class _Core:
         await self.connections.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback of the loop raised: the reader gets the error, instead of waiting for ever."""
+        """Give the reader the error of a callback, instead of having it wait for ever."""
         error = context.get("exception") or MirrorError(str(context.get("message")))
         self._fail(error)
 
@@ -342,7 +334,6 @@ class _Core:
     # -- the read that is under way -------------------------------------------------------------------------------
 
     def begin(self, reading: BoundedRead) -> None:
-        """A read begins."""
         assert self._reading is None, "one read at a time"
         if self.queries.refusal is not None:
             raise self.queries.refusal
@@ -350,27 +341,22 @@ class _Core:
         reading.begin()
 
     async def end(self, reading: BoundedRead) -> None:
-        """The read is over."""
         if self._reading is reading:
             self._reading = None
             reading.end()
             self.connections.release_acks()
 
     def stop(self) -> None:
-        """The read is to end."""
         if self._reading is not None:
             self._reading.fail(None)
 
     def session_of(self, vbid: int) -> NodeSession | None:
-        """The open session of the vbucket's node, if there is one."""
         return self.connections.session_at(self.maps.address_of(vbid))
 
     def hold_acks(self) -> None:
-        """Have the source wait."""
         self.connections.hold_acks()
 
     def release_acks(self) -> None:
-        """Have it go on."""
         self.connections.release_acks()
 
     async def _watch_progress(self) -> None:
@@ -382,7 +368,6 @@ class _Core:
     # -- the map --------------------------------------------------------------------------------------------------
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """A vbucket's node refused it: get a new cluster map, or read the one that came with that."""
         self.maps.refresh_map(config, vbid)
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
@@ -397,7 +382,6 @@ class _Core:
             )
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """No map of the source can be followed any more."""
         self._refuse(error)
 
     def on_newer_map(self, found: ClusterMap) -> None:
@@ -412,7 +396,6 @@ class _Core:
         self.connections.retain(needed)
 
     def _move_streams(self) -> None:
-        """Streams go to where the map says."""
         for vbucket in self._streamed():
             session = self.session_of(vbucket.vbid)
             if vbucket.session is not None and vbucket.session is not session:
@@ -429,17 +412,15 @@ class _Core:
     # -- what nodes bring -----------------------------------------------------------------------------------------
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """A session is open: its vbuckets may ask for their streams."""
         self._move_streams()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """What waiting cannot fix is raised; the rest is tried again."""
+        """Raise what waiting cannot fix; the rest is tried again."""
         self.maps.wake()
         if not error.retryable and self.connections.keepers.get(keeper.address) is keeper:
             self._refuse(error)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """A session is over: its vbuckets wait for the next."""
         for vbucket in self._streamed():
             if vbucket.session is session:
                 vbucket.detach(events.ConnectionLost(error.what))

@@ -39,7 +39,7 @@ WAITING_SNAPSHOTS_MAX = 10_000
 
 
 class Outbox:
-    """From the loop to the reader: whole items, bounded by making the source wait."""
+    """The queue from the loop to the reader: whole items, bounded by making the source wait."""
 
     def __init__(self, memory_bytes: int, on_half_empty: Callable[[], None]) -> None:
         """`on_half_empty` is called, from any thread, when the source may go on."""
@@ -68,14 +68,14 @@ class Outbox:
             self._changed.notify()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Nothing more comes; anyone who takes gets the rest, then the error."""
+        """End the queue: the reader gets the rest, then the error."""
         with self._changed:
             if not self._finished:
                 self._finished, self._error = True, error
             self._changed.notify_all()
 
     def take(self) -> Item | None:
-        """The next item; None at the end. Waits."""
+        """Wait for the next item and return it; None at the end."""
         with self._changed:
             while not self._items and not self._finished:
                 self._changed.wait()
@@ -86,7 +86,6 @@ class Outbox:
             return None
 
     def gave_back(self, memory_bytes: int, disk_bytes: int) -> None:
-        """An item was closed."""
         with self._changed:
             self._memory_bytes -= memory_bytes
             self._disk_bytes -= disk_bytes
@@ -102,7 +101,6 @@ class Outbox:
             self._on_half_empty()
 
     def discard(self) -> None:
-        """Close what nobody took."""
         while self._items:
             item = self._items.popleft()
             if isinstance(item, Snapshot):
@@ -110,35 +108,28 @@ class Outbox:
 
 
 class ReadServices(Protocol):
-    """What a read may ask of the reader's connections."""
+    """The reader's connections, for a read."""
 
     clock: Clock
 
     @property
     def stream_filter(self) -> dict[str, Any]:
-        """What every stream request says in its JSON value."""
+        """The JSON value of every stream request."""
         ...
 
-    def session_of(self, vbid: int) -> NodeSession | None:
-        """The open session of the vbucket's node, if there is one."""
-        ...
+    def session_of(self, vbid: int) -> NodeSession | None: ...
 
-    def refresh_map(self, config: bytes, vbid: int) -> None:
-        """Get a new cluster map, or read this one."""
-        ...
+    def refresh_map(self, config: bytes, vbid: int) -> None: ...
 
     def hold_acks(self) -> None:
-        """Nobody takes what is complete: have the source wait."""
+        """Have the source wait, because nobody takes what is complete."""
         ...
 
 
 class ReadVbucket(VbucketHost):
-    """One vbucket of a read."""
-
     sink: SpoolSink
 
     def __init__(self, reading: BoundedRead, vbid: int, position: Position, until: int | None) -> None:
-        """Started; `attach` gives it a session."""
         super().__init__(vbid, SpoolSink(vbid, position, reading, self._lost), reading.clock)
         self.until = until
         self.text = "not requested yet"
@@ -152,7 +143,6 @@ class ReadVbucket(VbucketHost):
         return self.until is None and self.streaming
 
     def start_event(self, session: NodeSession) -> events.Start:
-        """Ask for what follows the position, up to the end of the read."""
         # A stream with an end below its start is out of range: where all is held, an endless one is requested and
         # closed at once, so that the source says whether it still has what was read.
         position = self.sink.position
@@ -165,7 +155,6 @@ class ReadVbucket(VbucketHost):
 
     @property
     def stream_filter(self) -> dict[str, Any]:
-        """That of the reader."""
         return self._reading.stream_filter
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
@@ -192,20 +181,18 @@ class ReadVbucket(VbucketHost):
             self.handle(event)
 
     def close(self) -> None:
-        """End the stream and forget what is not complete."""
         self.drop_machine()
         self.session = None
         self.sink.discard()
 
     def refresh_map(self, config: bytes) -> None:
-        """Get a new cluster map, or read this one."""
         self._reading.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
-        """Nothing to do: the reader was given them once, and the stream is requested again after a pause."""
+        """Do nothing: the reader was given them once, and the stream is requested again after a pause."""
 
     def report(self, status: VbucketStatus, text: str) -> None:
-        """A refusal ends the whole read, the end of the stream that of the vbucket."""
+        """End the whole read on a refusal, and that of the vbucket at the end of its stream."""
         self.text = text
         if status is VbucketStatus.REFUSED:
             self._reading.fail(ClusterError(f"vb {self.vbid}: {text}", hint="", retryable=False))
@@ -224,7 +211,7 @@ class ReadVbucket(VbucketHost):
 
 
 class BoundedRead:
-    """A read of some vbuckets, from where each stands to where it is to go."""
+    """A read of some vbuckets, each from its position to its end."""
 
     def __init__(
         self,
@@ -237,7 +224,7 @@ class BoundedRead:
         parallel: int,
         on_half_empty: Callable[[], None],
     ) -> None:
-        """With `until`, at most `parallel` vbuckets are streamed at a time; without, all are, and without end."""
+        """With `until`, stream at most `parallel` vbuckets at a time; without, all of them, and without end."""
         self.clock = services.clock
         self.file = file
         self.outbox = Outbox(memory_bytes, on_half_empty)
@@ -252,20 +239,16 @@ class BoundedRead:
         self._ended = False
 
     def begin(self) -> None:
-        """Ask for the first streams."""
         self._fill_up()
 
     @property
     def vbids(self) -> list[int]:
-        """The vbuckets that are being streamed now."""
         return list(self._active)
 
     def vbucket(self, vbid: int) -> ReadVbucket | None:
-        """A vbucket that is being streamed now."""
         return self._active.get(vbid)
 
     def end(self) -> None:
-        """Close all streams and forget what nobody took."""
         self._ended = True
         for vbucket in self._active.values():
             vbucket.close()
@@ -274,7 +257,7 @@ class BoundedRead:
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
-        """Nothing more can come, or (None) is to; the reader gets the reason, after what is complete."""
+        """End the read; the reader gets the error, after what is complete."""
         self._ended = True
         for vbucket in self._active.values():
             vbucket.close()
@@ -296,15 +279,13 @@ class BoundedRead:
 
     @property
     def stream_filter(self) -> dict[str, Any]:
-        """What every stream request says in its JSON value."""
         return self._services.stream_filter
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """Get a new cluster map, or read this one."""
         self._services.refresh_map(config, vbid)
 
     def took(self, byte_count: int) -> None:
-        """An open snapshot grew in memory: the largest goes to disk when all together are too large."""
+        """Count what an open snapshot grew in memory; the largest goes to disk when all together are too large."""
         self._open_bytes += byte_count
         while self._open_bytes > self._spill_at:
             spools = [spool for vbucket in self._active.values() if (spool := vbucket.sink.spool) is not None]
@@ -313,23 +294,20 @@ class BoundedRead:
             largest.spill()
 
     def dropped(self, spool: Spool) -> None:
-        """An open snapshot is not going to be complete."""
         self._open_bytes -= spool.memory_bytes
         spool.close()
 
     def hand_out(self, snapshot: Snapshot, spool: Spool) -> None:
-        """A snapshot is complete."""
         self._open_bytes -= spool.memory_bytes
         self.outbox.put(snapshot, spool.memory_bytes, spool.disk_bytes)
         if self.outbox.full:
             self._services.hold_acks()
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        """What is to be called when anyone who read is done with a snapshot."""
+        """Return the function to be called when the reader is done with a snapshot."""
         return lambda: self.outbox.gave_back(memory_bytes, disk_bytes)
 
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
-        """Nothing more comes of the vbucket; another has its turn."""
         self.outbox.put(item)
         self._active.pop(vbucket.vbid, None)
         # Not from within: the vbucket is in the middle of executing its instructions.

@@ -25,10 +25,11 @@ class Position:
 
 
 class Snapshot:
-    """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno].
+    """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno]. Valid until the next item is
+    requested.
 
-    Valid until the next item is requested. Rows are whole messages in stored form (`storage.format.records` decodes
-    them): mutations, deletions, expirations and system events.
+    Rows are whole messages in stored form (`storage.format.records` decodes them): mutations, deletions, expirations
+    and system events.
     """
 
     __slots__ = (
@@ -54,46 +55,44 @@ class Snapshot:
         purge_seqno: int | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_close` is called once the rows are given back."""
         self.vbid = vbid
         self.vbuuid = vbuuid
         self.start_seqno = start_seqno
         self.end_seqno = end_seqno
         self.manifest = manifest
-        """Scopes and collections at its end, as far as the read has seen them made: all, where it began at 0."""
+        """Scopes and collections at its end, as far as the read has seen them made: all, if it began at 0."""
         self.purge_seqno = purge_seqno
-        """Tombstones up to here are gone at the source, where it says so (8.0 and newer)."""
+        """Tombstones up to here are gone at the source, if it says so (8.0 and newer)."""
         self._spool: Spool | None = spool
         self._on_close = on_close
 
     @property
     def position(self) -> Position:
-        """Where anyone who has taken this snapshot stands."""
+        """The position after this snapshot."""
         return Position(self.vbuuid, self.end_seqno)
 
     @property
     def row_count(self) -> int:
-        """How many rows there are; none in a snapshot that only says that nothing up to its end is missing."""
+        """The number of rows; 0 in a snapshot that only says that nothing up to its end is missing."""
         return self._open.frame_count
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all rows."""
         return self._open.byte_count
 
     def frames(self) -> Iterator[bytes]:
-        """The rows, one after the other, as they are stored."""
+        """Yield the rows as they are stored."""
         return self._open.frames()
 
     def documents(self, *, raw: bool = False) -> Iterator[Document]:
-        """The rows, decoded; `raw` leaves values compressed and with their xattrs. A value that cannot be taken apart
-        stays so, too: `storage.format.records.value_problem` says why.
+        """Yield the rows, decoded; `raw` leaves values compressed and with their xattrs.
+
+        A value that cannot be taken apart stays so, too: `storage.format.records.value_problem` says why.
         """
         vbid = Vbid(self.vbid)
         return (decode_row(vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:
-        """Give the rows' memory and disk back."""
         if self._spool is not None:
             self._spool.close()
             self._spool = None
@@ -105,7 +104,6 @@ class Snapshot:
         return self._spool
 
     def __repr__(self) -> str:
-        """Its vbucket and range."""
         return f"Snapshot(vb {self.vbid}, {self.start_seqno}..{self.end_seqno}, vbuuid {self.vbuuid:#x})"
 
 

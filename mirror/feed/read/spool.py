@@ -17,14 +17,14 @@ from mirror.errors import MirrorError
 from mirror.wire.frame import frame_size
 
 BLOCK_BYTES = 64 * 1024
-"""What the file is given out in: a spool on disk wastes at most one of these per spill."""
+"""The unit of the file's space: a spool on disk wastes at most one of these per spill."""
 
 
 class SpoolFile:
     """A temporary file without a name, in blocks. Made when first written to."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """`folder`: where, instead of the system's folder for temporary files."""
+        """`folder`: instead of the system's folder for temporary files."""
         self._folder = folder
         self._fd = -1
         self._count = 0
@@ -33,11 +33,12 @@ class SpoolFile:
 
     @property
     def size_bytes(self) -> int:
-        """How far the file reaches."""
         return self._count * BLOCK_BYTES
 
     def write(self, data: bytes) -> list[tuple[int, int]]:
-        """Put the data into free blocks; their (number, length), in order. Raises MirrorError when the disk is full."""
+        """Put the data into free blocks; return their (number, length), in order. Raises MirrorError when the disk is
+        full.
+        """
         blocks: list[tuple[int, int]] = []
         try:
             with self._lock:
@@ -61,7 +62,6 @@ class SpoolFile:
         return blocks
 
     def read(self, block: tuple[int, int]) -> bytes:
-        """What was put into the block."""
         number, length = block
         data = os.pread(self._fd, length, number * BLOCK_BYTES)
         if len(data) != length:
@@ -69,7 +69,7 @@ class SpoolFile:
         return data
 
     def free(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """The blocks may be used again; with the last one the file gives its space back."""
+        """Free the blocks; with the last one the file gives its space back."""
         with self._lock:
             self._free += [number for number, _ in blocks]
             if self._fd >= 0 and len(self._free) == self._count:
@@ -77,7 +77,6 @@ class SpoolFile:
                 os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
-        """Give the file back."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -95,7 +94,6 @@ class Spool:
     __slots__ = ("_blocks", "_file", "_frames", "disk_bytes", "frame_count", "memory_bytes")
 
     def __init__(self, file: SpoolFile) -> None:
-        """Empty; `file` takes what is spilled."""
         self._file = file
         self._frames: list[bytes] = []
         self._blocks: list[tuple[int, int]] = []
@@ -105,11 +103,10 @@ class Spool:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all frames."""
         return self.memory_bytes + self.disk_bytes
 
     def append(self, frames: Sequence[bytes]) -> int:
-        """Take frames; returns their bytes, which are now in memory."""
+        """Take frames; return their bytes, which are now in memory."""
         byte_count = sum(map(len, frames))
         self._frames += frames
         self.memory_bytes += byte_count
@@ -123,7 +120,6 @@ class Spool:
         self._frames, self.memory_bytes = [], 0
 
     def frames(self) -> Iterator[bytes]:
-        """All frames, in order."""
         pieces: list[bytes] = []
         have = need = 0
         for block in self._blocks:
@@ -141,7 +137,6 @@ class Spool:
         yield from self._frames
 
     def close(self) -> None:
-        """Forget the frames and give their blocks back."""
         self._file.free(self._blocks)
         self._blocks, self._frames = [], []
         self.memory_bytes = self.disk_bytes = self.frame_count = 0

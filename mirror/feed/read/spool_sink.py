@@ -26,26 +26,18 @@ class SpoolOwner(Protocol):
 
     file: SpoolFile
 
-    def took(self, byte_count: int) -> None:
-        """An open snapshot grew in memory."""
-        ...
+    def took(self, byte_count: int) -> None: ...
 
-    def dropped(self, spool: Spool) -> None:
-        """An open snapshot is not going to be complete."""
-        ...
+    def dropped(self, spool: Spool) -> None: ...
 
-    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None:
-        """A snapshot is complete."""
-        ...
+    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None: ...
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        """What is to be called when a snapshot that holds so much is closed."""
+        """Return the function to be called when a snapshot that holds so much is closed."""
         ...
 
 
 class SpoolSink:
-    """The rows of one vbucket's open snapshot."""
-
     def __init__(self, vbid: int, position: Position, owner: SpoolOwner, on_lost: Callable[[int], None]) -> None:
         """`on_lost` is called with the seqno up to which the source still holds what was read: the read ends there."""
         self.vbid = vbid
@@ -61,11 +53,9 @@ class SpoolSink:
 
     @property
     def position(self) -> Position:
-        """What was handed out reaches to here."""
         return Position(int(self._log.vbuuid_at(self._boundary)), int(self._boundary))
 
     def state(self) -> VbucketState:
-        """What was handed out, and the history that it belongs to."""
         seqno = self._boundary
         return VbucketState(
             vbid=Vbid(self.vbid),
@@ -83,11 +73,9 @@ class SpoolSink:
         )
 
     def row_prefix(self) -> bytes:
-        """There is one branch."""
         return ROW_PREFIX
 
     def discard(self) -> None:
-        """Forget the open snapshot."""
         if self.spool is not None:
             self._owner.dropped(self.spool)
             self.spool = None
@@ -96,17 +84,15 @@ class SpoolSink:
     # -- staging --------------------------------------------------------------------------------------------------
 
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        """Put rows into the spool."""
         if any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
             return self._refuse("seqnos do not rise inside a run of rows")
         self._keep([frame for _, frame in rows.rows])
         return None
 
     def advance(self, step: ins.Advance) -> None:
-        """Nothing to do: the machine knows the position, and what is not complete is not resumed after a restart."""
+        """Do nothing: the machine knows the position, and what is not complete is not resumed after a restart."""
 
     def stage_system_event(self, event: ins.StageSystemEvent) -> None:
-        """Put a system event's row into the spool."""
         self._keep([event.row_value])
         self._manifest_open = event.manifest
 
@@ -122,7 +108,6 @@ class SpoolSink:
     # -- publishing -----------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: ins.PublishSnapshot) -> Published:
-        """Hand the snapshot out."""
         spool, self.spool = self.spool or Spool(self._owner.file), None
         start_seqno, self._boundary = int(self._boundary), snapshot.seqno
         self._manifest = self._manifest_open
@@ -144,23 +129,20 @@ class SpoolSink:
         return Published(snapshot.seqno)
 
     def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        """Remember the log, which says what history a position is of."""
         self._log = log.failover_log
 
     def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        """Nothing to do: a read has one filter from its beginning to its end."""
+        """Do nothing: a read has one filter from its beginning to its end."""
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def roll_back(self, target: ins.RollbackTo) -> None:
-        """The source lost some of what was handed out."""
         self._on_lost(int(target.seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned:
-        """Forget the open snapshot."""
         self.discard()
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> None:
-        """The source cannot continue what was handed out: the caller decides whether to read from 0."""
+        """End the vbucket's read, because the source cannot continue it: the caller decides whether to read from 0."""
         self._on_lost(0)

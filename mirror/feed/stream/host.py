@@ -61,16 +61,13 @@ class VbucketHost(ABC):
         """The JSON value of stream requests."""
 
     @abstractmethod
-    def refresh_map(self, config: bytes) -> None:
-        """Get a new cluster map, or read this one."""
+    def refresh_map(self, config: bytes) -> None: ...
 
     @abstractmethod
-    def refresh_collections(self) -> None:
-        """Ask which collections there are now."""
+    def refresh_collections(self) -> None: ...
 
     @abstractmethod
-    def report(self, status: ins.VbucketStatus, text: str) -> None:
-        """Note what the vbucket does."""
+    def report(self, status: ins.VbucketStatus, text: str) -> None: ...
 
     def enter(self, event: MachineEvent) -> None:
         """Hand in an event of a timer or of an answer, and handle what the sink raises."""
@@ -83,12 +80,11 @@ class VbucketHost(ABC):
         return self.machine is not None and self.machine.phase is Phase.STREAMING
 
     def start_machine(self) -> None:
-        """Make a machine from what the sink holds; what the one before it knew is forgotten."""
+        """Make a machine from what the sink holds, and forget the one before it."""
         self.drop_machine()
         self.machine = VbucketMachine(Vbid(self.vbid), self.sink.state())
 
     def drop_machine(self) -> None:
-        """Close the stream and forget the machine."""
         if self.session is not None and self.opaque is not None:
             self.session.close_stream(self.vbid, self.opaque)
         self.opaque = None
@@ -102,7 +98,7 @@ class VbucketHost(ABC):
         self.handle(self.start_event(session))
 
     def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
-        """Leave the session: it is over, or no longer the right one."""
+        """Leave a session that is over, or no longer the right one."""
         if self.session is None and not isinstance(event, events.NoActiveNode):
             return
         self._cancel_retry()
@@ -217,12 +213,10 @@ class VbucketHost(ABC):
         return True
 
     def answer_marker(self, opaque: int) -> None:
-        """Answer a marker, unless its stream is gone."""
         if self.session is not None and self.session.ready and opaque == self.opaque:
             self.session.answer_marker(self.vbid, opaque)
 
     def reconnect(self, cause: str) -> None:
-        """Close the connection and log in again."""
         if self.session is not None:
             asyncio.get_running_loop().call_soon(self.session.close, ConnectFailed(cause, hint=""))
 

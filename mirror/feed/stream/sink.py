@@ -24,48 +24,36 @@ from storage.model import VbucketState
 
 
 class Sink(Protocol):
-    """Where the rows of one vbucket go. Each instruction is described where it is defined (`ingest.instructions`)."""
+    """The place where the rows of one vbucket go. `ingest.instructions` describes each instruction."""
 
-    def state(self) -> VbucketState:
-        """What is held."""
-        ...
+    def state(self) -> VbucketState: ...
 
     def row_prefix(self) -> bytes:
-        """What the keys of rows begin with that are received from now on: the staging branch."""
+        """Return the staging branch, with which the keys of rows begin that are received from now on."""
         ...
 
-    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        """Accept rows."""
-        ...
+    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None: ...
 
-    def advance(self, step: ins.Advance) -> StagingRefused | None:
-        """Move the staged position without a row."""
-        ...
+    def advance(self, step: ins.Advance) -> StagingRefused | None: ...
 
-    def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
-        """Accept a system event's row and the manifest that follows from it."""
-        ...
+    def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None: ...
 
     def publish(self, snapshot: ins.PublishSnapshot) -> Published | None:
-        """Take the snapshot for complete; returns Published if it is out already, else that follows its commit."""
+        """Take the snapshot for complete; return Published if it is out already, else that follows its commit."""
         ...
 
-    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        """Keep the source's failover log."""
-        ...
+    def save_failover_log(self, log: ins.SaveFailoverLog) -> None: ...
 
-    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        """Keep what the streams of the staging branch are filtered to."""
-        ...
+    def save_filter(self, stream_filter: ins.SaveFilter) -> None: ...
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary | None:
-        """Go back to a boundary; None where nothing more is read of the vbucket after a rollback."""
+        """Go back to a boundary; return None if nothing more is read of the vbucket after a rollback."""
         ...
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the staged rows of the open snapshot; None: later, once a complete one before it is published."""
+        """Drop the staged rows of the open snapshot; return None if a complete one must be published before."""
         ...
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused | None:
-        """Begin a second copy; None where nothing more is read of the vbucket."""
+        """Begin a second copy; return None if nothing more is read of the vbucket."""
         ...
