@@ -1,26 +1,28 @@
-"""`backup`: a consistent copy of a mirror, while its service runs or not, as a folder or as a tar on stdout.
+"""`backup` and `restore`: a consistent copy of a mirror as a folder or a tar, with or without its service.
 
-Knows where the copy goes and how to say how far it is; what a copy consists of, the store knows. Invariants: with
-`--to -` stdout holds the tar and nothing else; a backup that was not finished is an error, also where stdout was
+Invariants: with `--to -` stdout holds the tar and nothing else; an unfinished backup is an error, also if stdout was
 closed, and has no manifest.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from typing import IO, Annotated, Any
 
 import typer
 
 from cli import options, output, render
-from cli.get import as_of_from
+from cli.get import time_from
 from mirror.clock import SystemClock
 from mirror.errors import ConfigError, SupervisionError
 from storage.admin import archive
 from storage.admin import backup as store_backup
-from storage.read.view import Time
+from storage.admin.backup import BackupPart
+from storage.errors import StorageError
 
 PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"
@@ -28,35 +30,22 @@ STDOUT = "-"
 
 def backup(
     to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="DIR", help="An empty or new directory; -: a tar on stdout, streamed.", show_default=False
-        ),
+        str, options.optional("--to", metavar="DIR", help="An empty or new directory; -: a tar on stdout, streamed.")
     ],
     data: options.DataOption = None,
-    as_of: Annotated[
-        str | None,
-        typer.Option(
-            "--as-of",
-            metavar="TIME",
-            help="Have the restored mirror serve the newest kept boundaries not after this time (ISO 8601).",
-            show_default=False,
-        ),
-    ] = None,
+    as_of: options.AsOfTimeOption = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Copy the mirror, also while its service runs: each group as of one commit, each file with a checksum."""
     path = str(options.data_directory(data, config))
-    moment = as_of_from(as_of)
-    if isinstance(moment, int):
-        raise ConfigError("a seqno means something in one vbucket only", hint="give a time to --as-of")
+    moment = time_from(as_of)
     if to == STDOUT and as_json:
         raise ConfigError("stdout is the tar", hint="leave --json out, or give --to a directory")
     if to == STDOUT and sys.stdout.isatty():
         raise ConfigError("the tar would go to the terminal", hint="redirect stdout, or give --to a directory")
     time_ms = SystemClock().wall_ms()
-    as_of_ms = moment.ms if isinstance(moment, Time) else None
+    as_of_ms = None if moment is None else moment.ms
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
 
         def progress(groups: int, size: int) -> None:
@@ -110,3 +99,51 @@ def in_words(summary: store_backup.Summary) -> str:
         f"bucket {summary.identity.bucket_name}, {len(summary.published)} vbuckets, {summary.parts} files, "
         f"{render.size(summary.bytes)}{when}"
     )
+
+
+def parts_of(source: str) -> Iterator[BackupPart]:
+    """Open the parts of a backup: a folder, a tar, or a tar on stdin. Raises CorruptedError, OSError."""
+    if source == STDOUT:
+        yield from archive.tar_parts(sys.stdin.buffer)
+    elif os.path.isdir(source):
+        yield from archive.folder_parts(source)
+    else:
+        try:
+            with open(source, "rb") as file:
+                yield from archive.tar_parts(file)
+        except OSError as error:
+            hint = "give --from what `backup` wrote"
+            raise StorageError(f"cannot be read: {error.strerror}", path=source, hint=hint) from None
+
+
+def restore(
+    source: Annotated[
+        str,
+        options.optional("--from", metavar="BACKUP", help="Directory or tar that `backup` wrote; -: a tar on stdin.")
+    ],
+    data: options.DataOption = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Compare every row with its checksum: refuses a mirror that was damaged already."
+        ),
+    ] = True,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:  # fmt: skip
+    """Restore a backup into an empty directory. `run` continues from there without fetching anything again."""
+    path = str(options.data_directory(data, config))
+    store_backup.check_target(path)
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+
+        def progress(groups: int, size: int) -> None:
+            line = f"{render.size(size)} read, {groups} groups"
+            screen.show(line, line)
+
+        summary = store_backup.restore(
+            parts_of(source), path, clock_ms=SystemClock().wall_ms, progress=progress, check_rows=check
+        )
+    if as_json:
+        output.print_json(summary_object(summary) | {"data": path, "backup": source})
+    else:
+        typer.echo(f"{path}: restored ({in_words(summary)}, of {render.moment(summary.time_ms)})")

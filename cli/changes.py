@@ -1,14 +1,15 @@
-"""`changes`: published events in order, from a position on, and on as they come.
+"""`changes`: published events in order, from a position on, and on as they come; cursor files.
 
-Knows tokens and cursor files and how to wait for more; what happened, the store knows. Invariants: the token of the
-last line printed resumes exactly after it; with --follow nothing is printed twice and nothing left out, rollbacks
-included; a cursor file is written after what it covers was flushed, so after a kill events may come again, and none is
-left out.
+A cursor file has a token for each vbucket, one a line. Invariants: the token of the last printed line resumes after it;
+with --follow each event is printed once, rollbacks included; a cursor file is written after the events that it covers
+were flushed, so after a kill events may come again and none is lost; it is replaced whole, by fsync and rename.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterable
@@ -17,8 +18,10 @@ from typing import Annotated
 
 import typer
 
-from cli import cursor, options, output
-from mirror.errors import ConfigError
+from cli import options, output
+from mirror.errors import ConfigError, SupervisionError
+from mirror.ownership import private_file
+from mirror.serve.objects import change_object
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
@@ -47,11 +50,11 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
     """Return the vbuckets to print and the tokens to begin after. Raises ConfigError."""
     every = list(view.vbids) if vbid is None else [vbid]
     if file is not None and file.exists():
-        return every, {each: token for each, token in cursor.load(file).items() if each in every}
+        return every, {each: token for each, token in load_cursor(file).items() if each in every}
     if since == [NOW]:
         return every, {each: view.token(each) for each in every}
     if len(since) == 1 and Path(since[0]).is_file():
-        return every, {each: token for each, token in cursor.load(Path(since[0])).items() if each in every}
+        return every, {each: token for each, token in load_cursor(Path(since[0])).items() if each in every}
     tokens = tokens_from(since)
     if vbid is not None and any(token != vbid for token in tokens):
         raise ConfigError("a token of another vbucket than --vbid", hint="give tokens of that vbucket only")
@@ -60,7 +63,7 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
 
 def print_change(change: Change, *, as_json: bool) -> None:
     if as_json:
-        output.print_json(output.change_object(change))
+        output.print_json(change_object(change))
         return
     if change.rollback is not None:
         rollback = change.rollback
@@ -148,39 +151,33 @@ class Pump:
         if self._file is None or self._saved == self.tokens:
             return
         if at_once or self._saved is None or time.monotonic() - self._saved_s >= CURSOR_INTERVAL_S:
-            cursor.save(self._file, self.tokens.values())
+            save_cursor(self._file, self.tokens.values())
             self._saved, self._saved_s = dict(self.tokens), time.monotonic()
 
 
 def changes(
     data: options.DataOption = None,
-    vbid: Annotated[
-        int | None, typer.Option("--vbid", min=0, max=65535, help="Only this vbucket.", show_default=False)
-    ] = None,
+    vbid: options.VbidOption = None,
     since: Annotated[
         list[str] | None,
-        typer.Option(
+        options.optional(
             "--since",
             metavar="now|FILE|TOKEN",
             help="Only what came after: now, the positions in a cursor file, or this token, in its vbucket; tokens may "
             "be repeated.",
-            show_default=False,
         ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
+        options.optional(
             "--cursor",
             metavar="FILE",
             help="Go on after the positions in this file and keep it up to date; where it is missing, begin as --since "
             "says and make it.",
-            show_default=False,
         ),
     ] = None,
     collection: options.CollectionOption = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="End after so many events.", show_default=False)
-    ] = None,
+    limit: Annotated[int | None, options.optional("--limit", "-n", min=1, help="End after so many events.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until Ctrl-C.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
@@ -212,3 +209,41 @@ def run(view: View, vbids: list[int], pump: Pump, *, follow: bool) -> None:
         if not follow:
             return
         time.sleep(POLL_INTERVAL_S)
+
+
+FILE_BYTES_MAX = 16 << 20
+"""Three times the tokens of 65,536 vbuckets."""
+_HEAD = "# dcp-mirror: a token of each vbucket; `changes --since` this file goes on after them\n"
+
+
+def load_cursor(path: Path) -> dict[int, Token]:
+    """Return the tokens of a cursor file by vbucket. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_size > FILE_BYTES_MAX:
+                raise ValueError("too large")
+            lines = [line.strip() for line in file.read(FILE_BYTES_MAX).splitlines()]
+        tokens = [Token.parse(line) for line in lines if line and not line.startswith("#")]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", hint="give a file that `--cursor` or `export` wrote") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no cursor file: {error}", hint="give one that `--cursor` or `export` wrote"
+        ) from None
+    return {int(token.vbid): token for token in tokens}
+
+
+def save_cursor(path: Path, tokens: Iterable[Token]) -> None:
+    """Replace a cursor file and sync it to disk. Raises SupervisionError."""
+    text = _HEAD + "".join(f"{token}\n" for token in sorted(tokens, key=lambda token: token.vbid))
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with private_file(temporary, replaces=path) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        hint = "what was printed since the last time it could be written will be printed again"
+        raise SupervisionError(f"the cursor file {path} cannot be written: {error.strerror}", hint=hint) from None

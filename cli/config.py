@@ -1,7 +1,6 @@
-"""`config show` and `config explain`: the settings in force, and what each setting means.
+"""`config show` and `config explain`: the settings in force, and the meaning of each setting.
 
-Knows how to print them; reading, judging, masking and describing are `mirror.config`'s, and when a change takes effect
-`mirror.supervise.listeners.addresses` knows. Invariant: docs/settings.md is what `config explain --markdown` prints.
+Invariant: docs/settings.md is what `config explain --markdown` prints.
 """
 
 from __future__ import annotations

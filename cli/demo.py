@@ -1,8 +1,7 @@
-"""`demo`: a source, a mirror and a live view, with no configuration; what goes wrong in life goes wrong here too.
+"""`demo`: a source, a mirror and a live view without configuration; a killed worker, a failover, a comparison.
 
-Knows the story (fill, a killed worker, a failover with loss, the reckoning) and proves each step by figures of both
-sides; the processes are `stage`'s matter, the picture `render`'s. Invariants: every claim it prints was measured in
-this run; if one does not hold the exit code is 1; everything it started ends with it.
+Invariants: every printed claim was measured in this run; if one does not hold, the exit code is 1; everything that it
+started ends with it.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ class Story:
 def demo(
     data: options.DataOption = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", min=1, help="End by itself, with a summary.", show_default=False)
+        float | None, options.optional("--seconds", min=1, help="End by itself, with a summary.")
     ] = None,
     documents: Annotated[int, typer.Option("--documents", min=1, help="Documents at the start.")] = 50_000,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second.")] = 1_000.0,

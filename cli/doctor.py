@@ -1,14 +1,13 @@
-"""`doctor`: what stands between a mirror and its source, and what fixes it.
+"""`doctor`: examines a source step by step.
 
-Knows how to say findings; what is tried, and what it means, is `mirror.inspection.doctor`'s. Nothing is changed, here
-or at the source. Exit code 0 when nothing failed (a warning is no failure), else that of the first failure: 4 where the
-source refuses, 3 where the data is another's or damaged, 2 for settings, 1 for the rest.
+Exit code 0 if no step failed; otherwise that of the first failure: 4 if the source refuses, 3 if the data is damaged or
+another bucket's, 2 for settings, 1 for the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -23,10 +22,7 @@ COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL
 
 
 def doctor(
-    source: Annotated[
-        str | None,
-        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
-    ] = None,
+    source: options.SourceOption = None,
     data: options.DataOption = None,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,

@@ -1,7 +1,6 @@
-"""`events`: what happened to the mirror lately, and what happens next, from the files that its service writes.
+"""`events`: past and new events of a mirror, from the files that its service writes.
 
-Knows those files; how an event looks is `render`'s matter. Invariant: with `--follow` each event is printed once, also
-after another service has taken the place of the first.
+Invariant: with `--follow` each event is printed once, also after another service took over.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ def events(
     config: options.ConfigOption = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME|AGE",
-            help="Only later ones: an ISO 8601 time, or an age such as 2h.",
-            show_default=False,
+        options.optional(
+            "--since", metavar="TIME|AGE", help="Only later ones: an ISO 8601 time, or an age such as 2h."
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events until Ctrl-C.")] = False,

@@ -1,9 +1,8 @@
 """`export`: every document of one moment as JSON lines, on stdout or in files, without Spark.
 
-Knows the command line and files; what a moment is, the store knows, and a document's JSON is that of `scan --json`.
-Invariants: every vbucket is read as of the position that was published when the export began (or at `--as-of`),
-whatever is written or rolled back meanwhile; memory does not grow with the mirror; a file has its name when it is
-complete, and the positions are written after all of them.
+Invariants: each vbucket is read as of its position at the start (or at `--as-of`), whatever is written or rolled back
+meanwhile; memory does not grow with the mirror; a file gets its name once it is complete, and the positions are written
+last.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from cli import cursor, options, output, render
-from cli.get import as_of_from
+from cli import options, output, render
+from cli.changes import save_cursor
+from cli.get import time_from
 from mirror.document import values
 from mirror.errors import ConfigError
 from mirror.lease import hold
@@ -29,7 +29,7 @@ from storage.errors import StorageError, UnknownCollection, ViewInvalidated
 from storage.format import records
 from storage.model import Document
 from storage.read import bulk
-from storage.read.view import Pin, Time, Token, View, open_view
+from storage.read.view import Pin, Token, View, open_view
 
 PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"
@@ -42,27 +42,14 @@ def export(
     ] = STDOUT,
     file_format: Annotated[str, typer.Option("--format", metavar="jsonl", help="One JSON object a line.")] = "jsonl",
     data: options.DataOption = None,
-    vbid: Annotated[
-        int | None, typer.Option("--vbid", min=0, max=65535, help="Only this vbucket.", show_default=False)
-    ] = None,
+    vbid: options.VbidOption = None,
     collection: options.CollectionOption = None,
-    as_of: Annotated[
-        str | None,
-        typer.Option(
-            "--as-of",
-            metavar="TIME",
-            help="As of the newest kept boundaries not after it (ISO 8601).",
-            show_default=False,
-        ),
-    ] = None,
+    as_of: options.AsOfTimeOption = None,
     xattrs: Annotated[bool, typer.Option("--xattrs", help="Extended attributes too, as `xattrs`.")] = False,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--cursor",
-            metavar="FILE",
-            help="Write the positions that were exported, for `changes --since FILE`.",
-            show_default=False,
+        options.optional(
+            "--cursor", metavar="FILE", help="Write the positions that were exported, for `changes --since FILE`."
         ),
     ] = None,
     config: options.ConfigOption = None,
@@ -71,9 +58,7 @@ def export(
     """Write every document of one moment with its metadata: the lines of `scan --json` with the collection's name."""
     if file_format != "jsonl":
         raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
-    moment = as_of_from(as_of)
-    if isinstance(moment, int):
-        raise ConfigError("a seqno means something in one vbucket only", hint="give a time to --as-of")
+    moment = time_from(as_of)
     if to == STDOUT and as_json:
         raise ConfigError("stdout is the documents", hint="leave --json out, or give --to a file or directory")
     if file is not None and file.exists():
@@ -83,20 +68,20 @@ def export(
         )
     path = options.data_directory(data, config)
     with open_view(str(path)) as view:
-        now = None if isinstance(moment, Time) else time.time()
+        now = time.time() if moment is None else None
         pins = [view.pin(each, moment, now=now) for each in (view.vbids if vbid is None else [vbid])]
         chosen = collection_ids(view, pins, options.collection_from(collection))
         positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in pins if pin.seqno}
         with hold(path, positions, name="export"):
             count = write(view, pins, chosen, to, xattrs=xattrs)
     if file is not None:
-        cursor.save(file, (Token(pin.vbid, pin.branch, pin.seqno, pin.history_id) for pin in pins))
+        save_cursor(file, (Token(pin.vbid, pin.branch, pin.seqno, pin.history_id) for pin in pins))
     facts = {
         "data": str(path),
         "to": to,
         "vbuckets": len(pins),
         "documents": count,
-        "as_of_ms": getattr(moment, "ms", None),
+        "as_of_ms": None if moment is None else moment.ms,
     }
     if as_json:
         output.print_json(facts)

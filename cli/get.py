@@ -1,7 +1,7 @@
-"""`get`: one document, as it stands or as of a boundary.
+"""`get` and `scan`: one document, or documents in key order, of now or of a boundary.
 
-Knows how a key, a collection and an as-of are written on a command line; what is visible, the store decides. Invariant:
-stdout holds the value and nothing else, byte for byte; which boundary was read goes to stderr.
+Invariants: stdout of `get` holds the value and nothing else, byte for byte, and the boundary goes to stderr; `scan`
+prints rows as it reads them, so its memory does not grow with the bucket.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 from cli import options, output, render
 from cli.exits import Absent
 from mirror.errors import ConfigError
+from mirror.serve.objects import document_object
 from storage.model import Boundary, Document, Kind
 from storage.read.view import AsOf, Time, View, open_view
 
@@ -31,6 +32,14 @@ def as_of_from(text: str | None) -> AsOf:
         raise ConfigError(
             f"--as-of {text!r} is neither a seqno nor a time", hint="write 1234 or 2026-01-31T12:00:00"
         ) from None
+
+
+def time_from(text: str | None) -> Time | None:
+    """Parse a time in ISO 8601. Raises ConfigError, also for a seqno, which belongs to one vbucket."""
+    moment = as_of_from(text)
+    if isinstance(moment, int):
+        raise ConfigError("--as-of takes a time here: a seqno belongs to one vbucket", hint="write 2026-05-01T12:00Z")
+    return moment
 
 
 def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
@@ -83,7 +92,7 @@ def get(
     if document is None or document.kind is not Kind.MUTATION:
         raise Absent(f"no document {output.for_people(key_bytes)!r}" + (f" in {collection}" if collection else ""))
     if as_json:
-        output.print_json(output.document_object(document))
+        output.print_json(document_object(document))
     elif meta:
         render.show(render.fact_table(meta_facts(document)))
     else:
@@ -91,3 +100,38 @@ def get(
         if sys.stdout.isatty():
             sys.stdout.buffer.write(b"\n")
         sys.stdout.buffer.flush()
+
+
+def scan(
+    data: options.DataOption = None,
+    vbid: options.VbidOption = None,
+    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only keys that begin so.")] = "",
+    collection: options.CollectionOption = None,
+    limit: Annotated[int | None, options.optional("--limit", "-n", min=0, help="At most so many.")] = None,
+    as_of: options.AsOfOption = None,
+    deletions: Annotated[bool, typer.Option("--deletions", help="Tombstones and expired documents too.")] = False,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Print documents: vbid, seqno, key and value, or with --json one object a line."""
+    moment = as_of_from(as_of)
+    if isinstance(moment, int) and vbid is None:
+        raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")
+    with open_view(str(options.data_directory(data, config))) as view:
+        if moment is not None:
+            for each in view.vbids if vbid is None else (vbid,):
+                announce(boundary_of(view, each, moment), each)
+        for document in view.scan(
+            vbid,
+            prefix=prefix.encode(errors="surrogateescape"),
+            collection=options.collection_from(collection),
+            limit=limit,
+            as_of=moment,
+            deletions=deletions,
+        ):
+            if as_json:
+                output.print_json(document_object(document))
+            else:
+                value = "(deleted)" if document.deleted else output.for_people(document.value)
+                key = output.for_people(document.key)
+                typer.echo(f"{document.vbid}\t{document.seqno}\t{key}\t{value}")

@@ -1,9 +1,7 @@
-"""`init`: a settings file for a source that was tried, and with `--systemd` the files that the unit needs.
+"""`init`: a settings file for a source that was tried, and with `--systemd` the files of the unit.
 
-Knows the questions, the files and what comes next; whether the source is good, `doctor` finds out, and what settings
-mean, they say themselves. Invariants: nothing is written before the source was tried; a file that is there is never
-overwritten unless that was requested; a password is never written into the settings, and only its owner may read its
-own file.
+Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; a password
+never stands in the settings, and only its owner may read its file.
 """
 
 from __future__ import annotations
@@ -42,22 +40,15 @@ ATTEMPTS_MAX = 3
 
 
 def init(
-    source: Annotated[
-        str | None,
-        typer.Option("--source", "-s", metavar="URL", help="couchbase[s]://user@host/bucket.", show_default=False),
-    ] = None,
+    source: options.SourceOption = None,
     data: options.DataOption = None,
-    http: Annotated[
-        str | None, typer.Option("--http", metavar="ADDR", help="Serve HTTP here.", show_default=False)
-    ] = None,
-    kv: Annotated[str | None, typer.Option("--kv", metavar="ADDR", help="Serve SDKs here.", show_default=False)] = None,
+    http: options.HttpOption = None,
+    kv: options.KvOption = None,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The settings file.")] = Path("dcp-mirror.toml"),
     tls_ca_file: options.TlsCaOption = None,
     systemd: Annotated[
         str | None,
-        typer.Option(
-            "--systemd", metavar="NAME", help="Write what the unit dcp-mirror@NAME needs instead.", show_default=False
-        ),
+        options.optional("--systemd", metavar="NAME", help="Write what the unit dcp-mirror@NAME needs instead."),
     ] = None,
     root: Annotated[Path, typer.Option("--root", metavar="DIR", help="Where --systemd sees /.")] = Path("/"),
     check: Annotated[bool, typer.Option("--check/--no-check", help="Try the source first.")] = True,

@@ -1,7 +1,7 @@
-"""Single keys from a terminal, so that a live view can be left without Ctrl-C.
+"""Single keys from a terminal, so that a live view ends without Ctrl-C.
 
-Knows stdin as a terminal; never what a key does. Invariants: when the context ends the terminal is as it was before;
-where stdin is no terminal, or belongs to another process group, nothing is read from it.
+Invariants: the context restores the terminal; nothing is read if stdin is no terminal or belongs to another process
+group.
 """
 
 from __future__ import annotations

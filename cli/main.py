@@ -1,7 +1,7 @@
-"""The command `dcp-mirror`: mounts the commands and turns whatever ends them into an exit code.
+"""The command `dcp-mirror`: mounts the commands and turns errors into exit codes.
 
-Knows which commands there are; what they do is their own. Only the module of the command that was named is imported:
-all of them together take half a second. Invariant: asserts are on, or nothing runs: they guard the data.
+Only the module of the named command is imported: all of them take half a second. Invariant: asserts are on, or nothing
+runs: they guard the data.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ EXAMPLES = {
     "config": "dcp-mirror config explain history_s",
 }
 """One example of each command, printed below its help."""
-MODULES = {"top": "status", "stop": "service", "reload": "service"}
+MODULES = {"top": "status", "stop": "service", "reload": "service", "assets": "service", "scan": "get"} | {
+    "restore": "backup",
+    "check": "state",
+}
 """Modules of commands that are not named like their command."""
 
 

@@ -1,7 +1,6 @@
-"""Options that several commands share, and the settings they make together with environment and file.
+"""Options that several commands share, and the settings that they make with environment and file.
 
-Knows typer's declarations and `mirror.config`; never what a command does with the settings. Invariant: an option that
-is not given leaves its setting to the environment, the file and the default, in this order.
+Invariant: without an option its setting comes from the environment, the file or the default, in this order.
 """
 
 from __future__ import annotations
@@ -26,63 +25,64 @@ def one_of(*values: str) -> Callable[[], list[str]]:
     return lambda: list(values)
 
 
-DataOption = Annotated[
-    Path | None,
-    typer.Option("--data", "-d", metavar="DIR", help="The mirror's data directory.", show_default=False),
-]
+def optional(*names: str, metavar: str | None = None, **facts: Any) -> Any:
+    """Declare an option without a default. A metavar such as `safe|full` lists the values that shells complete."""
+    if metavar is not None and "|" in metavar and metavar.islower():
+        facts.setdefault("autocompletion", one_of(*metavar.split("|")))
+    return typer.Option(*names, metavar=metavar, show_default=False, **facts)
+
+
+DataOption = Annotated[Path | None, optional("--data", "-d", metavar="DIR", help="The mirror's data directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, in the shape of cli/JSON.md.")]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
-]
+ConfigOption = Annotated[Path | None, optional("--config", metavar="FILE", help="Settings file (TOML).")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    optional(
         "--set",
         metavar="NAME=VALUE",
         help="Any other setting, by the name that `config show` prints.",
-        show_default=False,
         autocompletion=lambda: [f"{name}=" for name in NAMES],
     ),
 ]
-TlsCaOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca-file", metavar="FILE", help="CA certificates (PEM) of a couchbases:// source.", show_default=False
+SourceOption = Annotated[
+    str | None,
+    optional(
+        "--source",
+        "-s",
+        metavar="URL",
+        help="couchbase[s]://user@host[:port][,host2]/bucket; one name without a port may be a DNS SRV record.",
     ),
+]
+VbidOption = Annotated[int | None, optional("--vbid", min=0, max=65535, help="Only this vbucket.")]
+VbidsOption = Annotated[list[int] | None, optional("--vbid", help="Only these vbuckets.")]
+KvOption = Annotated[
+    str | None, optional("--kv", metavar="ADDR", help="Serve Couchbase SDKs and memcached clients here.")
+]
+HttpOption = Annotated[str | None, optional("--http", metavar="ADDR", help="Serve HTTP and the status page here.")]
+TlsCaOption = Annotated[
+    Path | None, optional("--tls-ca-file", metavar="FILE", help="CA certificates (PEM) of a couchbases:// source.")
 ]
 TlsCertOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-client-cert-file", metavar="FILE", help="Log in with this certificate (PEM).", show_default=False
-    ),
+    Path | None, optional("--tls-client-cert-file", metavar="FILE", help="Log in with this certificate (PEM).")
 ]
-TlsKeyOption = Annotated[
-    Path | None,
-    typer.Option("--tls-client-key-file", metavar="FILE", help="The certificate's key.", show_default=False),
-]
+TlsKeyOption = Annotated[Path | None, optional("--tls-client-key-file", metavar="FILE", help="The certificate's key.")]
 NetworkOption = Annotated[
-    str | None,
-    typer.Option(
-        "--network",
-        metavar="auto|default|external",
-        help="Which of the source's addresses.",
-        show_default=False,
-        autocompletion=one_of("auto", "default", "external"),
-    ),
+    str | None, optional("--network", metavar="auto|default|external", help="Which of the source's addresses.")
 ]
 CollectionOption = Annotated[
-    str | None,
-    typer.Option("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.", show_default=False),
+    str | None, optional("--collection", "-c", metavar="SCOPE.NAME", help="Collection, by name or id.")
 ]
 AsOfOption = Annotated[
     str | None,
-    typer.Option(
+    optional(
         "--as-of",
         metavar="SEQNO|TIME",
         help="Read as of the newest kept boundary not after this seqno, or this time (ISO 8601).",
-        show_default=False,
     ),
+]
+AsOfTimeOption = Annotated[
+    str | None,
+    optional("--as-of", metavar="TIME", help="As of the newest kept boundaries not after this time (ISO 8601)."),
 ]
 
 

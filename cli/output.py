@@ -1,26 +1,10 @@
-"""What goes to stdout: JSON objects in the shapes that `cli/JSON.md` promises, and bytes that people can look at.
-
-Knows stdout and JSON; the shapes are made in `mirror.serve.objects`, for HTTP gives the same. Never rich, a socket or a
-file. Invariant: one object is one line.
-"""
+"""JSON objects on stdout (shapes: cli/JSON.md), one a line, and bytes made readable."""
 
 from __future__ import annotations
 
 import json
 import sys
 from typing import Any
-
-from mirror.serve.objects import change_object, document_object, key_fields, rollback_object, value_fields
-
-__all__ = [
-    "change_object",
-    "document_object",
-    "for_people",
-    "key_fields",
-    "print_json",
-    "rollback_object",
-    "value_fields",
-]
 
 
 def print_json(value: Any) -> None:

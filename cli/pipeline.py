@@ -1,9 +1,9 @@
 """`pipeline`: the ready-made data pipelines: `export`, `sync`, `compare`, `backfill`.
 
-Knows the command line, how progress looks and where a pipeline runs (this machine's cores, or Spark); what one does is
-mirror.spark's. Invariants: the packages of the extra `spark` are imported only once one of these commands runs, and
-where they are missing the error says how to get them; progress goes to stderr; ^C and errors leave the targets as they
-were. `spark-submit .../cli/pipeline.py export ...` is the same command on the session that spark-submit configured.
+Knows the command line, the progress and the place of a run: this machine's cores, or Spark. Invariants: the packages of
+the extra `spark` are imported only once a command runs, and the error about missing ones says how to install them;
+progress goes to stderr; Ctrl-C and errors leave the targets as they were. `spark-submit .../cli/pipeline.py export ...`
+is the same command on the session of spark-submit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli import exits, options, output, render
-from cli.get import as_of_from
+from cli.get import time_from
 from mirror.errors import ConfigError, ExitCode
 from mirror.inspection.comparison import not_said
+from mirror.serve.objects import key_fields
 from storage.format.keys import split_key
 
 if TYPE_CHECKING:
@@ -58,20 +60,18 @@ PLAIN_INTERVAL_S = 5.0
 
 ToOption = Annotated[
     str,
-    typer.Option(
+    options.optional(
         "--to",
         metavar="DIR|URL",
-        help="Where the result goes: a path, file:///path, s3://bucket/prefix, gs:// or abfss://.",
-        show_default=False,
+        help="Destination: a path, file:///path, s3://bucket/prefix, gs:// or abfss://.",
     ),
 ]
 MasterOption = Annotated[
     str | None,
-    typer.Option(
+    options.optional(
         "--master",
         metavar="URL",
         help="Run on Spark: spark://host:port, local[4], yarn, ... Default: this machine, without Spark.",
-        show_default=False,
     ),
 ]
 SparkOption = Annotated[
@@ -79,47 +79,44 @@ SparkOption = Annotated[
 ]
 CollectionsOption = Annotated[
     str | None,
-    typer.Option(
-        "--collection", "-c", metavar="SCOPE.NAME,...", help="Only these collections; default: all.", show_default=False
-    ),
+    options.optional("--collection", "-c", metavar="SCOPE.NAME,...", help="Only these collections; default: all."),
 ]
 SourceOption = Annotated[
     str | None,
-    typer.Option(
+    options.optional(
         "--source",
         "-s",
         metavar="URL",
         help="Read from here instead of --data: couchbase://user@host/bucket, or a mirror's DCP port.",
-        show_default=False,
     ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option(
+    options.optional(
         "--mode",
         metavar="failfast|permissive|dropmalformed",
-        autocompletion=options.one_of("failfast", "permissive", "dropmalformed"),
-        help="A document that does not fit --schema: an error (default), null in the fields that do not fit, no row.",
-        show_default=False,
+        help="A document that does not fit --schema gives an error (default), nulls, or no row.",
     ),
 ]
 TimeZoneOption = Annotated[
     str | None,
-    typer.Option(
-        "--time-zone",
-        metavar="ZONE",
-        help="Of times in documents that do not name one; default: UTC.",
-        show_default=False,
-    ),
+    options.optional("--time-zone", metavar="ZONE", help="Zone of times in documents that name none; default: UTC."),
 ]
 EpochOption = Annotated[
     str | None,
-    typer.Option(
+    options.optional(
         "--epoch",
         metavar="seconds|millis|micros",
-        autocompletion=options.one_of("seconds", "millis", "micros"),
-        help="Times in documents are numbers of these since 1970. Default: text, or numbers of seconds.",
-        show_default=False,
+        help="Unit of numeric times in documents since 1970. Default: text, or seconds.",
+    ),
+]
+MisfitsOption = Annotated[
+    float,
+    typer.Option(
+        "--max-misfits",
+        min=0,
+        max=1,
+        help="Share of documents that may not fit --schema, for sync at the first load. Above it: exit code 3.",
     ),
 ]
 ProcessesOption = Annotated[
@@ -257,44 +254,29 @@ def export(
     form: Annotated[
         str,
         typer.Option(
-            "--format",
-            metavar="parquet|delta",
-            help="What to write.",
-            autocompletion=options.one_of("parquet", "delta"),
+            "--format", metavar="parquet|delta", help="Format.", autocompletion=options.one_of("parquet", "delta")
         ),
     ] = "parquet",
     collection: CollectionsOption = None,
-    as_of: Annotated[
-        str | None,
-        typer.Option("--as-of", metavar="TIME", help="The newest kept boundaries not after this time (ISO 8601)."),
-    ] = None,
+    as_of: options.AsOfTimeOption = None,
     schema: Annotated[
         str | None,
-        typer.Option(
+        options.optional(
             "--schema",
             metavar="COLUMNS",
             help="Parse JSON documents into columns: 'total double, items array<struct<sku:string>>'.",
-            show_default=False,
         ),
     ] = None,
     mode: ModeOption = None,
     permissive: Annotated[bool, typer.Option("--permissive", help="The same as --mode permissive.")] = False,
-    max_misfits: Annotated[
-        float,
-        typer.Option(
-            "--max-misfits",
-            min=0,
-            max=1,
-            help="The share of documents that may not fit --schema; above it nothing is exported, exit code 3.",
-        ),
-    ] = 0.01,
+    max_misfits: MisfitsOption = 0.01,
     time_zone: TimeZoneOption = None,
     epoch: EpochOption = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an export that is there (Delta: as its next version).")
+        bool, typer.Option("--overwrite", help="Replace an existing export (Delta: as its next version).")
     ] = False,
     overwrite_schema: Annotated[
-        bool, typer.Option("--overwrite-schema", help="With --overwrite: a Delta table may get other columns.")
+        bool, typer.Option("--overwrite-schema", help="With --overwrite: allow other columns in a Delta table.")
     ] = False,
     processes: ProcessesOption = None,
     master: MasterOption = None,
@@ -305,9 +287,7 @@ def export(
     """Write the mirror's documents as Parquet files or a Delta table, each vbucket at one boundary."""
     if form not in ("parquet", "delta"):
         raise ConfigError(f"--format {form!r}: must be parquet or delta", hint="parquet files need nothing to be read")
-    moment = as_of_from(as_of)
-    if isinstance(moment, int):
-        raise ConfigError("--as-of takes a time here: seqnos are a vbucket's own", hint="for example 2026-05-01T12:00Z")
+    moment = time_from(as_of)
     path = data_from(data, config)
     check_destination(to)
     with running("export", master, spark, processes) as runner, tasks_shown("export", as_json=as_json) as progress:
@@ -347,52 +327,51 @@ def sync(
     source: SourceOption = None,
     collection: CollectionsOption = None,
     available_now: Annotated[
-        bool, typer.Option("--available-now", help="End once all that was there at the start is in the tables.")
+        bool, typer.Option("--available-now", help="End once the tables have everything the source had at the start.")
     ] = False,
     trigger_s: Annotated[float, typer.Option("--trigger", min=0, help="Seconds from one batch to the next.")] = 10.0,
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Events of a batch, about.")] = 1_000_000,
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Stored bytes of a batch, about.")] = "1g",
+    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Approximate events of a batch.")] = 1_000_000,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Approximate stored bytes of a batch.")] = "1g",
     on_lost_history: Annotated[
         str,
         typer.Option(
             "--on-lost-history",
             metavar="fail|resync",
-            help="What to do where the history to go on from is gone.",
+            help="Reaction if the history to resume from is gone.",
             autocompletion=options.one_of("fail", "resync"),
         ),
     ] = "fail",
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            "--checkpoint", metavar="DIR", help="On this machine. Default: _checkpoint in --to, if it is a path."
+            "--checkpoint", metavar="DIR", help="Local directory. Default: _checkpoint in --to, if that is a path."
         ),
     ] = None,
     keep_hours: Annotated[
-        int, typer.Option("--keep-hours", min=0, help="How long files of older versions of changes stay.")
+        int, typer.Option("--keep-hours", min=0, help="Time to keep files of older versions of changes.")
     ] = 168,
     keep_documents_hours: Annotated[
         int,
-        typer.Option("--keep-documents-hours", min=0, help="The same for documents, of which each merge makes a copy."),
+        typer.Option("--keep-documents-hours", min=0, help="The same for documents, which each merge copies."),
     ] = 1,
     rewrite_rate: Annotated[
         str,
         typer.Option(
             "--rewrite-rate",
             metavar="BYTES",
-            help="What merging may write into documents in a second, on average; 0: merge each batch. Units k, m, g.",
+            help="Average bytes a second that merges may write into documents; 0: merge each batch. Units k, m, g.",
         ),
     ] = "1m",
     table_per_collection: Annotated[
         bool,
-        typer.Option("--table-per-collection", help="TO/collections/SCOPE.NAME for each, instead of TO/documents."),
+        typer.Option("--table-per-collection", help="Write TO/collections/SCOPE.NAME, not TO/documents."),
     ] = False,
     schema: Annotated[
         list[str] | None,
-        typer.Option(
+        options.optional(
             "--schema",
             metavar="[SCOPE.NAME=]COLUMNS",
-            help="Columns out of JSON documents: 'total double, state string'; several, each for a collection.",
-            show_default=False,
+            help="Columns of JSON documents: 'total double, state string'; repeat it for each collection.",
         ),
     ] = None,
     mode: Annotated[
@@ -401,26 +380,17 @@ def sync(
             "--mode",
             metavar="permissive|failfast",
             autocompletion=options.one_of("permissive", "failfast"),
-            help="A document that does not fit --schema: null in the fields that do not fit, or an error.",
+            help="A document that does not fit --schema gives nulls, or an error.",
         ),
     ] = "permissive",
-    max_misfits: Annotated[
-        float,
-        typer.Option(
-            "--max-misfits",
-            min=0,
-            max=1,
-            help="The share of documents that may not fit --schema at the first load; above it exit code 3.",
-        ),
-    ] = 0.01,
+    max_misfits: MisfitsOption = 0.01,
     time_zone: TimeZoneOption = None,
     epoch: EpochOption = None,
     overwrite_schema: Annotated[
-        bool, typer.Option("--overwrite-schema", help="Columns may also go or get other types than they have.")
+        bool, typer.Option("--overwrite-schema", help="Allow columns to go or to change their types.")
     ] = False,
     metrics: Annotated[
-        str | None,
-        typer.Option("--metrics", metavar="HOST:PORT", help="Answer Prometheus there.", show_default=False),
+        str | None, options.optional("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus here.")
     ] = None,
     master: MasterOption = None,
     config: options.ConfigOption = None,
@@ -440,7 +410,6 @@ def sync(
         **({"connection": source} if source else {"path": str(data_from(data, config))}),
     }
     from mirror.spark.pipeline.metrics import SyncMetrics
-    from mirror.spark.pipeline.progress import BatchFigures
     from mirror.spark.pipeline.sync import How, check_source, checkpoint_for
     from mirror.spark.pipeline.sync import sync as run
     from mirror.spark.places import folder_at
@@ -471,20 +440,15 @@ def sync(
         render.Screen(to_stderr=True) as screen,
         ending() as stop,
     ):
-
-        def show(figures: BatchFigures | MergeFigures) -> None:
-            counted.add(figures)
-            is_batch = isinstance(figures, BatchFigures)
-            if as_json:
-                output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
-                sys.stdout.flush()
-            line = batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures)
-            screen.show(line, line)
-
-        def warn(line: str) -> None:
-            typer.echo(f"warning: {line}", err=True)
-
-        done = run(spark, source_options, to, how, on_figures=show, on_warning=warn, stop=stop)
+        done = run(
+            spark,
+            source_options,
+            to,
+            how,
+            on_figures=partial(show_figures, counted, screen, as_json),
+            on_warning=lambda line: typer.echo(f"warning: {line}", err=True),
+            stop=stop,
+        )
     if as_json:
         output.print_json(asdict(done))
     else:
@@ -493,6 +457,21 @@ def sync(
             f"{done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
             + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
         )
+
+
+def show_figures(
+    counted: SyncMetrics, screen: render.Screen, as_json: bool, figures: BatchFigures | MergeFigures
+) -> None:
+    """Count and show a batch or a merge."""
+    from mirror.spark.pipeline.progress import BatchFigures
+
+    counted.add(figures)
+    is_batch = isinstance(figures, BatchFigures)
+    if as_json:
+        output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
+        sys.stdout.flush()
+    line = batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures)
+    screen.show(line, line)
 
 
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
@@ -590,13 +569,13 @@ def compare(
 @app.command()
 def backfill(
     source: Annotated[str, typer.Option("--source", "-s", metavar="URL", help="couchbase://user@host/bucket")],
-    to: Annotated[str, typer.Option("--to", metavar="DIR", help="The mirror's data directory to be.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIR", help="New data directory.")],
     groups: Annotated[
-        int | None, typer.Option("--groups", help="Groups of vbuckets, a task each; fixed from then on.")
+        int | None, typer.Option("--groups", help="Groups of vbuckets, a task each. Fixed once DIR exists.")
     ] = None,
     scratch: Annotated[
         str | None,
-        typer.Option("--scratch", metavar="DIR", help="On the disk of each machine; default: its temporary folder."),
+        typer.Option("--scratch", metavar="DIR", help="Local directory; default: the temporary folder."),
     ] = None,
     processes: ProcessesOption = None,
     master: MasterOption = None,
@@ -632,7 +611,7 @@ def compared_object(done: Compared) -> dict[str, Any]:
         row = {name: value for name, value in asdict(each).items() if name != "differences"}
         row["differences"] = [
             {"kind": found.verdict.value, "collection_id": split_key(found.key)[0]}
-            | output.key_fields(split_key(found.key)[1])
+            | key_fields(split_key(found.key)[1])
             for found in each.differences
         ]
         rows.append(row)

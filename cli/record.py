@@ -1,8 +1,7 @@
-"""`record`: a DCP session's frames to a file.
+"""`record`: a DCP session's frames in a file.
 
-Knows when a recording ends; the file's format is `mirror.inspection.recording`'s. Invariants: a recording that was
-ended, by whatever, can be read; a file that is there is never written over, and one that holds nothing is not left
-behind.
+Invariants: a recording can be replayed however it ended; an existing file is never overwritten, and an empty one is
+removed.
 """
 
 from __future__ import annotations
@@ -27,22 +26,17 @@ PLAIN_INTERVAL_S = 5.0
 
 
 def record(
-    source: Annotated[
-        str | None,
-        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
-    ] = None,
+    source: options.SourceOption = None,
     to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="FILE", help="The file to make; it must not exist.", show_default=False),
+        Path | None, options.optional("--to", metavar="FILE", help="The file to make; it must not exist.")
     ] = None,
     seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", min=0.1, help="Follow for so long. [default: until caught up]", show_default=False),
+        float | None, options.optional("--seconds", min=0.1, help="Follow for so long. [default: until caught up]")
     ] = None,
     bytes_max: Annotated[
-        int | None, typer.Option("--bytes", min=1, help="End after so many bytes of frames.", show_default=False)
+        int | None, options.optional("--bytes", min=1, help="End after so many bytes of frames.")
     ] = None,
-    vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
+    vbid: options.VbidsOption = None,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,

@@ -1,8 +1,7 @@
-"""How things look to people: tables, the live view, plain lines where there is no terminal. The only user of rich.
+"""Tables, the live view, and plain lines without a terminal. The only user of rich.
 
-Knows the status document of `cli/JSON.md` and how to draw it; never where it came from. Colours repeat what words say,
-so nothing is lost without them. Invariants: a figure that is not known is a dash; everything fits a terminal of 80
-columns; control characters from data never reach the terminal.
+Colours repeat what words say. Invariants: an unknown figure is a dash; everything fits a terminal of 80 columns;
+control characters from data never reach the terminal.
 """
 
 from __future__ import annotations

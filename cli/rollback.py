@@ -1,8 +1,7 @@
-"""`rollback`: take a vbucket back to a kept boundary, through its running service or without one.
+"""`rollback`: roll a vbucket back to a kept boundary, through its running service or without one.
 
-Knows how to ask the service, or to own the group for a moment; what a rollback is, the store knows. Invariants: with
---dry-run nothing is changed; what is printed as retracted is read from the store afterwards, not predicted; a seqno
-below the history floor changes nothing and names the floor.
+Invariants: --dry-run changes nothing; retractions are read from the store afterwards, not predicted; a seqno below the
+history floor changes nothing, and the error names the floor.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import RollBack
+from mirror.serve.objects import document_object
 from storage.env import directory
 from storage.model import Document
 from storage.read.view import View, open_view
@@ -64,12 +64,9 @@ def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def rollback(
-    vbid: Annotated[int, typer.Option("--vbid", min=0, max=65535, help="The vbucket.", show_default=False)],
+    vbid: Annotated[int, options.optional("--vbid", min=0, max=65535, help="The vbucket.")],
     to_seqno: Annotated[
-        int,
-        typer.Option(
-            "--to", metavar="SEQNO", min=0, help="Go to the newest kept boundary not above it.", show_default=False
-        ),
+        int, options.optional("--to", metavar="SEQNO", min=0, help="Go to the newest kept boundary not above it.")
     ],
     data: options.DataOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
@@ -118,7 +115,7 @@ def rollback(
         "since": str(since),
     }
     if as_json:
-        documents = [{"kind": kind, "document": output.document_object(document)} for kind, document in shown]
+        documents = [{"kind": kind, "document": document_object(document)} for kind, document in shown]
         output.print_json(facts | {"documents": documents})
     else:
         say(facts, shown, boundary.time_ms)

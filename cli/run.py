@@ -1,8 +1,7 @@
 """`run`: the service in the foreground.
 
-Knows the flags, the screen and the exit code; the work is the supervisor's. Logs and progress go to stderr, and the
-addresses that readers can come to are the first lines on stdout. Invariants: nothing is started before every setting
-was found good; with --until-caught-up the exit code says whether it was: a signal before that is 130.
+Logs and progress go to stderr; the addresses of the listeners are the first lines on stdout. Invariants: nothing starts
+before every setting was checked; with --until-caught-up, a signal before the end gives exit code 130.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,66 +32,32 @@ log = get_logger("run")
 
 
 def run(
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--source",
-            "-s",
-            metavar="URL",
-            help="couchbase[s]://user@host[:port][,host2]/bucket; one name without a port may be a DNS SRV record.",
-            show_default=False,
-        ),
-    ] = None,
+    source: options.SourceOption = None,
     data: options.DataOption = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="Worker processes.", show_default=False)] = None,
+    workers: Annotated[int | None, options.optional("--workers", help="Worker processes.")] = None,
     groups: Annotated[
-        int | None,
-        typer.Option("--groups", help="Groups of vbuckets; fixed once DIR is made.", show_default=False),
+        int | None, options.optional("--groups", help="Groups of vbuckets. Fixed once DIR exists.")
     ] = None,
     sync: Annotated[
-        str | None,
-        typer.Option(
-            "--sync",
-            metavar="safe|full|unsafe",
-            help="What a commit forces to the disk.",
-            show_default=False,
-            autocompletion=options.one_of("safe", "full", "unsafe"),
-        ),
+        str | None, options.optional("--sync", metavar="safe|full|unsafe", help="What a commit forces to disk.")
     ] = None,
-    kv: Annotated[
-        str | None,
-        typer.Option(
-            "--kv", metavar="ADDR", help="Serve Couchbase SDKs and memcached clients here.", show_default=False
-        ),
-    ] = None,
-    http: Annotated[
-        str | None,
-        typer.Option("--http", metavar="ADDR", help="Serve HTTP and the status page here.", show_default=False),
-    ] = None,
+    kv: options.KvOption = None,
+    http: options.HttpOption = None,
     collection: Annotated[
         list[str] | None,
-        typer.Option(
+        options.optional(
             "--collection",
             "-c",
             metavar="SCOPE.NAME",
-            help="Mirror this collection alone; give it again for others. Fixed once DIR is made.",
-            show_default=False,
+            help="Mirror only this collection; repeat the option for more. Fixed once DIR exists.",
         ),
     ] = None,
     scope: Annotated[
-        str | None,
-        typer.Option(
-            "--scope", metavar="NAME", help="Mirror this scope alone. Fixed once DIR is made.", show_default=False
-        ),
+        str | None, options.optional("--scope", metavar="NAME", help="Mirror only this scope. Fixed once DIR exists.")
     ] = None,
     dcp: Annotated[
         str | None,
-        typer.Option(
-            "--dcp",
-            metavar="ADDR",
-            help="Be a DCP source here: for other mirrors, Spark, any DCP client.",
-            show_default=False,
-        ),
+        options.optional("--dcp", metavar="ADDR", help="Serve DCP here, for other mirrors, Spark and any DCP client."),
     ] = None,
     tls_ca_file: options.TlsCaOption = None,
     tls_client_cert_file: options.TlsCertOption = None,
@@ -100,22 +66,23 @@ def run(
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     until_caught_up: Annotated[
-        bool, typer.Option("--until-caught-up", help="End once everything the source had at start is published.")
+        bool,
+        typer.Option("--until-caught-up", help="End once everything the source had at the start is published."),
     ] = False,
     replace_bucket: Annotated[
         bool,
         typer.Option(
             "--replace-bucket",
-            help="Where DIR mirrors another bucket than the source has now (it was recreated): rename it to "
-            "DIR.<its bucket's uuid> and start from nothing.",
+            help="If DIR mirrors another bucket than the source's (it was recreated), rename DIR to "
+            "DIR.<uuid of its bucket> and begin a new mirror.",
         ),
     ] = False,
     accept_older_map: Annotated[
         bool,
         typer.Option(
             "--accept-older-map",
-            help="Follow the newest cluster map found at start, even if it is older than one followed before: for a "
-            "cluster that was restored to an earlier state. Give it for one start only.",
+            help="Follow the newest cluster map found at start, even if the mirror followed a newer one before: for a "
+            "cluster restored to an earlier state. Use it for one start only.",
         ),
     ] = False,
     as_json: options.JsonOption = False,
@@ -125,37 +92,24 @@ def run(
     ADDR is PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// in front for TLS; separate several with commas.
     """
 
-    def ended_early(*_: object) -> NoReturn:
-        raise CommandEnded(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
-
-    signal.signal(signal.SIGTERM, ended_early)  # until the supervisor takes it
+    end_with(ExitCode.INTERRUPTED if until_caught_up else ExitCode.DONE)
     flags = {
         "source": source, "data": data, "workers": workers, "groups": groups, "sync": sync, "kv": kv, "http": http,
         "collections": ",".join(collection) if collection else None, "scope": scope, "dcp": dcp,
         "tls_ca_file": tls_ca_file, "tls_client_cert_file": tls_client_cert_file,
         "tls_client_key_file": tls_client_key_file, "network": network,
     }  # fmt: skip
-
-    def read() -> LoadedSettings:
-        loaded = options.settings_from(flags, config=config, pairs=pairs)
-        refuse_files_of_others(loaded.settings, config)
-        set_up_logs(loaded.settings.log_level, json=loaded.settings.log_json)
-        if loaded.settings.password_file is not None and "DCP_MIRROR_PASSWORD" in os.environ:
-            log.warning("password-file-ignored", file=str(loaded.settings.password_file), used="DCP_MIRROR_PASSWORD")
-        return loaded
-
+    read = partial(settings_in_force, flags, config, pairs)
     loaded = read()
-    settings = loaded.settings
-    if settings.source is not None:
-        parse(settings.source)
+    if loaded.settings.source is not None:
+        parse(loaded.settings.source)
     if replace_bucket:
-        set_aside = asyncio.run(set_aside_another_bucket(settings, look_up_with(SystemClock())))
+        set_aside = asyncio.run(set_aside_another_bucket(loaded.settings, look_up_with(SystemClock())))
         if set_aside is not None:
             typer.echo(f"the data of the old bucket is at {set_aside} now", err=True)
-    began = time.monotonic()
+    began_s = time.monotonic()
     last: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        screen = stack.enter_context(render.Screen(to_stderr=True)) if until_caught_up else None
+    with render.Screen(to_stderr=True) if until_caught_up else contextlib.nullcontext() as screen:
 
         def progress(document: dict[str, Any]) -> None:
             last.update(document)
@@ -163,14 +117,14 @@ def run(
                 screen.show(render.progress_view(document), render.progress_line(document))
 
         def announce(line: str) -> None:
-            with contextlib.suppress(OSError):  # anyone who read it may be gone
+            with contextlib.suppress(OSError):  # its reader may be gone
                 typer.echo(line, err=as_json)
 
         service = Supervisor(
-            settings,
+            loaded.settings,
             look_up_with(SystemClock()),
             clock=SystemClock(),
-            required_groups=settings.groups if loaded.provenance["groups"] != "default" else None,
+            required_groups=loaded.settings.groups if loaded.provenance["groups"] != "default" else None,
             until_caught_up=until_caught_up,
             reload=lambda: read().settings,
             progress=progress,
@@ -179,13 +133,33 @@ def run(
         )
         code = asyncio.run(service.run())
     if until_caught_up:
-        elapsed_s = round(time.monotonic() - began, 2)
+        elapsed_s = round(time.monotonic() - began_s, 2)
         if as_json:
-            output.print_json(caught_up_object(settings.data, last, int(code), elapsed_s))
+            output.print_json(caught_up_object(loaded.settings.data, last, int(code), elapsed_s))
         elif code == 0:
             typer.echo(f"caught up: {render.progress_line(last)} in {render.duration(elapsed_s)}", err=True)
     if code:
         raise CommandEnded(int(code))
+
+
+def end_with(code: ExitCode) -> None:
+    """End with `code` on SIGTERM until the supervisor handles it."""
+
+    def end(*_: object) -> NoReturn:
+        raise CommandEnded(code)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def settings_in_force(flags: dict[str, Any], config: Path | None, pairs: list[str] | None) -> LoadedSettings:
+    """Read and check the settings, and set up the logs by them. Raises ConfigError."""
+    loaded = options.settings_from(flags, config=config, pairs=pairs)
+    settings = loaded.settings
+    refuse_files_of_others(settings, config)
+    set_up_logs(settings.log_level, json=settings.log_json)
+    if settings.password_file is not None and "DCP_MIRROR_PASSWORD" in os.environ:
+        log.warning("password-file-ignored", file=str(settings.password_file), used="DCP_MIRROR_PASSWORD")
+    return loaded
 
 
 def caught_up_object(data: Path | None, status: dict[str, Any], code: int, elapsed_s: float) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`sandbox`: the embedded source alone, and faults on request.
 
-Knows the flags and the control socket's commands by name; what they do is the source's own matter. Invariants: the
-first line on stdout is the connection string; a fault prints the source's answer as JSON.
+Invariants: the first line on stdout is the connection string; a fault prints the source's answer as JSON.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""`stop` and `reload`: what SIGTERM and SIGHUP do to a service, without its process id.
+"""`stop` and `reload`: SIGTERM and SIGHUP for a service without its process id; `assets`: files for its monitoring.
 
-Knows the control socket and the service's lock; never a process. Invariant: `stop` ends with 0 only once no service
-runs on the directory.
+Invariants: `stop` ends with 0 only once no service runs on the directory; `assets` never overwrites a file with other
+content.
 """
 
 from __future__ import annotations
 
 import time
+from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cli import options
 from mirror import client
-from mirror.errors import SupervisionError
+from mirror.errors import ConfigError, SupervisionError
 from mirror.messages import ReloadSettings, StopService
 from mirror.supervise.lock import is_served
 
@@ -43,3 +45,25 @@ def reload(data: options.DataOption = None, config: options.ConfigOption = None)
     path = options.data_directory(data, config)
     if client.ask(path, ReloadSettings()) is None:
         raise SupervisionError(f"no service runs for {path}", hint="start it with `dcp-mirror run`")
+
+
+ASSETS = {"alerts.yml": "dcp-mirror-alerts.yml", "dashboard.json": "dcp-mirror-dashboard.json"}
+
+
+def assets(
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory for the files; made where it is missing.")],
+) -> None:
+    """Write Prometheus alert rules and a Grafana dashboard for this version's metrics."""
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        texts = {to / name: (files("mirror.serve") / "assets" / own).read_text() for own, name in ASSETS.items()}
+        for path, text in texts.items():
+            if path.exists() and path.read_text() != text:
+                raise ConfigError(
+                    f"{path} is there already, with other content", hint="move it away, or name another directory"
+                )
+        for path, text in texts.items():
+            path.write_text(text)
+            typer.echo(path)
+    except OSError as error:
+        raise ConfigError(f"{to}: {error.strerror}", hint="name a directory that this user may write to") from None

@@ -1,8 +1,7 @@
-"""The stage of the demo: a sandbox and a service as processes of their own, just as a person would start them.
+"""The processes of the demo: a sandbox and a service, started as a person would.
 
-Knows how to start, ask, harm and end the two; never what is shown. Both are put into sessions of their own, so that a
-Ctrl-C reaches the demo alone, which then ends them in order; the kernel ends them should the demo be killed.
-Invariant: leaving the stage leaves no process behind.
+Each has its own session, so that Ctrl-C reaches the demo alone, which ends them in order; the kernel ends them if the
+demo is killed. Invariant: leaving the stage leaves no process behind.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""`state`: what resuming each vbucket rests on, as the store holds it.
+"""`state` and `check`: the stored state of each vbucket, and the integrity of the stored data.
 
-Knows the store's states and boundaries and prints them; never asks the service, so it shows what would be found after
-a crash at this moment.
+Both read the store and never ask the service: `state` shows what would be found after a crash at this moment.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from cli import options, output, render
+from cli.exits import CommandEnded
+from mirror.errors import ExitCode
+from storage.admin import check as storage_check
 from storage.history.extent import History
 from storage.model import Boundary, VbucketState
 from storage.read.view import open_view
@@ -55,9 +57,7 @@ def state_object(state: VbucketState, boundaries: list[Boundary], history: Histo
 
 def state(
     data: options.DataOption = None,
-    vbid: Annotated[
-        int | None, typer.Option("--vbid", min=0, max=65535, help="Only this vbucket.", show_default=False)
-    ] = None,
+    vbid: options.VbidOption = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -98,3 +98,34 @@ def state(
             right=(0, 1, 3, 4, 6, 8, 9, 10),
         )
     )
+
+
+PLAIN_INTERVAL_S = 5.0
+
+
+def check(
+    data: options.DataOption = None,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Check every invariant of the stored data. Exit code 3 if one is broken."""
+    path = str(options.data_directory(data, config))
+    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+
+        def progress(done: int, of: int) -> None:
+            line = f"checked {done} of {of} vbuckets"
+            screen.show(line, line)
+
+        report = storage_check.check(path, progress=progress)
+    found: list[str] = [str(problem) for problem in report.problems]
+    if as_json:
+        shape: dict[str, Any] = {"data": path, "ok": not found, "problems": found}
+        looked_at = {name: getattr(report, name) for name in ("vbuckets", "rows", "key_rows", "boundaries")}
+        output.print_json(shape | looked_at)
+    else:
+        for problem in found:
+            typer.echo(problem)
+        looked = f"{report.vbuckets} vbuckets, {report.rows:,} rows, {report.boundaries:,} boundaries"
+        typer.echo(f"{path}: {f'{len(found)} problems' if found else 'sound'} ({looked})")
+    if found:
+        raise CommandEnded(ExitCode.DATA)

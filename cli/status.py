@@ -1,7 +1,6 @@
-"""`status` and `top`: how the mirror stands, from its service, or from the store alone when no service runs.
+"""`status` and `top`: the state of the mirror, from its service or else from the store.
 
-Knows where to ask and how to join the answers; how it looks is `render`'s matter. Invariants: the shape of the JSON is
-the same with the service up or down; what cannot be known without it is null.
+Invariants: the JSON has the same shape with the service up or down; unknown values are null.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def status(
     ] = False,
     wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait until the mirror is ready.")] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", min=0, help="Seconds to wait; then end with 1.", show_default=False),
+        float | None, options.optional("--timeout", min=0, help="Seconds to wait; then end with 1.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, as `top` does.")] = False,
     as_json: options.JsonOption = False,

@@ -1,8 +1,7 @@
-"""`user`: who may read over the network: a file of names, SCRAM verifiers and collections.
+"""`user`: the file of network readers: names, SCRAM verifiers and collections.
 
-Knows the file's place and the keyboard; `mirror.serve.access.auth` knows its contents. Invariants: a password is typed
-(twice) or comes as one line on stdin, never on the command line, and is not kept; the file is readable by its owner
-alone and changes as a whole or not at all; running services take the change by themselves.
+Invariants: a password is typed twice or comes as one line on stdin, never on the command line, and is not kept; the
+file is readable by its owner alone and changes as a whole or not at all; running services notice the change.
 """
 
 from __future__ import annotations

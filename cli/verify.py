@@ -1,8 +1,7 @@
-"""`verify`: the mirror against its source, and `--repair` of what differs.
+"""`verify`: compares the mirror with its source, and with `--repair` fetches what differs again.
 
-Knows how to open both, and how to say what was found; how two copies are compared is `mirror.inspection.verify`'s. Exit
-code 0 when every vbucket is equal (after a repair: when it is then), 3 when one is not, 1 when of one nothing can be
-said, as `pipeline compare` has it. Works with the service up or down.
+Exit code 0 if every vbucket is equal (after the repair), 3 if one is not, 1 if one could not be compared, as for
+`pipeline compare`. Works with the service up or down.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
 from mirror.log import set_up_logs
 from mirror.messages import Ping
+from mirror.serve.objects import key_fields
 from storage.env import directory, map_record
 from storage.format import keys
 from storage.format.digest import Fingerprint
@@ -54,14 +54,11 @@ REPAIRED = ("different", "unreadable")
 
 def verify(
     data: options.DataOption = None,
-    source: Annotated[
-        str | None,
-        typer.Option("--source", "-s", metavar="URL", help="Connection string of the source.", show_default=False),
-    ] = None,
+    source: options.SourceOption = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, next to their old copies.")
     ] = False,
-    vbid: Annotated[list[int] | None, typer.Option("--vbid", help="Only these vbuckets.", show_default=False)] = None,
+    vbid: options.VbidsOption = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print for people.")] = 20,
     wait: Annotated[
         float, typer.Option("--wait", min=0, help="Seconds for a running mirror to publish what was read.")
@@ -198,7 +195,7 @@ def difference_object(difference: Difference) -> dict[str, Any]:
     return {
         "kind": difference.verdict.value,
         "collection_id": collection_id,
-        **output.key_fields(key),
+        **key_fields(key),
         "fields": difference.fields,
         "here": version_object(difference.here),
         "there": version_object(difference.there),

@@ -161,7 +161,7 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "notes").write_text("mine")
     for arguments, code, words in (
         (["--to", tmp_path / "full"], 1, "is not empty: it holds notes"),
-        (["--to", tmp_path / "a", "--as-of", "7"], 2, "give a time to --as-of"),
+        (["--to", tmp_path / "a", "--as-of", "7"], 2, "takes a time here"),
         (["--to", tmp_path / "b", "--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
         (["--to", "-", "--json"], 2, "stdout is the tar"),
         (["--to", "/proc/backup"], 1, "/proc/backup"),

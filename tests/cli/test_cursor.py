@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import cursor
+from cli import changes as cursor
 from mirror.errors import ConfigError, SupervisionError
 from storage.model import Branch, Seqno, Vbid
 from storage.read.view import Token
@@ -16,9 +16,9 @@ TOKENS = {vbid: Token(Vbid(vbid), Branch(2), Seqno(7 + vbid), 0xFF) for vbid in 
 
 def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "position"
-    cursor.save(path, TOKENS.values())
-    cursor.save(path, TOKENS.values())
-    assert cursor.load(path) == TOKENS
+    cursor.save_cursor(path, TOKENS.values())
+    cursor.save_cursor(path, TOKENS.values())
+    assert cursor.load_cursor(path) == TOKENS
     assert [line.split(":")[0] for line in path.read_text().splitlines()[1:]] == ["1", "3"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["position"]
 
@@ -28,11 +28,11 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "position"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is no cursor file"):
-        cursor.load(path)
+        cursor.load_cursor(path)
     with pytest.raises(ConfigError, match="No such file"):
-        cursor.load(tmp_path / "none")
+        cursor.load_cursor(tmp_path / "none")
 
 
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(SupervisionError, match="cannot be written"):
-        cursor.save(tmp_path / "none" / "position", TOKENS.values())
+        cursor.save_cursor(tmp_path / "none" / "position", TOKENS.values())

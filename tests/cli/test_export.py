@@ -155,7 +155,7 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
     for arguments, code, words in (
         (["--format", "csv"], 2, "give jsonl"),
         (["--json"], 2, "stdout is the documents"),
-        (["--as-of", "7"], 2, "give a time"),
+        (["--as-of", "7"], 2, "takes a time here"),
         (["--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
         (["--collection", "a.b"], 2, "no collection 'a.b'"),
         (["--to", "/proc/none/file"], 1, "/proc/none"),
