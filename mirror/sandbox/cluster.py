@@ -30,7 +30,7 @@ EXPIRY_PAGER_SECONDS = 60.0
 
 
 _WILDCARDS = ("0.0.0.0", "::", "")
-"""Addresses that nobody can connect to by that name."""
+"""Addresses to listen at that are no addresses to connect to."""
 
 
 class SandboxCluster:
@@ -139,7 +139,7 @@ class SandboxCluster:
 
     @property
     def connection_string(self) -> str:
-        """How clients get here, with TLS where there is TLS: every node that is in the map."""
+        """Every node of the map, with TLS if the cluster has it."""
         if self.tls is None:
             return self.plain_connection_string
         return self._string("couchbases", [node.tls_port for node in self.bucket.map.nodes])
@@ -157,7 +157,7 @@ class SandboxCluster:
     # --- topology
 
     async def kill_node(self, number: int) -> None:
-        """The node's process dies: connections break, nobody listens. The map does not change."""
+        """End the node's process: its connections break, its ports are closed. The map does not change."""
         await self.nodes[number].stop()
 
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
@@ -177,9 +177,8 @@ class SandboxCluster:
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
-        """A vbucket fails over, with the loss of its newest changes: another node that lives takes it, if there is one.
-
-        Returns the seqno at which the new history begins.
+        """Give a vbucket a new history without its newest changes, on another live node if there is one. Returns the
+        seqno at which the history begins.
         """
         base = self.bucket.failover(vbid, lose)
         owner = self.bucket.map.owners[vbid]
@@ -191,9 +190,8 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """A node is failed over: it is out of the cluster, and others take its vbuckets with a new history.
-
-        Its process ends, unless it was split off: such a node does not learn of it.
+        """Fail a node over: it leaves the map, and other nodes take its vbuckets with a new history. Its process ends,
+        unless it was split off.
         """
         if self._belongs(self.nodes[number]):
             await self.nodes[number].stop()
@@ -223,14 +221,14 @@ class SandboxCluster:
         return node.bucket
 
     def move(self, vbid: int, number: int) -> None:
-        """A vbucket moves to another node, losing nothing; the new active node adds an entry to its failover log."""
+        """Move a vbucket to another node without a loss; the new active node adds an entry to its failover log."""
         self.bucket.failover(vbid)
         self.bucket.map.owners[vbid] = number
         self._drop_replica(vbid)
         self.bucket.map_changed(vbid)
 
     async def add_node(self) -> int:
-        """A new node listens and is in the map; it has no vbuckets before a rebalance. Returns its number."""
+        """Add a node to the map; it has no vbuckets before a rebalance. Returns its number."""
         node = self._make_node()
         await self._listen(node, 0, 0)
         self.bucket.map.nodes.append(node.address)

@@ -35,7 +35,7 @@ CHECKPOINT_ITEMS_MIN = 50
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     nodes: int = 1
     vbuckets: int = 64
@@ -61,7 +61,7 @@ class ServeOptions:
     advertised_host: str | None = None
     external_host: str | None = None
     bucket_uuid: str | None = None
-    """None: made of the port and the bucket's name, so that a restart is the same bucket; a new one for `port` 0."""
+    """None: derived from the port and the bucket's name, so that a restart is the same bucket; random for `port` 0."""
     control: Path | None = None
     """The control socket; by default one named after the port, in the runtime folder."""
 
@@ -139,7 +139,7 @@ async def _serve(options: ServeOptions) -> None:
 
 
 def next_steps(connection_string: str) -> str:
-    """Return the lines for a person who has started the source in a terminal."""
+    """Return the hints for a person at a terminal."""
     user = os.environ.get(USER_VARIABLE, "demo")
     source = connection_string if "@" in connection_string else connection_string.replace("://", f"://{user}@", 1)
     is_ours = not os.environ.get(PASSWORD_VARIABLE)

@@ -17,7 +17,7 @@ from mirror.sandbox.data.bucket import Bucket
 
 TICK_SECONDS = 0.01
 WRITES_AT_ONCE_MAX = 5_000
-"""A writer that cannot keep its rate does not try to catch up beyond this."""
+"""A slow writer does not catch up beyond this."""
 
 _FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jan", "Kaya", "Leo", "Mia", "Nils")
 _LAST = ("Abel", "Berg", "Costa", "Dietz", "Evans", "Frost", "Greco", "Holm", "Ito", "Juhl", "Kraft", "Lange")
@@ -32,11 +32,11 @@ class WorkloadOptions:
     rate: float = 1000.0
     """Operations per second."""
     keys: int = 100_000
-    """Most keys that are ever used."""
+    """Most keys in use."""
     overwrite_share: float = 0.5
     delete_share: float = 0.05
     value_bytes: int = 300
-    """About how long a document is."""
+    """The approximate size of a document."""
     compressed_share: float = 0.0
 
 

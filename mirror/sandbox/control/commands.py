@@ -79,7 +79,7 @@ _REFUSALS = (
     Status.UNKNOWN_SCOPE,
     Status.DCP_STREAM_ID_INVALID,
 )
-"""What servers refuse stream requests with; any other status is taken as well."""
+"""The usual statuses of refused stream requests; the command takes any other, too."""
 
 
 def check_numbers(server: Target, arguments: Arguments) -> None:

@@ -28,7 +28,7 @@ ANSWER_TIMEOUT_SECONDS = 60.0
 
 
 def default_path(port: int) -> Path:
-    """Where the control socket of a source lies, by the port of its first node."""
+    """The control socket of a source, by the port of its first node."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     return folder / f"dcp-mirror-sandbox-{port}.sock"
 
@@ -53,7 +53,6 @@ class SandboxControl:
                 self.path.unlink()
 
     async def answer(self, line: bytes) -> dict[str, Any]:
-        """What a command's line is answered."""
         try:
             command = json.loads(line)
             handler = COMMANDS[command.pop("command")]

@@ -95,7 +95,7 @@ class Bucket:
         return VbucketRole.REPLICA if node_number in self.map.replicas[vbid] else VbucketRole.DEAD
 
     def persisted_seqno(self, vbid: int, node_number: int) -> int:
-        """How far a copy has got to its disk: everything, unless it is held back, and nothing of ephemeral buckets."""
+        """The seqno up to which a copy is on disk; 0 in ephemeral buckets."""
         if self.map.ephemeral:
             return 0
         high_seqno = self.vbuckets[vbid].high_seqno
@@ -266,9 +266,8 @@ class Bucket:
             self.documents.apply(vbucket, changes)
 
     def failover(self, vbid: int, lose: int = 0) -> int:
-        """A vbucket fails over, with the loss of its newest changes, and is sent again what it lost of the manifest.
-
-        Returns the seqno at which its new history begins.
+        """Give a vbucket a new history without its newest changes, and send it again the manifest changes among them.
+        Returns the seqno at which the history begins.
         """
         vbucket = self.vbuckets[vbid]
         before = [item.change for item in vbucket.log if isinstance(item, EventItem)]
@@ -309,7 +308,7 @@ class Bucket:
         self.map_changed()
 
     def fork(self) -> Bucket:
-        """A copy of the data and the map as they are now, which goes on by itself; it has no observers."""
+        """Copy the data and the map; the copy has no observers and goes on by itself."""
         shared: list[object] = [self.clock, self.users, self.stream_faults]
         memo: dict[int, object] = {id(each): each for each in shared}
         memo |= {id(self.on_map_change): [], id(self.on_state_change): []}

@@ -38,9 +38,9 @@ class SandboxMap:
     ephemeral: bool = False
     """The bucket is said to live in memory alone: it has no views."""
     host: str | None = None
-    """What the nodes call themselves; None: whatever a client called them."""
+    """The nodes' name in the map; None: the name by which the client connected."""
     external_host: str | None = None
-    """What they are called from outside: their alternate address `external`."""
+    """The nodes' alternate address `external`."""
     _cache: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def bump(self) -> None:

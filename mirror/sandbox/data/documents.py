@@ -24,12 +24,12 @@ from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
-"""Up to this an expiry is seconds from now, above it seconds since 1970."""
+"""Expiry times up to this are seconds from now, larger ones Unix time."""
 
 LOCK_SECONDS_DEFAULT = 15
 LOCK_SECONDS_MAX = 30
 LOCKED_CAS = 0xFFFF_FFFF_FFFF_FFFF
-"""What readers see as CAS of a locked document."""
+"""The CAS of a locked document, as readers see it."""
 
 
 class Mode(Enum):
@@ -222,7 +222,7 @@ class SandboxDocuments:
         )
 
     def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
-        """A durable write that its replicas never took: a prepare and its abort, nothing that readers see."""
+        """Write a prepare and its abort; readers see no change."""
         self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
         return self._end(vbucket, key, self.abort)
 
@@ -266,7 +266,7 @@ class SandboxDocuments:
         return self._append(vbucket, Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _end(self, vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
-        """End at once what has just begun: with all copies in this process there is nobody to wait for."""
+        """End a durable write at once; both steps are lost together in a failover."""
         begun = vbucket.high_seqno
         item = how(vbucket, key)
         vbucket.lose_together(begun)
@@ -283,7 +283,7 @@ class SandboxDocuments:
             raise DocumentError(Status.SYNC_WRITE_IN_PROGRESS)
 
     def _is_due(self, vbucket: Vbucket, item: Item) -> bool:
-        """Whether a document has expired, and may be buried: not while a durable write of it is under way."""
+        """True if a document has expired and no durable write of it is under way."""
         return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
 
     def _bury(

@@ -38,7 +38,7 @@ _EXTRAS_LENGTH = {MUTATION: 31, DELETION: 21, EXPIRATION: 20, SYSTEM_EVENT: 13, 
 
 
 class Item:
-    """A version. `key` is the wire key with its collection id; for system events a name that no document can have."""
+    """A version. `key` is the wire key with its collection id; system events have a key that no document can have."""
 
     __slots__ = ("frame", "key", "next_seqno", "seqno")
 
@@ -110,7 +110,7 @@ class Item:
 
 
 class CommitItem(Item):
-    """A committed durable write: a mutation to most clients, a commit of `prepared_seqno` to those that ask for it."""
+    """A committed durable write: a commit of `prepared_seqno` for clients with sync writes, a mutation for others."""
 
     __slots__ = ("prepared_seqno",)
 
@@ -120,7 +120,7 @@ class CommitItem(Item):
 
 
 class BetweenItem(Item):
-    """A message between versions, which is sent as it is; its seqno is where it stands."""
+    """A message between versions, sent unchanged after the item of its seqno."""
 
     __slots__ = ()
 
@@ -129,7 +129,7 @@ class BetweenItem(Item):
 
 
 class EventItem(Item):
-    """A system event; keeps the change that it reports, for clients that require its other form."""
+    """A system event with its manifest change, from which its FlatBuffers form is made."""
 
     __slots__ = ("change",)
 

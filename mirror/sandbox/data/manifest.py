@@ -110,7 +110,7 @@ class BucketManifest:
 
     uid: int = 0
     history_default: bool = False
-    """Whether new collections keep history."""
+    """True if new collections keep history."""
     scopes: dict[int, str] = field(default_factory=lambda: {0: DEFAULT})
     collections: dict[int, CollectionEntry] = field(default_factory=lambda: {0: CollectionEntry(0, 0, DEFAULT)})
     system_scopes: set[int] = field(default_factory=set)
@@ -150,7 +150,6 @@ class BucketManifest:
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> list[ManifestStep]:
-        """A new collection in an existing scope, with the requested id or the next one."""
         scope_id = self.scope_id(scope)
         if scope_id is None:
             raise ManifestError(f"no scope {scope}")

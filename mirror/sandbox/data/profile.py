@@ -110,7 +110,7 @@ CAPABILITIES: dict[str, Release] = {
     "subdoc.ReplaceBodyWithXattr": (7, 0),
     "subdoc.DocumentMacroSupport": (7, 0),
 }
-"""What the cluster map says that the bucket can do -> since; others are as old as any."""
+"""The bucket capabilities of the cluster map -> since; all releases have the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Profile:
     release: Release
 
     def since(self, major: int, minor: int) -> bool:
-        """Whether the server is of this release or newer."""
+        """True for this release and newer ones."""
         return self.release >= (major, minor)
 
     @property
@@ -139,7 +139,7 @@ class Profile:
         return frozenset(self._known(STREAM_KEYS))
 
     def abilities(self, *, keeps_history: bool) -> Abilities:
-        """What it knows and can do of DCP_CONTROL; `keeps_history`: the bucket's storage keeps every version."""
+        """The controls that the server knows and can do; `keeps_history`: the storage keeps every version."""
         known = (
             name
             for name, (since, until) in CONTROLS.items()
@@ -157,7 +157,6 @@ class Profile:
         )
 
     def has_capability(self, name: str) -> bool:
-        """Whether the cluster map names this ability of the bucket."""
         return CAPABILITIES.get(name, _OLDEST) <= self.release
 
     @property
@@ -166,32 +165,32 @@ class Profile:
 
     @property
     def map_epochs(self) -> bool:
-        """Whether cluster maps are ordered by an epoch before their revision."""
+        """True if an epoch orders cluster maps before the revision."""
         return self.since(7, 0)
 
     @property
     def map_without_bucket(self) -> bool:
-        """Whether a client without a bucket is sent the nodes."""
+        """True if a client without a bucket gets the node list."""
         return self.since(6, 5)
 
     @property
     def hangs_up(self) -> bool:
-        """Whether a request out of place ends the connection (docs/protocol.md 2.2)."""
+        """True if a request out of place ends the connection (docs/protocol.md 2.2)."""
         return not self.since(6, 5)
 
     @property
     def checkpoint_in_disk_markers(self) -> bool:
-        """Whether disk snapshots open a checkpoint by their flag; 6.0.5 was recorded without."""
+        """True if disk snapshots set the checkpoint flag; the recordings of 6.0.5 do not."""
         return self.since(6, 5)
 
     @property
     def needs_dcp_stream(self) -> bool:
-        """Whether streams need a privilege of their own (docs/protocol.md 2.2)."""
+        """True if streams need a privilege of their own (docs/protocol.md 2.2)."""
         return self.since(7, 0)
 
     @property
     def system_collections(self) -> bool:
-        """Whether collections with an underscore first are the system's, hidden from who may not look them up."""
+        """True if collections whose name begins with an underscore are hidden from users without the privilege."""
         return self.since(7, 6)
 
     def _known(self, table: dict[T, Release]) -> list[T]:

@@ -23,7 +23,7 @@ class AcceptedStream:
 
 @dataclass(slots=True)
 class Sent:
-    """What was sent of a vbucket, over all connections."""
+    """Counters of a vbucket over all connections."""
 
     frames: int = 0
     bytes: int = 0
@@ -38,7 +38,9 @@ class StreamTuning:
     """Settings of the server that change what streams look like."""
 
     antilag_items: int = 0
-    """A filtered backfill sends its seqno after leaving out so many versions (docs/protocol.md 2.7); 0: at its end."""
+    """The items that a filtered backfill leaves out before it sends its seqno (docs/protocol.md 2.7); 0: it does so at
+    its end.
+    """
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class StreamFaults:
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:
-        """What a request for this vbucket is to be answered now; it is thereby used."""
+        """The fault for a stream request of this vbucket; it counts as used."""
         for fault in self._refused:
             if fault.vbids is None or vbid in fault.vbids:
                 if fault.times is not None:
@@ -89,7 +91,6 @@ class StreamFaults:
         self._mute.append((None if vbids is None else frozenset(vbids), node))
 
     def muted(self, vbid: int, node: int) -> bool:
-        """Whether a stream must keep silent."""
         return bool(self._mute) and any(
             (vbids is None or vbid in vbids) and number in (None, node) for vbids, number in self._mute
         )

@@ -22,12 +22,12 @@ class User:
 
 @dataclass(slots=True)
 class SandboxUsers:
-    """All users; changes are seen by the next authentication, privileges by the next operation."""
+    """All users. The next login sees a change of passwords, the next operation a change of privileges."""
 
     by_name: dict[str, User] = field(default_factory=dict)
 
     def add(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
-        """A user, or new password and privileges for one that is there."""
+        """Add a user, or replace a user's password and privileges."""
         user = self.by_name.get(name)
         if user is None:
             user = self.by_name[name] = User(name, password, privileges)
@@ -35,7 +35,6 @@ class SandboxUsers:
         return user
 
     def of_certificate(self, certificate: Mapping[str, Any]) -> User | None:
-        """The user whom a client certificate is for."""
         return self.by_name.get(certified_name(certificate) or "")
 
     def password_of(self, name: str) -> str | None:

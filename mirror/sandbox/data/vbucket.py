@@ -44,7 +44,7 @@ FAILOVER_LOG_MAX = 25
 
 @dataclass(frozen=True, slots=True)
 class PastHistory:
-    """A line of history that was cut off by a failover: its log and failover log at that moment."""
+    """The log and failover log that a failover cut off."""
 
     log: list[Item]
     failover_log: FailoverLog
@@ -84,7 +84,7 @@ class Vbucket:
         self.collection_high_seqno: dict[int, int] = {}
         self.lost: list[PastHistory] = []
         self.changed: set[Callable[[], None]] = set()
-        """Called after each change, by anyone who streams from here."""
+        """Called after each change."""
         self.cas_max = 0
         self._rng = rng
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
@@ -127,7 +127,7 @@ class Vbucket:
         return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
 
     def keeps(self, item: Item) -> bool:
-        """Whether a version stays on disk when it is superseded (until history passes it)."""
+        """True if a superseded version stays on disk until history passes it."""
         if not 0 < self.history_start_seqno <= item.seqno:
             return False
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
@@ -149,7 +149,7 @@ class Vbucket:
         return None if items is None else items.get(key)
 
     def next_cas(self, now_ns: int) -> int:
-        """A CAS by the hybrid clock: the hour, or one more than the last."""
+        """The hybrid clock: the time, or one more than the last CAS."""
         self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)
         return self.cas_max
 
@@ -234,7 +234,9 @@ class Vbucket:
         self._notify()
 
     def lose_together(self, first: int) -> None:
-        """A failover loses all from `first` to now or nothing of it; snapshots may cut it."""
+        """Make a failover lose either all changes from `first` to now or none of them; snapshots may still end between
+        them.
+        """
         for seqno in range(first, self.high_seqno):
             self._group_first.setdefault(seqno, first)
 
@@ -278,7 +280,9 @@ class Vbucket:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
-        """A new history begins, `lose` changes back (at a seqno where no group is cut). Returns where it begins."""
+        """Begin a new history `lose` changes back, or earlier if that is within a group. Returns the seqno at which it
+        begins.
+        """
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:
@@ -335,7 +339,7 @@ class Vbucket:
         self._forget_at_items = len(self.log) * 3 // 2 + self._kept_items
 
     def _count_up_to(self, seqno: int) -> int:
-        """How many versions of the log have a seqno up to this one."""
+        """The number of versions with a seqno up to this one."""
         return seqno if self.forgotten_seqno == 0 else bisect_right(self.log, seqno, key=_SEQNO)
 
     def _complete(self, item: Item) -> None:
@@ -399,9 +403,8 @@ class Vbucket:
     # --- what a stream reads
 
     def cut(self, after_seqno: int, count: int) -> tuple[int, bool]:
-        """Where a memory snapshot of about `count` changes after a seqno ends, and whether it opens a checkpoint.
-
-        It ends within the checkpoint that the next change is in, and never inside of a group.
+        """The end of a memory snapshot of about `count` changes after a seqno, and True if it opens a checkpoint. The
+        snapshot ends within the checkpoint of its first change, and never inside of a group.
         """
         first = after_seqno + 1
         assert self.memory_floor_seqno < first <= self.high_seqno

@@ -40,8 +40,8 @@ class ItemEncoder:
         """True when a mutation without unwanted datatype bits is sent as it is."""
 
     def shows(self, item: Item) -> bool:
-        """Whether the client gets this kind of message at all: prepares, aborts and modifications of collections are
-        for those who ask.
+        """True if the client gets this kind of message: prepares, aborts and modifications of collections need a
+        control.
         """
         kind = item.kind
         if kind == SYSTEM_EVENT:

@@ -18,7 +18,7 @@ from mirror.wire.stream_filter import KEYS
 
 
 class SandboxFilter:
-    """What passes. `all` passes everything; else `collections` (and `scope_id`, when the filter is a scope)."""
+    """The filter of one stream. Without `collections` everything passes; with `scope_id` those of the scope pass."""
 
     def __init__(
         self,
@@ -54,16 +54,17 @@ class SandboxFilter:
         return self.collections is not None and not self.collections and self.scope_id is None
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
-        """Whether nothing that it shows lies above a seqno (then purging takes nothing from a client that is there).
-        `high_seqnos` are those of the vbucket's collections. Of a scope nobody can say: some may have ended in it.
+        """True if the stream shows no version above a seqno, so that a purge takes nothing from its client.
+        `high_seqnos` are those of the vbucket's collections. Always false for a scope: collections may have ended in
+        it.
         """
         if not self.collections or self.legacy or self.scope_id is not None:
             return False
         return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.collections)
 
     def passes(self, item: Item) -> bool:
-        """Whether the stream shows a change. To be called in the order of seqnos, once each: system events that pass
-        change what follows (a scope's new collections join, ended ones leave).
+        """True if the stream shows a change. Called once for each in the order of seqnos: system events that pass
+        change the filter (a scope's new collections join, ended ones leave).
         """
         if self._hidden is not None and _is_system(item, self._hidden):
             return False

@@ -37,7 +37,7 @@ from storage.model import FailoverLog
 
 PIECE_BYTES = 256 * 1024
 TURNS_BYTES = 1024 * 1024
-"""Of all streams in turn, at once: some messages of each of 1,024."""
+"""Bytes of all streams in turn that are sent at once: some messages of each of 1,024 streams."""
 
 
 class SandboxProducerPort(ProducerPort, Protocol):
@@ -75,7 +75,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         self._rng = rng
         self._live_snapshot_items = live_snapshot_items
         self._turns: dict[ProducerStream, None] = {}
-        """All streams, the one whose turn is next first."""
+        """All streams, the next one first."""
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         self._port.bucket.stream_faults.on_change.append(self.wake)
@@ -116,7 +116,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         return len(found)
 
     def statistics(self) -> dict[str, str]:
-        """None: nothing reads those of the embedded source."""
         return {}
 
     # --- the judgement of a stream request
@@ -263,7 +262,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             yield bytes(out), counted_bytes - len(out)
 
     def _piece_of_each(self) -> Iterator[tuple[bytes, int]]:
-        """As much of each stream as the connection sends at once."""
+        """One piece of each stream."""
         for stream in list(self.streams.values()):
             if self.streams.get((stream.vbid, stream.stream_id)) is not stream:
                 continue
@@ -286,8 +285,8 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
                 yield data, stream.uncounted_bytes - uncounted_bytes
 
     def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
-        """Whether the stream may send something, perhaps. Ends it where the user may not see it any more: privileges
-        are checked with each change that is to be sent, not only when the stream begins.
+        """True if the stream may have something to send. Ends a stream that its user may not see any more: privileges
+        are checked with each change, not only at the start.
         """
         if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False

@@ -25,10 +25,10 @@ from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamR
 from mirror.wire.frame import with_stream_id
 
 LIVE_SNAPSHOT_ITEMS = 5
-"""Most changes in a live snapshot; on average about half as many, as recorded under load."""
+"""Most changes of a live snapshot; the average is about half, as recorded under load."""
 
 BACKLOG_FOR_LARGE_SNAPSHOTS = 2000
-"""A stream that lacks more than this gets the rest of a checkpoint in one snapshot."""
+"""A stream that lacks more changes than this gets the rest of a checkpoint in one snapshot."""
 
 DISK = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT)
 MEMORY = int(SnapshotFlag.MEMORY)
@@ -44,13 +44,13 @@ class StreamPhase(Enum):
 
 @dataclass(slots=True)
 class StreamOptions:
-    """What the connection negotiated, and what a test asks for."""
+    """The negotiated features of a stream, and the options of tests."""
 
     marker_v2: bool = False
     """V2.0 markers, as replicas get."""
     marker_v2_2: bool = False
     seqno_advanced: bool = True
-    """Off for clients without collections."""
+    """False for clients without collections."""
     change_streams: bool = False
     disk_flags: int = DISK
     tuning: StreamTuning = field(default_factory=StreamTuning)
@@ -250,8 +250,8 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """Whether the client holds part of a snapshot that ends by `last`: it is brought there also where nothing of
-        the rest is shown.
+        """True if the client holds a part of a snapshot that ends by `last`. It is brought to that end even if the rest
+        shows nothing.
         """
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
@@ -268,9 +268,8 @@ class ProducerStream:
         self.phase = StreamPhase.SNAPSHOT
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
-        """What a backfill finds: the newest version of each key as of `last`, whatever is purged while it is sent.
-
-        With change streams, from where history is kept, every version (behind a marker of its own, where the two meet).
+        """The items of a backfill: the newest version of each key as of `last`, even if a purge comes meanwhile. With
+        change streams every version from the start of history, behind a marker of its own.
         """
         purge_seqno, history = self.vbucket.purge_seqno, self._history_start(last)
         changes = self.vbucket.changes

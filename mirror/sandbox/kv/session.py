@@ -45,7 +45,7 @@ class SessionPort(Protocol):
 
 
 class FoundItem(NamedTuple):
-    """A version as clients see it: a locked document hides its CAS."""
+    """A version as clients see it, with the CAS of a lock."""
 
     item: Item
     cas: int
@@ -84,7 +84,7 @@ class SandboxSession(DocumentSession):
 
     @property
     def mechanisms(self) -> tuple[str, ...]:
-        """None for a client with a certificate (kv_engine: no SASL on such a connection)."""
+        """Empty for a client with a certificate: kv_engine takes no SASL on its connection."""
         return () if self.certified else super().mechanisms
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
@@ -104,7 +104,7 @@ class SandboxSession(DocumentSession):
 
     @property
     def sees_system(self) -> bool:
-        """Whether the system's collections exist for the user."""
+        """True if the system's collections exist for the user."""
         return not self.bucket.profile.system_collections or self.may(SYSTEM_COLLECTIONS)
 
     # -- answers
@@ -206,7 +206,7 @@ class SandboxSession(DocumentSession):
         )
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """A group of statistics of one vbucket or of those that are here."""
+        """One group of statistics, of one vbucket or of all vbuckets of this node."""
         if not group:
             yield self._general_statistics()
             return

@@ -25,7 +25,6 @@ class Draft(Content):
 
     @staticmethod
     def of_item(item: Item | None, vbuuid: int, empty_body: bytes = b"{}") -> Draft:
-        """A draft of a stored version, or of a new document."""
         if item is None:
             return Draft({}, empty_body)
         xattrs, body = values.split(item.value, item.datatype)
@@ -108,7 +107,7 @@ def _changed(text: str, opcode: int, path: str, value: bytes, flags: int) -> tup
 
 
 def _fragment(value: bytes, *, several: bool) -> str:
-    """A value to be put in: JSON, or for arrays several of them with commas between."""
+    """The value to insert: JSON, or several values with commas between for arrays."""
     if not values.is_json(b"[%b]" % value if several else value) or (several and not value.strip()):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)
     return value.decode()

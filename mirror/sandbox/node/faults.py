@@ -27,7 +27,7 @@ class Where(TypedDict, total=False):
 
 
 class Faults:
-    """What can go wrong between the source and its clients."""
+    """Faults between the source and its clients."""
 
     def __init__(self, select: Callable[[int | None], list[SandboxNode]], streams: StreamFaults) -> None:
         self._select = select

@@ -12,7 +12,7 @@ from random import Random
 
 SLOW_TICK_SECONDS = 0.01
 SLOW_BACKLOG_MAX = 256 * 1024
-"""A slow link takes this much before anyone who sends has to wait."""
+"""Backlog at which a slow link makes its sender wait."""
 
 HIGH_WATER_BYTES = 1024 * 1024
 

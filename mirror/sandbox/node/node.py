@@ -48,7 +48,7 @@ ACCEPT_TURNS = 4
 """Turns of the event loop until a connection that was accepted as the node stopped is made, and broken."""
 
 DURATION_US = 0.5
-"""What a request takes, as answers with tracing say."""
+"""The duration of a request in answers with tracing."""
 
 _REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
 _QUITQ = int(Opcode.QUITQ)
@@ -105,7 +105,7 @@ class NodeConnection(asyncio.Protocol):
         self.link.resume()
 
     def _log_in_by_certificate(self) -> None:
-        """With TLS, a client certificate says who is there; where one is needed, nobody else may stay."""
+        """Log in the user of a client certificate; close a TLS connection without one if certificates are required."""
         certificate = self._transport.get_extra_info("peercert")
         if certificate:
             self.session.user = self.bucket.users.of_certificate(certificate)
@@ -161,11 +161,9 @@ class NodeConnection(asyncio.Protocol):
             rule(self)
 
     def may_stream(self) -> bool:
-        """Whether the user has the privilege that streams need."""
         return not self.bucket.profile.needs_dcp_stream or self.session.may(DCP_STREAM)
 
     def sees_system(self) -> bool:
-        """Whether the system's collections exist for the user."""
         return self.session.sees_system
 
     @property
@@ -173,7 +171,7 @@ class NodeConnection(asyncio.Protocol):
         return self.node.in_turn and self.stop_after_pieces is None
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """How much to send of a stream at once; 0 where a fault has just silenced the connection."""
+        """The bytes to send of a stream at once; 0 if a fault has just silenced the connection."""
         if self.stop_after_pieces is None:
             return PIECE_BYTES
         if stream.in_snapshot_until:
@@ -222,7 +220,7 @@ class SandboxNode:
         """True from `stop` to the next `start`. A node of a simulation listens nowhere, and is not stopped."""
         self._servers: list[asyncio.Server] = []
         self._held: list[socket.socket] = []
-        """What keeps the ports of a stopped node from becoming another program's."""
+        """Sockets that keep the ports of a stopped node from other programs."""
 
     @property
     def alive(self) -> bool:
@@ -283,7 +281,6 @@ class SandboxNode:
         return SandboxAddress(self.number, self.port, self.tls_port)
 
     def end_streams(self, vbid: int) -> None:
-        """A vbucket's state changed: its streams on this node are over."""
         for connection in list(self.connections):
             if connection.producer is not None:
                 connection.producer.end_streams(vbid, StreamEndReason.STATE_CHANGED)

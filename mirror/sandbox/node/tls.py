@@ -19,16 +19,16 @@ _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 @dataclass(slots=True)
 class NodeTls:
-    """What the nodes show and demand. Raises ConfigError for files that cannot be used."""
+    """The nodes' certificate and their rules for clients. Raises ConfigError for files that cannot be used."""
 
     cert_file: Path
     """Certificate and its chain (PEM)."""
     key_file: Path | None = None
-    """Its key, where it is not in the same file."""
+    """None: the key is in the same file."""
     client_ca_file: Path | None = None
-    """Who signs clients' certificates; None: none is requested."""
+    """The authority of client certificates; None: none is requested."""
     clients_need_certificate: bool = False
-    """A client without a certificate of a known user is hung up on; else it may log in with a password."""
+    """Close connections without the certificate of a known user; else a password is enough."""
     minimum: Version = "1.2"
     maximum: Version = "1.3"
     context: ssl.SSLContext = field(init=False)
