@@ -1,8 +1,8 @@
-"""Paths into JSON text: where a value stands, and the text with a value put in, changed or taken out.
+"""Paths into JSON text: find a value, and return the text with a value added, changed or removed.
 
-Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: what
-is not touched keeps its spelling to the byte, blanks included, as the engine keeps it (recording sdk_72_conn2);
-a failure is a `PathError` with the status that a server answers, and nothing was changed.
+Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: the
+rest of the text keeps its spelling to the byte, blanks included, as the engine keeps it (recording sdk_72_conn2);
+a failure is a `PathError` with the status that a server answers, and changes nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ Part = str | int
 
 
 class PathError(Exception):
-    """The path leads nowhere, or to something else than it says."""
+    """The path leads nowhere, or to another type of value. `status` is what a server answers."""
 
     def __init__(self, status: Status) -> None:
-        """`status` is what a server answers."""
         super().__init__(status.name)
         self.status = status
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A value in its container. `start` is where its key begins, or the value itself in an array."""
+    """A value in its container. `start` is the start of its key, or of the value itself in an array."""
 
     name: Part
     start: int
@@ -43,7 +42,7 @@ class Member:
 
 
 def parse_path(path: str) -> list[Part]:
-    """The parts of a path: names of members and indexes of elements (-1: the last)."""
+    """Return the parts of a path: names of members and indexes of elements (-1: the last)."""
     if len(path.encode()) > PATH_BYTES_MAX:
         raise PathError(Status.SUBDOC_PATH_E2BIG)
     parts: list[Part] = []
@@ -105,7 +104,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def members(text: str, start: int) -> Iterator[Member]:
-    """The members or elements of the container that starts at a position of valid JSON."""
+    """Yield the members or elements of the container that starts at a position of valid JSON."""
     is_object = text[start] == "{"
     position = _skip(text, start + 1)
     index = 0
@@ -124,12 +123,11 @@ def members(text: str, start: int) -> Iterator[Member]:
 
 
 def root(text: str) -> int:
-    """Where the value of a document begins."""
     return _skip(text, 0)
 
 
 def find(text: str, parts: list[Part]) -> tuple[int, int]:
-    """Start and end of the value at a path."""
+    """Return start and end of the value at a path."""
     start = root(text)
     end = len(text.rstrip(_BLANKS))
     for part in parts:
@@ -141,7 +139,7 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """The member of a container; PathError where the value is no such container."""
+    """Return the member of a container. Raises PathError for a value that is no such container."""
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
     found = None
@@ -153,7 +151,6 @@ def child(text: str, start: int, part: Part) -> Member | None:
 
 
 def count(text: str, parts: list[Part]) -> int:
-    """How many members the container at a path has."""
     start, _ = find(text, parts)
     if text[start] not in "{[":
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
@@ -161,13 +158,12 @@ def count(text: str, parts: list[Part]) -> int:
 
 
 def replace(text: str, parts: list[Part], value: str) -> str:
-    """Another value where there is one."""
     start, end = find(text, parts)
     return text[:start] + value + text[end:]
 
 
 def remove(text: str, parts: list[Part]) -> str:
-    """Take a member out of its container, and one comma with it."""
+    """Remove a member from its container, and one comma with it."""
     if not parts:
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start, _ = find(text, parts[:-1])
@@ -189,7 +185,7 @@ def remove(text: str, parts: list[Part]) -> str:
 
 
 def insert_member(text: str, parts: list[Part], value: str, *, make_parents: bool, add_only: bool) -> str:
-    """Put a member into an object: a new one, or (unless `add_only`) instead of the one there."""
+    """Put a member into an object: a new one, or (unless `add_only`) in place of the one there."""
     if not parts or not isinstance(parts[-1], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start = _parent(text, parts[:-1])
@@ -234,7 +230,7 @@ def insert_element(text: str, parts: list[Part], values: str) -> str:
 
 
 def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) -> str:
-    """Put a plain value into an array of plain values, unless it is there."""
+    """Put a scalar into an array of scalars, unless it is there."""
     added = json.loads(value)
     if isinstance(added, dict | list):
         raise PathError(Status.SUBDOC_VALUE_CANTINSERT)
@@ -250,7 +246,7 @@ def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) 
 
 
 def add_number(text: str, parts: list[Part], delta: int, *, make_parents: bool) -> tuple[str, int]:
-    """Add to the whole number at a path, which begins as 0. Returns the text and the new number."""
+    """Add to the whole number at a path, which begins as 0. Return the text and the new number."""
     if delta == 0 or abs(delta) > NUMBER_MAX:
         raise PathError(Status.SUBDOC_DELTA_EINVAL)
     number = delta
@@ -272,7 +268,6 @@ def add_number(text: str, parts: list[Part], delta: int, *, make_parents: bool) 
 
 
 def _parent(text: str, parts: list[Part]) -> int | None:
-    """Where the container at a path starts; None when there is nothing."""
     try:
         return find(text, parts)[0]
     except PathError as error:
@@ -282,7 +277,7 @@ def _parent(text: str, parts: list[Part]) -> int | None:
 
 
 def _with_parents(text: str, parts: list[Part], value: str) -> str:
-    """Make the objects that are missing on the way."""
+    """Make the objects that are missing on the path."""
     for length in range(len(parts) - 1, 0, -1):
         start = _parent(text, parts[: length - 1])
         if start is None:
@@ -296,7 +291,6 @@ def _with_parents(text: str, parts: list[Part], value: str) -> str:
 
 
 def _append(text: str, start: int, addition: str) -> str:
-    """Put something behind the last member of a container."""
     last = None
     for member in members(text, start):
         last = member

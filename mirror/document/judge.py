@@ -1,8 +1,8 @@
-"""Whether bytes are one JSON value, found out in steps of bounded work: RFC 8259, in UTF-8.
+"""Decide in steps of bounded work if bytes are one JSON value: RFC 8259, in UTF-8.
 
-Knows JSON text alone. Others have their turn after each step: the generator yields None after `STEP_BYTES`. Nothing is
-decoded into objects, so judging 20 MiB takes no memory. Invariant: what is judged to be JSON here is what `json.loads`
-takes (but for NaN and Infinity, which are no JSON), as deep as `DEPTH_MAX`, with numbers as long as `NUMBER_BYTES_MAX`.
+The standard json reads 20 MiB in one call that holds the interpreter's lock for 0.9 s; here the generator yields None after
+`STEP_BYTES`, and nothing is decoded into objects. Invariant: bytes are JSON here exactly if `json.loads` takes them,
+except that NaN and Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` are refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mirror.document.walk import Buffer, Steps
 
 STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
-"""The same work, where values are taken one by one."""
+"""As much work as STEP_BYTES, if values are taken one by one."""
 DEPTH_MAX = 900
-"""Containers within each other: programs that read JSON have a bound of their own, mostly near this one."""
+"""Nested containers. Programs that read JSON have a bound of their own, mostly near this one."""
 NUMBER_BYTES_MAX = 4096
 
 # Groups that must not be tried again are atomic, not possessive: Python 3.11.2, which Debian 12 has, matches possessive
@@ -27,11 +27,11 @@ _STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
 _NUMBER = rb"(?>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)"
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
-"""Containers within each other that the regular expression goes through by itself, many at once."""
+"""Nested containers that the regular expression passes by itself, many at once."""
 
 
 def _nested(inner: bytes) -> bytes:
-    """A value whose containers, if it is one, hold values as `inner` describes them."""
+    """Return the pattern of a value whose containers, if it is one, hold values matching `inner`."""
     member = _STRING + _BLANKS + b":" + _BLANKS + inner
     array, members = (
         b"%b(?>(?:%b%b(?>(?:,%b%b%b)*))?)" % (_BLANKS, of, _BLANKS, _BLANKS, of, _BLANKS) for of in (inner, member)
@@ -41,9 +41,8 @@ def _nested(inner: bytes) -> bytes:
 
 @cache
 def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Items of an array, and members of an object, each with the comma behind it. Made where they are needed first:
-    that takes a quarter of a second.
-    """
+    """Return the patterns of array items and object members, each with the comma behind it. Compiling takes a quarter
+    of a second, so it waits for the first use."""
     value = _SCALAR
     for _ in range(LEVELS):
         value = _nested(value)
@@ -65,7 +64,6 @@ class _NoJson(Exception):
 
 
 def is_json(data: Buffer) -> Steps[bool]:
-    """Whether the bytes are one JSON value."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     view = memoryview(data)
     try:
@@ -79,14 +77,14 @@ def is_json(data: Buffer) -> Steps[bool]:
 
 
 class _Judge:
-    """Raises _NoJson, or IndexError where the text ends too early."""
+    """Raises _NoJson, or IndexError if the text ends too early."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = data
         self._at = 0
 
     def judge(self) -> Steps[None]:
-        """Containers are a stack here, since Python's would end."""
+        """Containers are on a stack here because Python's own would overflow."""
         data = self._data
         inside = bytearray()  # the brackets that are open
         values = 0
@@ -157,7 +155,6 @@ class _Judge:
             yield
 
     def _word(self) -> None:
-        """A number or a name."""
         match = _WORD.match(self._data, self._at, self._at + NUMBER_BYTES_MAX)
         if match is None or match.end() == self._at + NUMBER_BYTES_MAX:
             raise _NoJson

@@ -1,9 +1,9 @@
-"""Looking into one document: paths of its body, of its xattrs, and of what is known about it.
+"""Look into one document: paths of its body, of its xattrs, and of its metadata.
 
 Knows lookup operations and path flags (kv_engine docs/SubDocument.md) and the virtual attributes; must never know
-requests, vbuckets or how documents are kept. Invariants: xattrs are looked at as if they were one object whose members
-they are; a body is judged to be JSON once, and its checksum computed once and only where it is requested, however many
-paths a lookup has; a document nested too deeply to be read is a `PathError` like any other.
+requests, vbuckets or how documents are kept. Invariants: xattrs are the members of one object; a lookup checks once that
+the body is JSON, and computes its checksum at most once and only on request, however many paths it has; a document nested
+too deeply to be read is a `PathError` like any other.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mirror.wire.constants import Opcode, Status
 
 XATTR_PATH = 0x04
 PATH_FLAGS = 0x01 | XATTR_PATH | 0x10
-"""Make parents, xattr, expand macros: what a path may be flagged with."""
+"""Allowed flags of a path: make parents, xattr, expand macros."""
 
 LOOKUPS = (Opcode.GET, Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
-"""What one path of a lookup may ask; GET is the whole body."""
+"""Operations of one path of a lookup; GET is the whole body."""
 
 JUDGED_BYTES_MAX = 64 * 1024
-"""A larger body is JSON if its datatype says so, which is its source's judgement: our own takes long."""
+"""A larger body is JSON if its datatype says so: checking it takes long, and the source has checked it."""
 CHECKSUM_BYTES = 256 * 1024
-"""Of a body, in one step."""
+"""Bytes of a body in one step."""
 
 _CHECKSUM = "value_crc32c"
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What `$document` says of a version."""
+    """The fields of `$document`."""
 
     cas: int
     seqno: int
@@ -49,8 +49,6 @@ class About:
 
 @dataclass(slots=True)
 class Content:
-    """A document taken apart."""
-
     xattrs: values.Xattrs
     body: Buffer
     about: About | None = None
@@ -60,18 +58,18 @@ class Content:
 
     @staticmethod
     def of(value: bytes, datatype: int, about: About) -> Content:
-        """The content of a stored value. Raises ValueError for one that cannot be taken apart."""
+        """Return the content of a stored value. Raises ValueError for a value that cannot be taken apart."""
         xattrs, body = values.split(value, datatype)
         return Content(xattrs, body, about)
 
     @staticmethod
     def of_large(section: bytes, body: Buffer, about: About) -> Content:
-        """The same of a value that is not compressed: its xattr section (empty: none) and its body."""
+        """Return the content of a value that is not compressed: its xattr section (empty: none) and its body."""
         xattrs, _ = values.split(section, values.XATTR) if section else ({}, b"")
         return Content(xattrs, body, about)
 
     def lookup(self, opcode: int, path: str, flags: int) -> bytes:
-        """What one path of a lookup gives. Raises PathError."""
+        """Return the value of one path. Raises PathError."""
         steps = self.lookup_steps(opcode, path, flags)
         while True:
             try:
@@ -80,7 +78,7 @@ class Content:
                 return bytes(done.value)
 
     def lookup_steps(self, opcode: int, path: str, flags: int) -> Steps[bytes | memoryview]:
-        """The same in steps; a large value as a part of the body, which is not copied. Raises PathError."""
+        """Do the same in steps; a large value is a view of the body and not copied. Raises PathError."""
         if opcode == Opcode.GET and not path:
             return memoryview(self.body)
         if flags & ~PATH_FLAGS:
@@ -108,7 +106,6 @@ class Content:
         return self.body
 
     def body_text(self) -> str:
-        """The body as text, if it is JSON."""
         if self._text is None:
             body = bytes(self.body)
             if not values.is_json(body):
@@ -117,7 +114,7 @@ class Content:
         return self._text
 
     def attributes_text(self, path: str) -> str:
-        """All xattrs as the text of one object; where the path begins with a virtual one, that alone."""
+        """Return all xattrs as one JSON object, or one virtual attribute alone if the path begins with it."""
         name = _first_name(jsonpath.parse_path(path))
         if name.startswith("$"):
             return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
@@ -164,7 +161,7 @@ def _needs_checksum(parts: list[jsonpath.Part]) -> bool:
 
 
 def first_name(path: str) -> str:
-    """The attribute that an xattr path is in."""
+    """Return the attribute that an xattr path is in."""
     return _first_name(jsonpath.parse_path(path))
 
 

@@ -1,8 +1,8 @@
-"""What a value is made of: compression, extended attributes, body, and which datatype bits announce them.
+"""Take apart and join a value: compression, extended attributes, body, and the datatype bits that announce them.
 
 Knows the datatype bits, snappy and the xattr blob (kv_engine docs/Document.md); must never know documents or
-connections. Invariant: datatype and value always change together, so a function that alters one returns both. Snappy
-is over the whole value, xattrs included; a system xattr's name begins with an underscore.
+connections. Invariant: datatype and value change together, so a function that alters one returns both. Snappy
+covers the whole value, xattrs included. The name of a system xattr begins with an underscore.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Xattrs = dict[bytes, bytes]
 
 
 def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The value without compression. Raises ValueError for what is not snappy."""
+    """Return the value without compression. Raises ValueError for a value that is not snappy."""
     if not datatype & SNAPPY:
         return value, datatype
     try:
@@ -35,7 +35,7 @@ def inflate(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The value compressed, where that makes it smaller."""
+    """Return the value compressed, if that makes it smaller."""
     if datatype & SNAPPY or not value:
         return value, datatype
     smaller = bytes(cramjam.snappy.compress_raw(value))
@@ -43,7 +43,7 @@ def deflate(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def is_json(body: bytes | bytearray) -> bool:
-    """Whether a body is JSON, as the engine judges each value that it is given."""
+    """Return True if the body is JSON, as the engine judges each value that it is given."""
     try:
         json.loads(body)
     except (ValueError, RecursionError):
@@ -52,12 +52,11 @@ def is_json(body: bytes | bytearray) -> bool:
 
 
 def datatype_of(body: bytes) -> int:
-    """Datatype of a plain body."""
     return JSON if is_json(body) else 0
 
 
 def split(value: bytes, datatype: int) -> tuple[Xattrs, bytes]:
-    """The xattrs and the body of a value, decompressed. Raises ValueError for a value that cannot be taken apart."""
+    """Return the xattrs and the body of a value, decompressed. Raises ValueError for a damaged value."""
     value, datatype = inflate(value, datatype)
     try:
         xattrs, body = xattr.split(value, datatype)
@@ -67,14 +66,14 @@ def split(value: bytes, datatype: int) -> tuple[Xattrs, bytes]:
 
 
 def join(xattrs: Xattrs, body: bytes, datatype: int) -> tuple[bytes, int]:
-    """A value of xattrs and a body whose own datatype is given (JSON or nothing)."""
+    """Return a value of xattrs and a body with the datatype of the body (JSON or 0)."""
     if not xattrs:
         return body, datatype & JSON
     return xattr.join(xattrs, body), datatype & JSON | XATTR
 
 
 def tombstone_value(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """What a delete leaves: the system xattrs."""
+    """Return what a delete leaves: the system xattrs."""
     if not datatype & XATTR:
         return b"", 0
     xattrs, _ = split(value, datatype)
@@ -83,14 +82,12 @@ def tombstone_value(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def without_xattrs(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The body alone."""
     if not datatype & XATTR:
         return value, datatype
     return split(value, datatype)[1], datatype & JSON
 
 
 def without_body(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """The xattrs alone."""
     if not datatype & XATTR:
         return b"", 0
     return join(split(value, datatype)[0], b"", 0)

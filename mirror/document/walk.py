@@ -1,10 +1,9 @@
-"""Where the value at a path stands in the bytes of a JSON document, found in steps of bounded work.
+"""Find the value at a path in the bytes of a JSON document, in steps of bounded work.
 
-Knows JSON text and the parts of paths; must never know documents or requests. Nothing is decoded but names with
-escapes, so looking into 20 MiB takes no memory. Others have their turn after each step: the generators yield None after
-`STEP_BYTES`, or as much work. What changes a document is `jsonpath`. Invariants: values that are passed over are not
-judged, but for their strings and brackets; text that ends or goes on where JSON does not is a `PathError`
-(SUBDOC_DOC_NOT_JSON), never another error.
+Knows JSON text and the parts of paths; must never know documents or requests. Only names with escapes are decoded, so
+looking into 20 MiB takes no memory. The generators yield None after `STEP_BYTES`, or as much work, to let others run.
+`jsonpath` changes documents. Invariants: of skipped values only strings and brackets are checked; a text that is not
+JSON is a `PathError` (SUBDOC_DOC_NOT_JSON), never another error.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Buffer = bytes | bytearray | mmap
 
 STEP_BYTES = 32 * 1024
 TOKEN_COST_BYTES = 128
-"""A member, a string or a bracket costs as much as so many bytes, however short it is."""
+"""A member, a string or a bracket costs as much work as so many bytes, however short it is."""
 FLAT_BYTES_MAX = 2 * 1024
 NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
-"""No longer name can be part of a path, also where each byte of it is written as an escape."""
+"""The longest name in a path, with each byte written as an escape."""
 
 _BLANKS = re.compile(rb"[ \t\r\n]*+")
 _IN_STRING = re.compile(rb'(?>(?:[^"\\]++|\\.)*)', re.DOTALL)
@@ -35,7 +34,7 @@ _PLAIN = re.compile(rb"[-+.0-9A-Za-z]*+")
 """Numbers, true, false and null."""
 _TOKEN = re.compile(rb'[\[\]{}"]')
 _FLAT = re.compile(rb'[\[{][^\[\]{}"\\]*+(?>(?:"[^"\\]*+"[^\[\]{}"\\]*+)*)[\]}]')
-"""A container without another in it and without escapes: most are, and this is the fast way past them."""
+"""A container without inner containers and escapes. Most containers are flat, and this skips them fast."""
 
 _QUOTE, _COLON, _COMMA, _BACKSLASH, _BLANK_MAX = b'":,\\ '
 _ARRAY, _OBJECT = b"[{"
@@ -43,7 +42,7 @@ _END_OF = {_ARRAY: ord("]"), _OBJECT: ord("}")}
 
 
 def find(data: Buffer, parts: Sequence[Part]) -> Steps[tuple[int, int]]:
-    """Start and end of the value at a path. Raises PathError."""
+    """Return start and end of the value at a path. Raises PathError."""
     try:
         return (yield from _JsonWalk(data).find(parts))
     except IndexError:
@@ -51,7 +50,7 @@ def find(data: Buffer, parts: Sequence[Part]) -> Steps[tuple[int, int]]:
 
 
 def count(data: Buffer, parts: Sequence[Part]) -> Steps[int]:
-    """How many members the container at a path has. Raises PathError."""
+    """Return the number of members of the container at a path. Raises PathError."""
     try:
         walk = _JsonWalk(data)
         start, _ = yield from walk.find(parts)
@@ -67,7 +66,7 @@ def _not_json() -> PathError:
 
 
 class _JsonWalk:
-    """Raises IndexError where the text ends too early."""
+    """Raises IndexError if the text ends too early."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = data
@@ -89,7 +88,7 @@ class _JsonWalk:
         return start, end
 
     def members(self, start: int, part: Part | None) -> Steps[tuple[int, tuple[int, int] | None]]:
-        """How many members a container has, up to the one that `part` names, and where the value of that one is."""
+        """Return the number of members up to the one that `part` names, and start and end of its value."""
         data = self._data
         is_object, closing = data[start] == _OBJECT, _END_OF[data[start]]
         name = part.encode() if isinstance(part, str) else b""
@@ -132,7 +131,7 @@ class _JsonWalk:
             raise _not_json() from None
 
     def _mark(self, position: int, mark: int) -> Steps[int]:
-        """The position after a colon or comma and the blanks around it."""
+        """Return the position after a colon or comma and the blanks around it."""
         position = yield from self._blanks(position)
         if self._data[position] != mark:
             raise _not_json()
@@ -144,7 +143,7 @@ class _JsonWalk:
         return position
 
     def _run(self, pattern: re.Pattern[bytes], position: int) -> Steps[int]:
-        """The end of what a pattern matches from a position on."""
+        """Return the end of what a pattern matches from a position on."""
         while True:
             match = pattern.match(self._data, position, position + STEP_BYTES)
             assert match is not None, "the pattern matches nothing as well"
@@ -165,7 +164,7 @@ class _JsonWalk:
         return end + 1
 
     def _short_string(self, position: int) -> int:
-        """The end of a string of no more than `STEP_BYTES` without escapes; 0: it is another one."""
+        """Return the end of a string of at most `STEP_BYTES` without escapes, or 0 for any other string."""
         end = self._data.find(b'"', position + 1, position + STEP_BYTES)
         return 0 if end < 0 or self._data.find(b"\\", position + 1, end) >= 0 else end + 1
 
@@ -181,7 +180,7 @@ class _JsonWalk:
         return end
 
     def _container(self, position: int) -> Steps[int]:
-        """Its end: where as many brackets were closed as opened."""
+        """Return the end of a container, where as many brackets were closed as opened."""
         data, search = self._data, _TOKEN.search
         flat = _FLAT.match(data, position, position + FLAT_BYTES_MAX)
         if flat is not None:

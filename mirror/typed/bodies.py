@@ -1,13 +1,13 @@
-"""JSON bodies to the columns of a user's schema: Arrow's JSON reader where it can, values.py for what it gives up on.
+"""Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for what Arrow refuses.
 
-Knows bodies and Arrow types; never where bodies come from. Fields that a document does not have are null, fields that
-the schema does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object,
-or has a value that its column's type cannot take; `Reading.mode` says what becomes of it.
+Knows bodies and Arrow types; never where bodies come from. Fields that a document lacks are null, fields that the schema
+does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
+a value its column's type cannot take; `Reading.mode` decides what becomes of it.
 
-Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit: they are
-halved until those that are refused are few, and these are read one by one. Columns of types that Arrow's reader does
-not have (map, variant) are read one by one throughout. Invariants: one row of columns for each body, in order; both
-ways give the same values.
+Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
+bodies are halved until few are left, and these are read one by one. Columns of types that Arrow's reader does not have
+(map, variant) are always read one by one. Invariants: one row of columns for each body, in order; both ways give the
+same values.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from mirror.errors import ConfigError, ExitCode, MirrorError
 from mirror.typed.times import EPOCH_UNITS, arrow_name, check_zone
 from mirror.typed.values import Misfit, Problems, Reader, is_variant, object_of, struct_reader
 
-JSON = 0x01
-"""Bit of a datatype: the body is JSON."""
+JSON = 0x01  # a bit of a datatype
 _ONE_JSON = bytes((JSON,))
 _BLANKS = b" \t\n\r"
 _LINE_END, _BEHIND_ALL = b"\n", 2**31 - 1
 ONE_BY_ONE_MAX = 16
-"""Bodies that Arrow refuses are halved until they are so few: then one by one costs less than asking it again."""
+"""Reading so few refused bodies one by one costs less than halving them again."""
 DEEP_LENGTH = 1_000
-"""Longer bodies may be nested deeper than Python reads. Arrow passes over what no column asks for, so these are halved
-until each is alone: how a document is read does not depend on its neighbours."""
+"""Longer bodies may be nested deeper than Python reads, in fields that Arrow skips. They are halved until each is
+alone, so that how a document is read does not depend on its neighbours."""
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
-"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. In a text the characters of a
-number may be escaped."""
+"""Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. Their characters may be
+escaped in a string."""
 _DECIMAL = pa.decimal256(75, 38)
-"""As decimals are read, before they are rounded. Of 75 digits, so that their differences have 76, Arrow's limit."""
+"""Decimals before rounding: 75 digits, so that their differences have 76, Arrow's limit."""
 _NO_TIME = r"^0000|[ T][0-9]{2}[^:]|:[0-9.]*[-+](1[89]|2)"
-"""Years, hours with a zone and offsets that Arrow takes for a time, and values.py does not (or looks at twice)."""
+"""Years, hours with a zone and offsets that Arrow takes for a time, and values.py refuses or checks again."""
 
 Mode = Literal["failfast", "permissive", "dropmalformed"]
 MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
@@ -49,66 +48,54 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How documents are read."""
-
     mode: Mode = "failfast"
-    """What becomes of a misfit: an error that names it; nulls in the fields that do not fit; no row."""
+    """A misfit is an error that names it, nulls in the fields that do not fit, or no row."""
     corrupt_record: str = "_corrupt_record"
-    """The column, if the schema names it, that has the text of each misfit."""
+    """The column, if the schema names it, that holds the text of each misfit."""
     time_zone: str | None = None
-    """Of times that do not name one; None: UTC, or in Spark the session's."""
+    """The zone of times that name none. None: UTC, or the session's in Spark."""
     epoch: str | None = None
-    """The unit of times that are numbers. None: they are expected as text; seconds where they are numbers."""
+    """The unit of times that are numbers. None: times are text; numbers count seconds."""
 
 
 AS_DECLARED = Reading()
-"""What is read where nothing is said."""
 MISFITS_MAX = 0.01
-"""The share of documents that may not fit the schema, by default."""
 
 
 class DocumentDoesNotFit(MirrorError):
-    """A body contradicts the schema that the user gave."""
-
     exit_code = ExitCode.DATA
 
 
 class TooManyMisfits(MirrorError):
-    """The schema is not that of the documents."""
-
     exit_code = ExitCode.DATA
 
 
 def check_misfits(misfits: int, documents: int, share_max: float) -> None:
-    """Raise TooManyMisfits where more of the documents do not fit than may."""
     if misfits > documents * share_max:
         raise TooManyMisfits(
             f"{misfits:,} of {documents:,} documents do not fit the schema, more than {share_max:.3%} of them: "
-            "they were not written",
+            "nothing was written",
             hint="give the columns other types (a column `_corrupt_record string` shows the documents), or allow "
             "them with --max-misfits",
         )
 
 
 class Parsed(NamedTuple):
-    """Columns of some bodies."""
-
     columns: list[Any]
     misfits: dict[int, str]
-    """Rows, in order, and why each does not fit."""
+    """The row of each misfit, in order, and its reason."""
 
 
 class Bodies:
-    """A parser for one schema."""
+    """A parser for one schema. Raises ConfigError for a type that JSON cannot be read as."""
 
-    def __init__(self, schema: Any, reading: Reading | None = None) -> None:
-        """Raises ConfigError for a type that JSON cannot be read as."""
-        self._reading = reading or AS_DECLARED
+    def __init__(self, schema: Any, reading: Reading = AS_DECLARED) -> None:
+        self._reading = reading
         self._zone = self._reading.time_zone or "UTC"
         check_zone(self._zone)
         self._corrupt_at = schema.get_field_index(self._reading.corrupt_record)
         if self._corrupt_at >= 0 and schema.field(self._corrupt_at).type != pa.string():
-            raise ConfigError(f"column {self._reading.corrupt_record}: has the text of a document, so it is a string")
+            raise ConfigError(f"column {self._reading.corrupt_record} holds the text of a document, so its type must be string")
         self._schema = pa.schema([each for at, each in enumerate(schema) if at != self._corrupt_at])
         self._read_one = struct_reader(self._schema, self._zone, self._reading.epoch)
         slow = [field for field in self._schema if _contains(field.type, _one_by_one)]
@@ -118,7 +105,8 @@ class Bodies:
         self._arrow = _ArrowReader(fast, self._zone, self._reading.epoch) if len(fast) else None
 
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
-        """The schema's columns of these documents; bodies and keys are binary arrays. Raises DocumentDoesNotFit."""
+        """Return the schema's columns of these documents. Bodies and keys are binary arrays. Raises
+        DocumentDoesNotFit."""
         problems: dict[int, str] = {}
         objects, enclosed = bodies, datatypes == _ONE_JSON * len(bodies) and _enclosed(bodies)
         if not enclosed:
@@ -157,7 +145,8 @@ class Bodies:
         return Parsed(found, misfits)
 
     def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, str]) -> Iterator[list[Any]]:
-        """Columns of the bodies from row `first` on, some rows at a time; `enclosed`: all are known to be."""
+        """Yield columns of the bodies from row `first` on, some rows at a time. `enclosed`: all begin and end as
+        objects."""
         if self._arrow is not None:
             try:
                 if not enclosed and not _enclosed(objects):
@@ -195,8 +184,6 @@ class Bodies:
 
 
 class _ArrowReader:
-    """Many bodies at once."""
-
     def __init__(self, schema: Any, zone: str, epoch: str | None) -> None:
         self._schema = schema
         self._zone = arrow_name(zone)
@@ -209,10 +196,10 @@ class _ArrowReader:
         )
 
     def parse(self, objects: Any) -> list[Any]:
-        """The columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
+        """Return the columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        As many values as bodies are then one of each, since no damaged body can go on in the next: the line's end
-        between them is an error in a text, and so is `{` behind the end of an object within.
+        As many values as bodies are then one of each, because no damaged body can continue in the next: the line end between
+        them is an error in a string, and so is `{` behind the end of an inner object.
         """
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")
@@ -229,7 +216,7 @@ class _ArrowReader:
         ]
 
     def _readable(self, kind: Any) -> Any:
-        """What Arrow's JSON reader can make, and `_converted` then turns into `kind`."""
+        """Return a type that Arrow's JSON reader can make and `_converted` turns into `kind`."""
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             return pa.int64() if self._is_number(kind) else pa.string()
         if pa.types.is_decimal(kind):
@@ -270,7 +257,6 @@ class _ArrowReader:
 
 
 def _contains(kind: Any, what: Any) -> bool:
-    """True when `what` is true of a type, or of one within it."""
     if what(kind):
         return True
     return any(_contains(kind.field(at).type, what) for at in range(kind.num_fields))
@@ -281,8 +267,8 @@ def _one_by_one(kind: Any) -> bool:
 
 
 def _rounded(found: Any, kind: Any) -> Any:
-    """Decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an integer
-    (pyarrow 26), so each result is compared with what it was made of. Raises ArrowInvalid.
+    """Round decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an integer
+    (pyarrow 26), so each result is compared with its origin. Raises ArrowInvalid.
     """
     rounded = pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
     farther = pc.subtract(pc.abs(rounded.cast(found.type)), pc.abs(found))
@@ -299,6 +285,5 @@ def _longest(bodies: Any) -> int:
 
 
 def _enclosed(bodies: Any) -> bool:
-    """True when each begins with `{` and ends with `}`."""
     firsts, lasts = pc.binary_slice(bodies, 0, 1), pc.binary_slice(bodies, -1, None)
     return bool(firsts.buffers()[2] == b"{" * len(bodies) and lasts.buffers()[2] == b"}" * len(bodies))

@@ -1,7 +1,7 @@
-"""A schema as one writes it for Spark, `total double, items array<struct<sku:string,count:int>>`, as Arrow types.
+"""Parse a schema written as for Spark, `total double, items array<struct<sku:string,count:int>>`, into Arrow types.
 
-Knows the words of Spark's types; needs no Java to read them. Invariant: the same text means the same columns here and
-in `spark.read.schema(text)`; what is not understood is refused with its place.
+Knows the words of Spark's types and needs no Java. Invariant: the same text means the same columns here and in
+`spark.read.schema(text)`; a text that is not understood is refused with its position.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ DEPTH_MAX = 32
 
 
 class _Reader:
-    """The tokens of a schema, one after another."""
-
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
@@ -46,7 +44,7 @@ class _Reader:
         self.take()
 
     def take(self) -> str | None:
-        """The token here; then on to the next."""
+        """Return this token and go to the next."""
         taken = self._token
         found = _TOKEN.match(self._text, self._at)
         if found is None:
@@ -81,7 +79,7 @@ class _Reader:
         return token[1:-1].replace("``", "`") if token[0] == "`" else token
 
     def not_null(self) -> bool:
-        """Whether NOT NULL is here; then on behind it."""
+        """Skip NOT NULL if it is here; return True if it was."""
         if self._token is None or self._token.lower() != "not":
             return False
         self.take()
@@ -99,7 +97,7 @@ class _Reader:
 
 
 def fields_of(text: str) -> pa.Schema:
-    """The columns that `text` names. Raises ConfigError."""
+    """Return the columns that `text` names. Raises ConfigError."""
     reader = _Reader(text)
     found = _fields(reader, None, 0)
     return pa.schema(found)

@@ -1,8 +1,8 @@
-"""Dates and times in JSON documents: text and numbers to days and microseconds since 1970.
+"""Read dates and times in JSON documents as days and microseconds since 1970.
 
 Reads what Spark's from_json reads without a pattern: a date alone, a time with or without a zone, fractions of a second
-(cut off after microseconds), zones as offsets or names. A text without a zone is in the zone that the caller gives.
-Spark also reads times without a date, and years that are not 0001 to 9999.
+(cut off after microseconds), zones as offsets or names. The caller gives the zone of texts that name none. Spark also
+reads times without a date, and years other than 0001 to 9999.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 from mirror.errors import ConfigError
 
 EPOCH_UNITS = {"seconds": 1_000_000, "millis": 1_000, "micros": 1}
-"""Microseconds in one of each."""
+"""Microseconds in each unit."""
 
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -32,7 +32,7 @@ OFFSET_MAX = timedelta(hours=18)
 
 @lru_cache(maxsize=256)
 def zone_of(name: str) -> tzinfo:
-    """The time zone of that name: `Europe/Berlin`, `Z`, `+01:00`, `UTC+1`. Raises ValueError."""
+    """Return the time zone of that name: `Europe/Berlin`, `Z`, `+01:00`, `UTC+1`. Raises ValueError."""
     if name in ("Z", "UTC", "GMT", "UT"):
         return UTC
     found = _OFFSET.fullmatch(name)
@@ -49,7 +49,7 @@ def zone_of(name: str) -> tzinfo:
 
 
 def arrow_name(name: str) -> str:
-    """A zone's name as Arrow knows it. Raises ValueError."""
+    """Return Arrow's name of a zone. Raises ValueError."""
     zone = zone_of(name)
     if zone is UTC or not isinstance(zone, timezone):
         return "UTC" if zone is UTC else name
@@ -57,7 +57,6 @@ def arrow_name(name: str) -> str:
 
 
 def check_zone(name: str) -> None:
-    """Raise ConfigError for a name that is no time zone here."""
     try:
         zone_of(name)
     except ValueError as error:
@@ -65,7 +64,8 @@ def check_zone(name: str) -> None:
 
 
 def machine_zone() -> str:
-    """The name of this machine's time zone: that of TZ, or of the file that /etc/localtime is a link to; else UTC."""
+    """Return the name of this machine's time zone: that of TZ, else of the file that /etc/localtime links to, else
+    UTC."""
     name = os.environ.get("TZ", "").removeprefix(":") or os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")[2]
     try:
         zone_of(name)
@@ -75,7 +75,7 @@ def machine_zone() -> str:
 
 
 def day_of(text: str) -> int:
-    """Days since 1970 of a date; what follows it after a blank or T is ignored. Raises ValueError."""
+    """Return days since 1970 of a date; text behind it, after a blank or T, is ignored. Raises ValueError."""
     found = _DAY.fullmatch(text.strip())
     if found is None:
         raise ValueError("no date")
@@ -84,12 +84,10 @@ def day_of(text: str) -> int:
 
 
 def micros_of(text: str, zone: tzinfo | None) -> int:
-    """Microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
+    """Return microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
 
-    None: a local time, counted as if it were in UTC; a text with a zone is refused. Raises ValueError.
-
-    Where clocks are put forward a time that does not exist is moved forward by as much; where they are put back the
-    first of the two is taken.
+    If `zone` is None, the time is local and counts as if it were UTC; a text with a zone is refused. A time that does not
+    exist, because clocks go forward, moves forward as much; of a time that comes twice the first is taken. Raises ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -112,7 +110,7 @@ def micros_of(text: str, zone: tzinfo | None) -> int:
 
 
 def micros_of_number(number: int, unit: int) -> int:
-    """Microseconds since 1970 of a number of units of `unit` microseconds. Raises ValueError."""
+    """Return microseconds since 1970 of a number of units of `unit` microseconds. Raises ValueError."""
     micros = number * unit
     if not -(2**63) <= micros < 2**63:
         raise ValueError("out of range")

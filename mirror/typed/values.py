@@ -1,10 +1,10 @@
-"""One JSON document to values of a user's schema, as Spark's from_json reads it; a step in Python for each value.
+"""Read one JSON document into values of a user's schema, as Spark's from_json does, with a step in Python for each value.
 
-This is what bodies.py uses where Arrow's reader gives up, and what its results are defined by. A value that its type
-cannot take is a misfit: it becomes null, with the rest of the document kept; in an array or map the whole of it does,
-unless its elements are structs. Numbers keep the spelling that they have in the document.
+bodies.py uses it where Arrow's reader gives up, and its results define what Arrow's must be. A value that its type cannot
+take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map becomes
+null, unless its elements are structs. Numbers keep the spelling of the document.
 
-docs/spark.md has a table of the differences from from_json, and tests/spark/test_values.py holds both to it.
+docs/spark.md has a table of the differences from from_json, and tests/typed/test_values.py holds both to it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,27 @@ from mirror.typed.times import EPOCH_UNITS, day_of, micros_of, micros_of_number,
 
 Problems = list[str]
 Reader = Callable[[Any, Problems], Any]
-"""A JSON value, not null, to what Arrow takes for a type. Raises Misfit, and notes misfits within."""
+"""Turns a JSON value, never null, into what Arrow takes for a type. Raises Misfit, and notes misfits within."""
 
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _EXACT = Context(prec=200, Emax=10_000, Emin=-10_000)
 _DOUBLES = {"NaN": "nan", "+INF": "inf", "-INF": "-inf"}
 _DOUBLES |= {"Infinity": "inf", "+Infinity": "inf", "-Infinity": "-inf"}
-"""Texts that are numbers, and what Python calls these."""
 
 
 class Misfit(Exception):
-    """A JSON value that its type cannot take; the text says why."""
+    """A JSON value that its type cannot take, with the reason as text."""
 
 
 class Spelled(str):
-    """A part of a document as the document spells it: a number that is no integer."""
+    """A number that is no integer, as the document spells it."""
 
 
 _DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled)
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """The members of a JSON object. Raises Misfit."""
     try:
         found = _DECODER.decode(body.decode(errors="replace"))
     except RecursionError:
@@ -57,7 +55,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str:
-    """A JSON value as compact JSON. Not recursive: a value may be nested as deep as the decoder reads."""
+    """Return compact JSON. Not recursive: a value may be nested as deep as the decoder reads."""
     found: list[str] = []
     left = [value]
     while left:
@@ -89,16 +87,15 @@ def _shown(value: Any) -> str:
 
 
 def is_variant(kind: pa.DataType) -> bool:
-    """True for the struct that Spark gives for its type variant."""
+    """Return True for the struct that Spark gives for its type variant."""
     if not pa.types.is_struct(kind) or [each.name for each in kind] != ["value", "metadata"]:
         return False
     return (kind.field("metadata").metadata or {}).get(b"variant") == b"true"
 
 
 def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> Reader:
-    """A reader of these fields of a JSON object; gives a dict with all of them. Raises ConfigError for a type that JSON
-    cannot be read as, and for one that does not take null.
-    """
+    """Return a reader of these fields of a JSON object into a dict with all of them. Raises ConfigError for a type that
+    JSON cannot be read as, and for one that does not take null."""
     readers = []
     for field in fields:
         if not field.nullable:
@@ -252,7 +249,7 @@ def _text(value: Any, _: Problems) -> str:
 
 
 def _clean(text: str) -> str:
-    """Half of a surrogate pair is no character: `?`, as Java writes it."""
+    """Replace half a surrogate pair, which is no character, by `?`, as Java writes it."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

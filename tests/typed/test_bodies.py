@@ -85,7 +85,7 @@ def test_the_record_of_a_misfit_is_kept_whole_and_its_other_fields_are_read() ->
         ["x", "y", None, "z"],
     ]
     assert parsed(schema, bodies, mode="dropmalformed").misfits.keys() == {1, 2}
-    with pytest.raises(ConfigError, match="column _corrupt_record: has the text of a document"):
+    with pytest.raises(ConfigError, match="column _corrupt_record holds the text of a document"):
         Bodies(pa.schema([("_corrupt_record", pa.int64())]))
 
 
