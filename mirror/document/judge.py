@@ -1,8 +1,9 @@
 """Decide in steps of bounded work if bytes are one JSON value: RFC 8259, in UTF-8.
 
-The standard json reads 20 MiB in one call that holds the interpreter's lock for 0.9 s; here the generator yields None after
-`STEP_BYTES`, and nothing is decoded into objects. Invariant: bytes are JSON here exactly if `json.loads` takes them,
-except that NaN and Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` are refused.
+The standard json reads 20 MiB in one call that holds the interpreter's lock for 0.9 s; here the generator yields None
+after `STEP_BYTES`, and nothing is decoded into objects. Invariant: bytes are JSON here exactly if `json.loads` takes
+them, except that NaN and Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` are
+refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Where a pipeline writes: a folder on a disk or a prefix in an object store, from one text.
 
 Knows URLs, files and object stores; never what is written. `folder_at` is the only parser of destinations: a plain
-path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`, `abfss://container@account.dfs.core.windows.net/prefix`.
-Any other URL is refused: it must not become a local folder of that name. Object stores are reached through delta-rs
-for tables and for single files alike, so both use the same environment variables (AWS_*, GOOGLE_*, AZURE_*).
+path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
+`abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused: it must not become a local folder of
+that name. Object stores are reached through delta-rs for tables and for single files alike, so both use the same
+environment variables (AWS_*, GOOGLE_*, AZURE_*).
 
 Invariants: a file of a folder is there once `close` returned, and not before (a local file is synced; an object appears
 with its last byte); nothing here renames, since object stores cannot.

@@ -1,8 +1,8 @@
 """Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for what Arrow refuses.
 
-Knows bodies and Arrow types; never where bodies come from. Fields that a document lacks are null, fields that the schema
-does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or that has
-a value its column's type cannot take; `Reading.mode` decides what becomes of it.
+Knows bodies and Arrow types; never where bodies come from. Fields that a document lacks are null, fields that the
+schema does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or
+that has a value its column's type cannot take; `Reading.mode` decides what becomes of it.
 
 Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
 bodies are halved until few are left, and these are read one by one. Columns of types that Arrow's reader does not have
@@ -95,7 +95,9 @@ class Bodies:
         check_zone(self._zone)
         self._corrupt_at = schema.get_field_index(self._reading.corrupt_record)
         if self._corrupt_at >= 0 and schema.field(self._corrupt_at).type != pa.string():
-            raise ConfigError(f"column {self._reading.corrupt_record} holds the text of a document, so its type must be string")
+            raise ConfigError(
+                f"column {self._reading.corrupt_record} holds the text of a document, so its type must be string"
+            )
         self._schema = pa.schema([each for at, each in enumerate(schema) if at != self._corrupt_at])
         self._read_one = struct_reader(self._schema, self._zone, self._reading.epoch)
         slow = [field for field in self._schema if _contains(field.type, _one_by_one)]
@@ -198,8 +200,8 @@ class _ArrowReader:
     def parse(self, objects: Any) -> list[Any]:
         """Return the columns of bodies that are all `_enclosed`. Raises ArrowInvalid, ArrowNotImplementedError.
 
-        As many values as bodies are then one of each, because no damaged body can continue in the next: the line end between
-        them is an error in a string, and so is `{` behind the end of an inner object.
+        As many values as bodies are then one of each, because no damaged body can continue in the next: the line end
+        between them is an error in a string, and so is `{` behind the end of an inner object.
         """
         if self._has_decimals and pc.any(pc.match_substring_regex(objects, _LARGE_NUMBER)).as_py():
             raise pa.ArrowInvalid("a number that is too large")
@@ -267,8 +269,8 @@ def _one_by_one(kind: Any) -> bool:
 
 
 def _rounded(found: Any, kind: Any) -> Any:
-    """Round decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an integer
-    (pyarrow 26), so each result is compared with its origin. Raises ArrowInvalid.
+    """Round decimals half up. Arrow's division is wrong by one or two for some values, such as 4294967295.7 to an
+    integer (pyarrow 26), so each result is compared with its origin. Raises ArrowInvalid.
     """
     rounded = pc.round(found, kind.scale, "half_towards_infinity").cast(kind)
     farther = pc.subtract(pc.abs(rounded.cast(found.type)), pc.abs(found))

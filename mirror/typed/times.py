@@ -86,8 +86,9 @@ def day_of(text: str) -> int:
 def micros_of(text: str, zone: tzinfo | None) -> int:
     """Return microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
 
-    If `zone` is None, the time is local and counts as if it were UTC; a text with a zone is refused. A time that does not
-    exist, because clocks go forward, moves forward as much; of a time that comes twice the first is taken. Raises ValueError.
+    If `zone` is None, the time is local and counts as if it were UTC; a text with a zone is refused. A time that does
+    not exist, because clocks go forward, moves forward as much; of a time that comes twice the first is taken. Raises
+    ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:

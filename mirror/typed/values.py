@@ -1,8 +1,9 @@
-"""Read one JSON document into values of a user's schema, as Spark's from_json does, with a step in Python for each value.
+"""Read one JSON document into values of a user's schema, as Spark's from_json does, with a step in Python for each
+value.
 
-bodies.py uses it where Arrow's reader gives up, and its results define what Arrow's must be. A value that its type cannot
-take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map becomes
-null, unless its elements are structs. Numbers keep the spelling of the document.
+bodies.py uses it where Arrow's reader gives up, and its results define what Arrow's must be. A value that its type
+cannot take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map
+becomes null, unless its elements are structs. Numbers keep the spelling of the document.
 
 docs/spark.md has a table of the differences from from_json, and tests/typed/test_values.py holds both to it.
 """

@@ -7,9 +7,9 @@ import sys
 
 from pyspark import cloudpickle
 
-from mirror.spark.source.carry import Carried
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.data_source import DocumentsReader
+from mirror.spark.source.failures import Carried
 from mirror.spark.source.local import Shape
 from mirror.spark.source.options import parse
 

@@ -13,7 +13,6 @@ from mirror.errors import ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.pipeline.export import export
 from mirror.spark.pipeline.runner import LocalRunner
-from mirror.spark.source import local
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import Restriction, Shape, dealt, plan, read
 from mirror.spark.source.options import Options, parse
@@ -148,7 +147,7 @@ def test_what_is_not_there_is_named(small: SmallMirror, tmp_path: Path) -> None:
     with pytest.raises(UnknownCollection, match=r"no collection 'shop.orders'.*_default._default"):
         plan(options(small, collection="shop.orders"), Restriction())
     with pytest.raises(NotAMirror):
-        local.opened(str(tmp_path / "nowhere"))
+        open_view(str(tmp_path / "nowhere"))
 
 
 def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_runs(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from mirror.spark.pipeline.progress import BatchFigures, Listener, MergeFigures
 from mirror.spark.pipeline.runner import error_of
 from mirror.spark.pipeline.sink import write_parts
 from mirror.spark.places import Folder, LocalFolder, folder_at
-from mirror.spark.source.local import chosen_vbids
 from mirror.spark.source.options import parse
 from mirror.spark.tables.delta import FolderLock
 from mirror.spark.tables.documents import NOTHING, Applied, Layouts
@@ -120,7 +119,7 @@ def check_source(options: Mapping[str, str], settings: Settings) -> None:
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
         with open_view(parsed.path) as view:
-            chosen_vbids(view, parsed)
+            parsed.vbids_of(view.vbids)
     elif parsed.connection is not None:
         asyncio.run(discover(Access.of(connection_string.parse(parsed.connection), settings), SystemClock()))
 

@@ -1,14 +1,13 @@
 """Changes of a mirror's directory, for Spark: how far a batch goes, and the rows between two offsets.
 
-Knows views, positions and leases; must never know Spark. Invariants: the rows of a vbucket between two offsets are a
-function of these two alone. Argument: an offset names (branch, seqno) at a published boundary. Branches are never
-renumbered, their parents and bases never change, and a row never does, so the way from one to the other (back to where
-the two histories part, with what is void and what is valid again there; then forward) is the same whenever it is read
-for, also when a rollback has meanwhile left the later one. What can change is that the purger takes versions away: it
-does not while a lease holds the earlier offset, and once it has passed the later one, or has removed a tombstone above
-the earlier one or a retracted row, the store refuses (`View.check_way`), which is lost history, and nothing is guessed.
-Between the two, a version that the purger took has a newer one of its key before the later offset: the state there is
-the same, as with the source's own dedup.
+Knows views, positions and leases; must never know Spark. Invariant: the rows of a vbucket between two offsets depend on
+these two alone. An offset names (branch, seqno) at a published boundary. Branches are never renumbered, their parents
+and bases never change, and rows never change. So the way from one offset to the other (back to the common base, with
+retractions and restorations, then forward) is the same at every reading, even after a rollback left the later offset.
+Only the purger removes versions. It removes none while a lease holds the earlier offset. Once it has passed the later
+offset, or removed a tombstone above the earlier one or a retracted row, `View.check_way` refuses: the history is lost.
+Of a version that the purger took between the two there is a newer one of its key before the later offset, so the state
+there is the same, as with the source's own deduplication.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
 from mirror.lease import Lease
-from mirror.spark.source.local import chosen_vbids, dealt, opened
+from mirror.spark.source.local import dealt
 from mirror.spark.source.offsets import BEGINNING, At, Lag, Offset, admit, decode
 from mirror.spark.source.options import Options
 from mirror.spark.source.rows import change_row, control_row
@@ -30,9 +29,7 @@ from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
 from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
 from storage.read import states
-from storage.read.view import Token, View
-
-ORIGIN = "path"
+from storage.read.view import Token, View, open_view
 
 
 class LostHistory(MirrorError):
@@ -45,81 +42,83 @@ class LostHistory(MirrorError):
 
 
 class Way(NamedTuple):
-    """What a task reads of one vbucket."""
+    """The part of one vbucket that a task reads."""
 
     vbid: int
     start: At
     end: At
     again: bool
-    """All of it, after a row of kind resync; not what changed since `start`."""
+    """All of the vbucket, after a row of kind resync, instead of the changes since `start`."""
 
 
 @dataclass(frozen=True)
 class ChangesTask:
-    """What one task reads."""
-
     ways: tuple[Way, ...]
     names: Mapping[int, str] = field(default_factory=dict)
-    """Over a connection: collections by id."""
+    """Collections by id, over a connection."""
     known: frozenset[int] = frozenset()
-    """Over a connection: the collections that were there before."""
+    """Collections that existed at the start of the batch, over a connection."""
     followed: MapRecord | None = None
-    """Over a connection: the newest cluster map that the driver knows; tasks follow no older one."""
+    """The driver's newest cluster map, over a connection; tasks follow no older one."""
 
 
-class LocalChanges:
-    """The driver's side of a stream."""
+class ChangesDriver:
+    """The driver's side of a stream: its offsets, and the tasks between two of them."""
 
-    def __init__(self, options: Options) -> None:
-        """Open the mirror. Raises what stands in the way."""
-        assert options.path is not None
+    def __init__(self, options: Options, origin: str, bucket_uuid: str) -> None:
         self._options = options
-        self._view = opened(options.path)
+        self._origin = origin
+        self.bucket_uuid = bucket_uuid
+        self._turn = 0
+        self._target: Mapping[int, int] | None = None
+
+    def beginning(self) -> Offset:
+        return Offset(self._origin, self.bucket_uuid, selection=self._options.selection)
+
+    def decode(self, given: Mapping[str, Any]) -> Offset:
+        return decode(given, self._origin, self.bucket_uuid, self._options.selection)
+
+    def _refuse(self, vbid: int, lost: str) -> None:
+        if not self._options.resync:
+            raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}".removeprefix("None: "))
+
+
+class LocalChanges(ChangesDriver):
+    def __init__(self, options: Options) -> None:
+        assert options.path is not None
+        self._view = open_view(options.path)
         try:
-            self._vbids = chosen_vbids(self._view, options)
+            self._vbids = options.vbids_of(self._view.vbids)
         except BaseException:
             self._view.close()
             raise
-        self.bucket_uuid = self._view.identity.bucket_uuid
+        super().__init__(options, "path", self._view.identity.bucket_uuid)
         self._known: set[int] = set()
-        self._turn = 0
-        self._target: Mapping[int, int] | None = None
-        self._undelivered: set[int] = set()
-        """Vbuckets of which a batch could send nothing, not even the first time: they begin again."""
+        self._undelivered: set[int] = set()  # vbuckets whose first batch could send no rows: they begin again
         self._lease: Lease | None = None
         self._leased_s = 0.0
 
     def close(self) -> None:
-        """Let go of everything."""
         if self._lease is not None:
             self._lease.leave()
         self._view.close()
 
     # -- offsets --------------------------------------------------------------------------------------------------
 
-    def beginning(self) -> Offset:
-        """Before everything."""
-        return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
-
     def published(self) -> Offset:
-        """All that is published now. Raises Unavailable for a vbucket that is being resynced."""
+        """Return the published position of each vbucket. Raises Unavailable for a vbucket in a resync."""
         found = {}
         for vbid in self._vbids:
             published = states.published_since(self._view.reader(vbid), None)[0]
             if published is not None:
                 found[vbid] = at_of(published)
-        return Offset(ORIGIN, self.bucket_uuid, found, selection=self._options.selection)
+        return replace(self.beginning(), at=found)
 
     def stop_at_published(self) -> None:
-        """Nothing that is published later is given from now on."""
         self._target = {vbid: at.seqno for vbid, at in self.published().at.items()}
 
-    def decode(self, given: Mapping[str, Any]) -> Offset:
-        """An offset of this stream."""
-        return decode(given, ORIGIN, self.bucket_uuid, self._options.selection)
-
     def latest(self, start: Offset, limited: bool) -> Offset:
-        """Where the next batch ends. Raises LostHistory."""
+        """Return the end of the next batch. Raises LostHistory."""
         self._hold(start)
         lags: dict[int, Lag] = {}
         again: set[int] = set()
@@ -140,18 +139,18 @@ class LocalChanges:
         return replace(start, at={**start.at, **moved})
 
     def _lag(self, vbid: int, at: At, limited: bool) -> tuple[Lag | None, bool]:
-        """What there is to go on with, and whether it is everything, again."""
+        """Return how far a vbucket is behind, and True if it must be sent again as a whole."""
         try:
             published, common = states.published_since(self._view.reader(vbid), token(self._view, vbid, at))
         except Unavailable:
-            return None, False  # wait: the position is looked at again when it is there
+            return None, False  # wait for the vbucket's position
         if (
             published is not None
             and self._target is not None
             and published.seqno > (limit := self._target.get(vbid, 0))
         ):
             published = states.newest(self._view.reader(vbid), limit) if limit else None
-            if published is None and limit:  # the end that was planned is not kept any more: the next one is as good
+            if published is None and limit:  # the planned end is no longer kept: take the next one
                 published = states.following(self._view.reader(vbid), limit)
         if published is None or (vbid in self._known and place(at) == place(at_of(published))):
             return None, False
@@ -160,8 +159,8 @@ class LocalChanges:
             return None, False  # wait: after a power cut the mirror fetches its last commits again
         lost = self._lost(vbid, at, published)
         if lost:
-            if not self._options.resync and vbid not in self._undelivered:
-                raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
+            if vbid not in self._undelivered:
+                self._refuse(vbid, lost)
             base_seqno = 0
         elif place(at) == place(at_of(published)):
             return None, False
@@ -176,7 +175,7 @@ class LocalChanges:
         return Lag(base_seqno, at_of(published), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
 
     def _lost(self, vbid: int, at: At, published: Boundary) -> str:
-        """Why what changed since a position cannot be found out; empty: it can."""
+        """Return why the changes since a position cannot be read, or an empty text if they can."""
         if not at.seqno:
             return ""
         try:
@@ -198,9 +197,9 @@ class LocalChanges:
         return at_of(found) if found is not None else None
 
     def _hold(self, start: Offset) -> None:
-        """Keep the history that batches from here on need. An older lease holds more, so there is no hurry.
+        """Hold the history that batches from `start` on need. An older lease holds more, so renewing has time.
 
-        Of a vbucket at its beginning that is all there is: whichever boundary its first batch ends at must stay.
+        A vbucket at its beginning holds from its first boundary on, because its first batch may end at any boundary.
         """
         if self._lease is not None and time.monotonic() - self._leased_s < self._options.lease_seconds / 3:
             return
@@ -218,7 +217,7 @@ class LocalChanges:
         before = self._lease
         try:
             self._lease = Lease(self._options.path, held, name="spark changes", seconds=self._options.lease_seconds)
-        except ServiceSaidNo:  # a position that the floor has passed, though it can be followed yet; or too many leases
+        except ServiceSaidNo:  # too many leases, or a position below the floor that can still be followed
             return
         self._leased_s = time.monotonic()
         if before is not None:
@@ -227,7 +226,7 @@ class LocalChanges:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        """The tasks of the batch between two offsets. Raises LostHistory."""
+        """Return the tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
             since = start.of(vbid)
@@ -236,11 +235,11 @@ class LocalChanges:
             lost = to.fresh == 0 and self._lost_between(vbid, since, to)
             if lost and not since.seqno:
                 self._undelivered.add(vbid)
-                continue  # the end is gone, and nothing was sent yet: what comes after finds that, and sends all
-            if lost and not self._options.resync:
-                raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}")
-            if lost and self._lost_between(vbid, BEGINNING, to):
-                continue  # the end is gone, too: what comes after finds that, and begins again
+                continue  # the end is gone before anything was sent: the next batch sends all
+            if lost:
+                self._refuse(vbid, lost)
+                if self._lost_between(vbid, BEGINNING, to):
+                    continue  # the end is gone as well: the next batch begins again
             ways[vbid] = Way(vbid, since, to, bool(lost or to.fresh))
         shares = dealt(list(ways), self._options.partitions, self._view.identity.group_count)
         return [ChangesTask(tuple(ways[vbid] for vbid in share)) for share in shares if share]
@@ -250,25 +249,26 @@ class LocalChanges:
             start = token(self._view, vbid, since) if since.seqno else None
             self._view.check_way(start, token(self._view, vbid, to))
         except ViewInvalidated as error:
-            return f"what lies between {since.branch}:{since.seqno} and {to.branch}:{to.seqno} is gone: {error.message}"
+            return (
+                f"the changes between {since.branch}:{since.seqno} and {to.branch}:{to.seqno} are gone: {error.message}"
+            )
         return ""
 
 
 def at_of(boundary: Boundary) -> At:
-    """A boundary as a position."""
     return At(int(boundary.branch), int(boundary.seqno), int(boundary.vbuuid), history_id=boundary.history_id)
 
 
 def place(at: At) -> tuple[int, int, int]:
-    """What makes two positions the same."""
+    """Return the fields that tell positions apart."""
     return at.branch, at.seqno, at.history_id
 
 
 def token(view: View, vbid: int, at: At) -> Token:
-    """A position as the store knows it.
+    """Return the token of a position.
 
-    One that a power cut took back is good again once the mirror has published the same history of the source (vbuuid)
-    beyond it.
+    A position that a power cut took back is valid again once the mirror has published the same history of the source
+    (vbuuid) beyond it.
     """
     given = Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno), at.history_id)
     if at.history_id not in states.history_ids(view.reader(vbid), at.branch):
@@ -282,14 +282,13 @@ def token(view: View, vbid: int, at: At) -> Token:
 
 
 def read(path: str, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
-    """The rows of a task, each vbucket's in their order."""
-    with opened(path) as view:
+    """Yield the rows of a task, those of each vbucket in order."""
+    with open_view(path) as view:
         for way in work.ways:
             yield from rows_between(view, way)
 
 
 def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
-    """Changes of one vbucket as rows."""
     vbid, end = way.vbid, way.end
     since = None
     if way.again:
@@ -314,10 +313,10 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             names_lost = states.manifest_at(view.reader(vbid), way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
-            if retracted and document.collection_id not in names_lost:  # it came and went in the history that is void
+            if retracted and document.collection_id not in names_lost:  # it began and ended in the void history
                 where = int(document.branch), int(document.seqno)
                 names_lost |= states.manifest_at(view.reader(vbid), *where).names()
-            name = _name(names_lost if retracted else names, document.collection_id)
+            name = name_of(names_lost if retracted else names, document.collection_id)
             here = (at[0], 0) if retracted else at
             yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], here)
         else:
@@ -326,7 +325,7 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             ends, vbuuid = (until.seqno, until.vbuuid) if until is not None else (end.seqno, end.vbuuid)
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
-                # Not what the event before it left: one that the reader has already is not given again.
+                # Compared with the event before, so that no event is given twice.
                 before = states.manifest_at(view.reader(vbid), end.branch, document.seqno - 1)
                 after = states.manifest_at(view.reader(vbid), *here)
                 for kind, name in gone_collections(before, after):
@@ -335,12 +334,12 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             else:
                 if document.collection_id not in names:
                     names = states.manifest_at(view.reader(vbid), *here).names()
-                name = _name(names, document.collection_id)
+                name = name_of(names, document.collection_id)
                 yield change_row(document, name, change.kind, vbuuid, ends, here)
 
 
 def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, str]]:
-    """What a system event took away: kind and name."""
+    """Yield kind and name of each collection that a system event ended."""
     names = before.names()
     for collection_id, entry in before.collections.items():
         now = after.collections.get(collection_id)
@@ -350,6 +349,7 @@ def gone_collections(before: Manifest, after: Manifest) -> Iterator[tuple[str, s
             yield "collection_flushed", names[collection_id]
 
 
-def _name(names: Mapping[int, str], collection_id: int) -> str:
-    """Without a name: a collection that was dropped before what is kept of its vbucket began."""
+def name_of(names: Mapping[int, str], collection_id: int) -> str:
+    """Return a name with the id for a collection without one: it ended before the kept history or between two
+    batches."""
     return names.get(collection_id) or f"?.0x{collection_id:x}"

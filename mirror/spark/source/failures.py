@@ -1,16 +1,21 @@
-"""One line for a user's mistake, instead of the traceback of some worker process.
+"""Report a user's mistake in one line, instead of the traceback of some worker process.
 
-Knows how PySpark's worker processes pass an exception on; must never hide a programmer's error, whose traceback is what
-one wants to see. Invariant: what leaves `clear_errors` for a foreseen reason is a MirrorSourceError of one line.
+Knows how PySpark's worker processes pass exceptions on; must never hide the traceback of a programming error. An
+executor without this package fails while it unpickles its task, before any code of ours. So cloudpickle sends the
+functions of this module as code, and `restore` needs nothing but Python itself. Invariant: a foreseen error leaves
+`clear_errors` as a MirrorSourceError of one line.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from pyspark import cloudpickle
 
 from mirror.errors import MirrorError
 from storage.errors import StorageError
@@ -23,29 +28,23 @@ HIDE = "SPARK_HIDE_TRACEBACK"
 """A variable of PySpark's (`pyspark.util.handle_worker_exception`)."""
 
 
-class MirrorSourceError(Exception):
-    """What went wrong and how to fix it, in one line."""
+class MirrorSourceError(Exception): ...
 
 
-MirrorSourceError.__module__ = "builtins"  # so that it is not spelled out with its module in front of its text
+MirrorSourceError.__module__ = "builtins"  # without its module in front of its text
 
 
 def hide_tracebacks() -> None:
-    """An error that this process ends with is reported without its traceback."""
     os.environ[HIDE] = "1"
 
 
 def show_tracebacks() -> None:
-    """And with it."""
     os.environ.pop(HIDE, None)
 
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """Turn errors that were foreseen into one line.
-
-    PySpark's processes end after they reported an exception.
-    """
+    """Turn foreseen errors into one line. PySpark's processes end after they report an exception."""
     try:
         yield
     except (MirrorError, StorageError) as error:
@@ -54,7 +53,7 @@ def clear_errors() -> Iterator[None]:
 
 
 def with_clear_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, within `clear_errors`. Not for generators."""
+    """Wrap a function in `clear_errors`. Not for generators."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,3 +61,34 @@ def with_clear_errors(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return wrapper
+
+
+class Carried:
+    """Base of objects that are sent to executors, where a missing package is an error in one line."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, (cloudpickle.dumps((type(self), self.__dict__)),)  # type: ignore[no-untyped-call]
+
+
+def restore(payload: bytes) -> Any:
+    """Unpickle an object. Raises MirrorSourceError if a package that it needs is missing."""
+    import os
+    import pickle
+    import socket
+    import sys
+
+    try:
+        kind, attributes = pickle.loads(payload)
+    except ModuleNotFoundError as error:
+        os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+        missing = (error.name or str(error)).partition(".")[0]
+        raise type("MirrorSourceError", (Exception,), {"__module__": "builtins"})(
+            f"the Python of an executor ({sys.executable} on {socket.gethostname()}) has no package {missing} "
+            "(pip install 'dcp-mirror[spark]' on every executor, and set spark.pyspark.python to that Python)"
+        ) from None
+    found = object.__new__(kind)
+    found.__dict__.update(attributes)
+    return found
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]

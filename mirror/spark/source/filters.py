@@ -1,8 +1,8 @@
-"""Filters of a query that a read of documents can answer by itself: on key, collection and vbucket.
+"""Filters of a query that a read of documents answers itself: on key, collection and vbucket.
 
-Knows PySpark's filters and the order of keys; never a store. What is accepted is removed from Spark's plan, so it is
-accepted only where the source's answer is exact: Spark compares strings by their bytes, as the key trees do, and none
-of the three columns is ever null. Invariant: a row is in `Restriction` iff it passes every accepted filter.
+Knows PySpark's filters and the order of keys; never a store. Spark removes accepted filters from its plan, so only
+filters with an exact answer are accepted: Spark compares strings by their bytes, as the key trees do, and none of the
+three columns is ever null. Invariant: a row is in `Restriction` if and only if it passes every accepted filter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyspark.sql.datasource import (
 from mirror.spark.source.local import Restriction
 
 NEXT = b"\0"
-"""Appended to a key: the smallest one above it."""
+"""Appended to a key: the smallest key above it."""
 
 _COMPARISONS: dict[type[Filter], Callable[[int, int], bool]] = {
     EqualTo: operator.eq,
@@ -38,7 +38,7 @@ _COMPARISONS: dict[type[Filter], Callable[[int, int], bool]] = {
 
 
 def accept(filters: Iterable[Filter], mark: str, restriction: Restriction) -> Iterator[Filter]:
-    """Take into `restriction` what is exact; generate the others. `mark` stands in front of the columns' names."""
+    """Add exact filters to `restriction` and yield the others. Column names begin with `mark`."""
     for each in filters:
         column = getattr(each, "attribute", ("",))
         name = column[0].removeprefix(mark) if len(column) == 1 and column[0].startswith(mark) else ""

@@ -1,9 +1,9 @@
-"""Documents of a mirror's directory, for Spark: what a job reads is decided once, and read by its tasks.
+"""Documents of a mirror's directory, for Spark: `plan` decides once what a job reads, and its tasks `read` it.
 
-Knows views, pins and leases; must never know Spark. `plan` runs where a job is planned, `read` where its tasks run,
-which is on the same machine. Invariants: a job reads one boundary of each vbucket, chosen by `plan`, whatever is
-written, rolled back or purged meanwhile; a lease holds that history from the plan until `lease_seconds` after the last
-task was heard of (without a running service nothing is purged); if it is gone all the same, the job fails and says so.
+Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
+one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
+history from the plan until `lease_seconds` after the last task was heard of (without a running service nothing is
+purged). If the history is gone all the same, the job fails and says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mirror.errors import ConfigError
 from mirror.lease import Lease
 from mirror.spark.source.options import Options
 from mirror.spark.source.rows import BATCH_BYTES, Documents
@@ -33,23 +32,21 @@ from storage.read.view import Pin, Time, View, open_view
 
 @dataclass
 class Restriction:
-    """What filters have left of all keys, collections and vbuckets."""
+    """The keys, collections and vbuckets that filters leave."""
 
     start: bytes = b""
     end: bytes | None = None
     prefix: bytes = b""
     key: bytes | None = None
-    """The one key that is requested, if it is one: it names the vbucket, too."""
+    """The one requested key, if it is one. It determines the vbucket."""
     collections: frozenset[str] | None = None
     vbid_tests: list[Callable[[int], bool]] = field(default_factory=list)
 
     @property
     def keys(self) -> KeyRange:
-        """The keys that are left."""
         return KeyRange(self.start, self.prefix, self.end)
 
     def takes(self, vbid: int) -> bool:
-        """True when rows of this vbucket are left."""
         return all(test(vbid) for test in self.vbid_tests)
 
     def narrow(self, start: bytes = b"", end: bytes | None = None) -> None:
@@ -61,7 +58,7 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all tasks of a job have in common."""
+    """The part that all tasks of a job share."""
 
     path: str
     lease_id: str
@@ -73,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which columns a job makes: names of `columns.DOCUMENTS`, or fields of the body (`from_body`)."""
+    """The columns of a job: names of `columns.DOCUMENTS`, or fields of the body (`from_body`)."""
 
     schema: Any
     from_body: tuple[bool, ...]
@@ -82,33 +79,14 @@ class Shape:
 
 @dataclass(slots=True)
 class Counts:
-    """What a task has read."""
+    """The documents and misfits (typed/bodies.py) that a task has read."""
 
     documents: int = 0
     misfits: int = 0
-    """Documents that do not fit the schema (bodies.py)."""
-
-
-def opened(path: str) -> View:
-    """The mirror at `path`; also the old copy of what is being resynced is refused, as its settings want."""
-    return open_view(path)
-
-
-def chosen_vbids(view: View, options: Options) -> list[int]:
-    """The vbuckets that were requested. Raises ConfigError for one that is not there."""
-    if options.vbuckets is None:
-        return list(view.vbids)
-    missing = sorted(options.vbuckets - set(view.vbids))
-    if missing:
-        raise ConfigError(
-            f"option vbuckets: {options.path} does not hold vbucket {missing[0]}",
-            hint=f"it holds {view.vbids[0]} to {view.vbids[-1]}",
-        )
-    return sorted(options.vbuckets)
 
 
 def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]:
-    """Vbuckets in `parts` equal shares at most, each out of as few groups as can be."""
+    """Return at most `parts` equal shares of vbuckets, each out of as few groups as possible."""
     order = sorted(vbids, key=lambda vbid: (vbid % group_count, vbid))
     parts = min(parts, len(order)) or 1
     cuts = [len(order) * part // parts for part in range(parts + 1)]
@@ -116,10 +94,10 @@ def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]
 
 
 def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int]]]:
-    """Choose the boundaries of what filters have left, hold them, and deal the vbuckets to tasks."""
+    """Choose the boundaries of the restricted documents, hold them, and deal the vbuckets to tasks."""
     assert options.path is not None
-    with opened(options.path) as view:
-        chosen = [vbid for vbid in chosen_vbids(view, options) if restriction.takes(vbid)]
+    with open_view(options.path) as view:
+        chosen = [vbid for vbid in options.vbids_of(view.vbids) if restriction.takes(vbid)]
         if restriction.key is not None:
             chosen = [vbid for vbid in chosen if vbid == view.vbid_of(restriction.key)]
         filling = [vbid for vbid in chosen if not view.state(vbid).is_whole]
@@ -146,7 +124,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
 
 
 def check_collection(view: View, pins: Sequence[Pin], name: str) -> None:
-    """Raise UnknownCollection unless some vbucket knows the collection; they hear of it one after the other."""
+    """Raise UnknownCollection unless a vbucket knows the collection. Vbuckets learn of one at different times."""
     known: set[str] = set()
     for pin in pins:
         known |= set(bulk.collection_names(view, pin).values())
@@ -159,25 +137,25 @@ def check_collection(view: View, pins: Sequence[Pin], name: str) -> None:
 
 
 def hold(job: Job) -> Lease:
-    """Hold what the job reads. All of it, for every reader: tasks that have yet to begin need theirs."""
+    """Hold all that the job reads: tasks that have yet to begin need theirs."""
     positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in job.pins if pin.seqno}
     return Lease(job.path, positions, name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id)
 
 
 def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = None) -> Iterator[Any]:
-    """The record batches of a task; what was read is added to `counts`."""
+    """Yield the record batches of a task, and add what was read to `counts`."""
     mine = set(vbids)
     maker = Maker(shape, counts, seal.SIZE)
     lease = hold(job)
     try:
-        with opened(job.path) as view:
+        with open_view(job.path) as view:
             for pin in job.pins:
                 if pin.vbid in mine:
                     yield from _of_vbucket(view, pin, job, maker)
             yield from maker.rest()
     except ViewInvalidated as error:
         raise ViewInvalidated(
-            f"what this job reads is not kept any more: {error.message}",
+            f"the history that this job reads is no longer kept: {error.message}",
             path=job.path,
             vbid=error.vbid,
             hint="run it again, with a longer leaseSeconds or history_s if this comes again",
@@ -195,10 +173,10 @@ def _of_vbucket(view: View, pin: Pin, job: Job, maker: Maker) -> Iterator[Any]:
 
 
 class Maker:
-    """Makes record batches of the rows of many vbuckets: few large ones, also where vbuckets are small."""
+    """Makes few large record batches of the rows of many vbuckets. A row has a checksum of `checksum_size` behind
+    it."""
 
     def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
-        """Nothing is held yet. Rows have a checksum of this size behind them."""
         self._shape = shape
         self._checksum_size = checksum_size
         self._counts = counts or Counts()
@@ -208,7 +186,7 @@ class Maker:
         self._now_ms = 0
 
     def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
-        """Take rows; give batches as they are full."""
+        """Take rows; yield batches as they become full."""
         if pin.now_ms != self._now_ms:
             yield from self.rest()
             self._now_ms = pin.now_ms
@@ -219,7 +197,7 @@ class Maker:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Any]:
-        """What is held."""
+        """Yield the last batch."""
         rows, self._rows = self._rows, Documents(self._checksum_size)
         if len(rows):
             rows.close()

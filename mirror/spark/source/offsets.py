@@ -1,9 +1,8 @@
-"""Offsets of a stream: where each vbucket stands, as Spark keeps it in a checkpoint, and how far the next batch goes.
+"""Offsets of a stream: the position of each vbucket, as Spark keeps it in a checkpoint, and the end of the next batch.
 
 Knows numbers only: no store, no connection, no Spark. Invariants: an offset names published boundaries (over a
-connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them; what `admit`
-returns lies between start and what is published, is a boundary of each vbucket, and moves on whenever there is
-something to move to, however small the limit.
+connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them. `admit` returns
+boundaries between the start and what is published, and moves on whenever it can, however small the limit.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from typing import Any, NamedTuple
 from mirror.errors import ConfigError
 
 FORMAT = 2
-"""1 did not say of which history of the mirror a position is."""
+"""Format 1 did not name the history of the mirror that a position is of."""
 
 
 class At(NamedTuple):
-    """Where one vbucket stands."""
+    """The position of one vbucket."""
 
     branch: int = 0
     seqno: int = 0
     vbuuid: int = 0
     fresh: int = 0
-    """1: the batch that ends here begins again, with everything (a resync)."""
+    """1: the batch that ends here sends the whole vbucket again (a resync)."""
     since_seqno: int = 0
-    """Over a connection: where the batch that ends here began."""
+    """The start of the batch that ends here, over a connection."""
     history_id: int = 0
-    """In a mirror's directory: which history the position is of (`storage.read.view.Token`)."""
+    """The history of the position, in a mirror's directory (`storage.read.view.Token`)."""
 
     def follows(self, other: At) -> bool:
-        """True when it lies behind another position of the same history."""
+        """Return True if this position lies behind another one of the same history."""
         same = (self.branch, self.vbuuid, self.history_id) == (other.branch, other.vbuuid, other.history_id)
         return same and self.seqno > other.seqno
 
@@ -42,24 +41,21 @@ BEGINNING = At()
 
 @dataclass(frozen=True)
 class Offset:
-    """Where all vbuckets stand; those that are not named, at the beginning."""
+    """The position of all vbuckets; those that are not named are at the beginning."""
 
     origin: str
-    """path or connection: their numbers do not mean the same."""
+    """path or connection, whose numbers differ in meaning."""
     bucket_uuid: str
     at: Mapping[int, At] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    """Over a connection: the collections that were ever seen, by id. Of one that was dropped nobody else knows it."""
+    """Names by id of all collections ever seen, over a connection: no one else knows those of dropped ones."""
     selection: str = ""
-    """What the stream reads of the source (`Options.selection`). Positions say nothing of what a filter left out, so an
-    offset is good for this selection alone."""
+    """`Options.selection`. Positions do not show what a filter left out, so an offset is valid for one selection."""
 
     def of(self, vbid: int) -> At:
-        """Where one stands."""
         return self.at.get(vbid, BEGINNING)
 
     def encode(self) -> dict[str, Any]:
-        """As JSON, with no more numbers than are needed."""
         found = {
             "format": FORMAT,
             "origin": self.origin,
@@ -81,7 +77,7 @@ def _without_zeros(at: At) -> list[int]:
 
 
 def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: str = "") -> Offset:
-    """An offset out of a checkpoint. Raises ConfigError when it is none of this source."""
+    """Return the offset in a checkpoint. Raises ConfigError if it is not of this source."""
     try:
         if given["format"] != FORMAT:
             raise ConfigError(
@@ -111,7 +107,7 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
 
 
 def check_selection(what: str, made_with: str, now: str) -> None:
-    """Raise ConfigError where `what` was made with another choice of collections and vbuckets than now."""
+    """Raise ConfigError if the selection of collections and vbuckets has changed."""
     if made_with != now:
         raise ConfigError(
             f"{what} was made with {made_with or 'all collections and vbuckets'}, not {now or 'all of them'}",
@@ -120,15 +116,13 @@ def check_selection(what: str, made_with: str, now: str) -> None:
 
 
 class Lag(NamedTuple):
-    """What a vbucket has to offer."""
-
     base_seqno: int
-    """Up to here, start and front have one history."""
+    """Start and front share their history up to here."""
     published: At
     turned: bool
-    """The start lies beyond the base: there is something to take back, whatever comes after."""
+    """The start lies beyond the base, so there are retractions."""
     weight: float
-    """Of the limit, that a seqno costs."""
+    """Share of the limit that a seqno costs."""
 
 
 def admit(
@@ -137,11 +131,11 @@ def admit(
     newest: Callable[[int, int], At | None],
     following: Callable[[int, int], At | None],
 ) -> tuple[dict[int, At], int]:
-    """Where each vbucket is to go, all costs together about 1, and which vbucket is to be first the next time.
+    """Return the next position of each vbucket, all costs together about 1, and the vbucket to begin with next time.
 
-    `newest(vbid, seqno)` gives the newest boundary not above a seqno, `following(vbid, seqno)` the next one above.
-    The turn goes round, so that none waits for ever; a vbucket whose next boundary is further away than the limit goes
-    there all the same if it is the first of a batch.
+    `newest(vbid, seqno)` returns the newest boundary not above a seqno, `following(vbid, seqno)` the next one above.
+    Vbuckets take turns, so that none waits for ever. The first vbucket of a batch goes to its next boundary even if
+    that is beyond the limit.
     """
     order = sorted(lags)
     order = [vbid for vbid in order if vbid >= first] + [vbid for vbid in order if vbid < first]

@@ -1,8 +1,7 @@
 """The options of the data source: names, meanings and bounds, as a user gives them to Spark.
 
-Knows text and what it may say; never a store, a connection or a session. A password is no option: options land in
-Spark's UI and event log. Invariant: what `parse` returns is whole and in bounds, or it raises ConfigError with one line
-that names the option and the remedy.
+Knows text; never a store, a connection or a session. A password is no option: Spark's UI and event log show options.
+Invariant: `parse` returns complete options in bounds, or raises ConfigError with one line that names option and remedy.
 
     path | connection   the directory of a mirror on this machine (a path or file:///path), or a connection string of
                         a cluster, an embedded source or a mirror's downstream port. One of them; load("...") gives
@@ -36,12 +35,13 @@ that names the option and the remedy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from typing import Any
 
+from mirror import units
 from mirror.errors import ConfigError
 from mirror.spark.places import local_path
 from mirror.spark.source.columns import TABLES
@@ -50,19 +50,16 @@ from mirror.typed.times import EPOCH_UNITS, zone_of
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"
-"""Spark's own property of a table: CREATE TABLE without columns makes a source to ask for them, and gives it this."""
+"""Spark's own property of a table: CREATE TABLE without columns asks a source for them, and gives it this."""
 OF_SQL = (
     "pass a table's options on to its queries: CREATE TABLE name (_key string, ...) USING mirror, and "
     "SELECT ... FROM name WITH (path = '...'), for example in a view; or CREATE TEMPORARY VIEW name USING mirror "
     "OPTIONS (path '...')"
 )
-UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a read, checked."""
-
     path: str | None = None
     connection: str | None = None
     table: str = "documents"
@@ -82,12 +79,11 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of the table that were requested."""
         return self.columns or tuple(TABLES[self.table].names)
 
     @property
     def selection(self) -> str:
-        """Which collections and vbuckets are read, always in the same words; empty: all. Goes into checkpoints."""
+        """The collections and vbuckets that are read, in a canonical text for checkpoints; empty: all."""
         parts = []
         if self.collections is not None:
             parts.append(f"collection={','.join(sorted(self.collections))}")
@@ -95,9 +91,21 @@ class Options:
             parts.append(f"vbuckets={','.join(_as_ranges(self.vbuckets))}")
         return " ".join(parts)
 
+    def vbids_of(self, held: Sequence[int]) -> list[int]:
+        """Return the selected vbuckets of those held. Raises ConfigError for a missing one."""
+        if self.vbuckets is None:
+            return list(held)
+        missing = sorted(self.vbuckets - set(held))
+        if missing:
+            raise ConfigError(
+                f"option vbuckets: {self.path or 'the bucket'} does not hold vbucket {missing[0]}",
+                hint=f"it holds {held[0]} to {held[-1]}",
+            )
+        return sorted(self.vbuckets)
+
 
 def parse(given: Mapping[str, str]) -> Options:
-    """Options from text. Raises ConfigError."""
+    """Raises ConfigError."""
     values = {name.lower(): text.strip() for name, text in given.items()}
     if OF_CREATE_TABLE in values:
         raise ConfigError("a table in SQL needs columns and has no options", hint=f"Spark does not {OF_SQL}")
@@ -135,7 +143,7 @@ def parse(given: Mapping[str, str]) -> Options:
 
 
 def reading_of(given: Mapping[str, str]) -> Reading:
-    """How documents are read, from the options that say so. Raises ConfigError."""
+    """Return the options that say how documents are read. Raises ConfigError."""
     return Reading(**_fields({name.lower(): text for name, text in given.items()}, _READING))
 
 
@@ -151,7 +159,7 @@ def _fields(values: Mapping[str, str], names: Set[str]) -> dict[str, Any]:
 
 
 def ranges(text: str) -> frozenset[int]:
-    """`0-511,600` as a set."""
+    """Return `0-511,600` as a set. Raises ValueError."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -165,7 +173,6 @@ def ranges(text: str) -> frozenset[int]:
 
 
 def _as_ranges(numbers: frozenset[int]) -> Iterator[str]:
-    """The inverse of `ranges`."""
     for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0]):
         found = [number for _, number in run]
         yield str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
@@ -190,9 +197,8 @@ def _time(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """`64m` as bytes. Raises ValueError."""
-    unit = UNITS.get(text[-1:].lower(), 1)
-    return _count(text if unit == 1 else text[:-1]) * unit
+    """Return `64m`, or a number of bytes, in bytes. Raises ValueError."""
+    return _count(text if text.isdecimal() else str(units.byte_count(text)))
 
 
 def _count(text: str) -> int:

@@ -1,17 +1,17 @@
 """Documents and changes of a source over the network, for Spark: executors consume DCP themselves.
 
 Knows the bounded reader (`mirror.feed.read.reader`) and offsets; must never know Spark, nor a store. Invariants:
-- rows come out of whole snapshots only, each vbucket's in order, in bounded memory; one connection to each node is
-  kept by a worker process and used again by its next task;
-- documents are those of one whole snapshot's end of each vbucket, at or above its high seqno when the job was planned;
-- a batch of changes ends at the high seqno E that its offset names. A snapshot may go beyond E; what lies there comes
-  with the next batch. So each event comes once. A version at or below E that a later one replaced in the same snapshot
-  is not sent, so the state at E lacks it until the next batch: as long as the source's history goes on, that one brings
-  what replaced it. When the history has changed instead (another vbuuid), what replaced it may be lost, and the older
-  version be valid again: then the next batch begins where the one before began (`At.since_seqno`), and events of one
-  batch may come twice; upserts by (at_branch, at_seqno) do not mind;
-- what was delivered and is not on the source's history any more is lost history: without a store nobody can say which
-  versions were valid before, so it is reported or begun again (onLostHistory), never passed over.
+- rows come out of whole snapshots only, each vbucket's in order, in bounded memory; a worker process keeps one
+connection to each node and its next task uses it again;
+- documents are those of one whole snapshot's end of each vbucket, at or above its high seqno at planning;
+- a batch of changes ends at the high seqno E that its offset names. Rows of a snapshot beyond E come with the next
+batch, so each event comes once. If a later version in the same snapshot replaced one at or below E, the older is not
+sent, and the state at E lacks the key until the next batch. That batch brings the newer version while the history
+continues. If the history has changed instead (another vbuuid), the older version may be valid again: then the next
+batch begins where this one began (`At.since_seqno`), and events of one batch may come twice. Upserts by
+(at_branch, at_seqno) are not affected;
+- a delivered version that has left the source's history is lost history: without a store nobody knows which versions
+were valid before. It is reported or sent again (onLostHistory), never skipped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
-from mirror.spark.source.changes import ChangesTask, LostHistory, Way
+from mirror.spark.source.changes import ChangesDriver, ChangesTask, LostHistory, Way, name_of
 from mirror.spark.source.local import Maker, Restriction, Shape, dealt
-from mirror.spark.source.offsets import At, Lag, Offset, admit, decode
+from mirror.spark.source.offsets import At, Lag, Offset, admit
 from mirror.spark.source.options import Options
 from mirror.spark.source.rows import change_row, control_row
 from mirror.wire.codec_dcp import decode as decode_message
@@ -40,47 +39,45 @@ from storage.format.records import decode_row
 from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno, Vbid
 from storage.read.view import Pin
 
-ORIGIN = "connection"
-AGAIN = "start the query again: it looks at its position again"
+AGAIN = "start the query again"
 FRAMES_AT_ONCE = 2_000
 SUSPECTS = 16
-"""Vbuckets whose failover log is requested with each batch though nothing new is in them."""
+"""Vbuckets whose failover log each batch requests although their high seqno is unchanged."""
 LENGTH_BYTES = 4
 SPOOL_BYTES = 4 * 1024 * 1024
-"""Rows of a vbucket that are held in memory; what is more goes to disk."""
+"""Rows of a vbucket in memory; the rest goes to disk."""
 
 
 class SourceConnections:
-    """The reader that a process keeps: a Python worker is used for many tasks."""
+    """The reader that a process keeps, because a Python worker runs many tasks."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._reader: SourceReader | None = None
         self._key: tuple[Any, ...] = ()
 
     def reader(self, options: Options, followed: MapRecord | None) -> SourceReader:
-        """An open reader, which follows no cluster map older than the driver's. Raises what stands in the way."""
+        """Return an open reader that follows no cluster map older than the driver's."""
         key = (os.getpid(), options.connection, options.collections, options.ca_file)
         if self._reader is not None and self._key == key and not is_behind(self._reader.followed, followed):
             return self._reader
         self.drop()
-        assert options.connection is not None
-        reader = SourceReader(
-            options.connection, collections=options.collections, ca=options.ca_file, followed=followed
-        )
-        reader.__enter__()
-        self._reader, self._key = reader, key
-        return reader
+        self._reader, self._key = connected(options, followed).__enter__(), key
+        return self._reader
 
     def drop(self) -> None:
-        """After an error nothing is known of what is still on its way: begin with a new one."""
+        """Begin with a new reader after an error, because data of the old request may still arrive."""
         reader, self._reader = self._reader, None
         if reader is not None and self._key[0] == os.getpid():
             reader.close()
 
 
+def connected(options: Options, followed: MapRecord | None = None) -> SourceReader:
+    assert options.connection is not None
+    return SourceReader(options.connection, collections=options.collections, ca=options.ca_file, followed=followed)
+
+
 def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
-    """Whether a reader's cluster map is older than one that the driver follows, so that a new one is to be found."""
+    """Return True if a reader's cluster map is older than the driver's."""
     if known is None or followed is None or known.bucket_uuid != followed.bucket_uuid:
         return False
     return known.revision < followed.revision
@@ -89,23 +86,12 @@ def is_behind(known: MapRecord | None, followed: MapRecord | None) -> bool:
 KEPT = SourceConnections()
 
 
-def chosen_vbids(reader: SourceReader, options: Options) -> list[int]:
-    """The vbuckets that were requested. Raises ConfigError for one that is not there."""
-    vbids = range(reader.vbucket_count)
-    missing = sorted((options.vbuckets or frozenset()) - set(vbids))
-    if missing:
-        raise ConfigError(
-            f"option vbuckets: the bucket has no vbucket {missing[0]}", hint=f"it has {reader.vbucket_count}"
-        )
-    return sorted(options.vbuckets) if options.vbuckets is not None else list(vbids)
-
-
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ReadJob:
-    """What all tasks of a job have in common."""
+    """The part that all tasks of a job share."""
 
     until: Mapping[int, int]
     names: Mapping[int, str]
@@ -114,14 +100,12 @@ class ReadJob:
     """start, prefix, end"""
     now_ms: int
     followed: MapRecord | None = None
-    """The newest cluster map that the driver knows; tasks follow no older one."""
+    """The driver's newest cluster map; tasks follow no older one."""
 
 
 def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list[int]]]:
-    """How far to read each vbucket, and the tasks."""
-    assert options.connection is not None
-    with SourceReader(options.connection, collections=options.collections, ca=options.ca_file) as reader:
-        chosen = [vbid for vbid in chosen_vbids(reader, options) if restriction.takes(vbid)]
+    with connected(options) as reader:
+        chosen = [vbid for vbid in options.vbids_of(range(reader.vbucket_count)) if restriction.takes(vbid)]
         if restriction.key is not None:
             chosen = [vbid for vbid in chosen if vbid == keys.vbid_of(restriction.key, reader.vbucket_count)]
         high_seqnos = reader.high_seqnos()
@@ -134,7 +118,6 @@ def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list
 
 
 def read_documents(options: Options, job: ReadJob, vbids: Sequence[int], shape: Shape) -> Iterator[Any]:
-    """The record batches of a task."""
     maker = Maker(shape)
     reader = KEPT.reader(options, job.followed)
     under_way: dict[int, Newest] = {}
@@ -161,7 +144,7 @@ def read_documents(options: Options, job: ReadJob, vbids: Sequence[int], shape: 
 
 
 def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Mapping[int, str]) -> Iterator[Any]:
-    """Hand rows to the maker, those of a collection together."""
+    """Hand rows to the maker, grouped by collection."""
     start, prefix, end = job.keys
     by_collection: dict[int, list[bytes]] = {}
     for frame in frames:
@@ -172,7 +155,7 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
     for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
         if name is None or (job.selected_names is not None and name not in job.selected_names):
-            continue  # without a name it was dropped meanwhile, and its documents with it
+            continue  # a collection without a name was dropped meanwhile
         length = len(keys.encode_collection_id(collection_id))
         if start or prefix or end is not None:
             named = [(key_of(row)[length:], row) for row in rows]
@@ -182,20 +165,19 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
 
 
 def key_of(frame: bytes) -> bytes:
-    """The key of a row, with its collection's id in front."""
+    """Return the key of a row, with the id of its collection in front."""
     start = 24 + frame[4]
     return frame[start : start + (frame[2] << 8 | frame[3])]
 
 
 class Newest:
-    """The newest version of each key in the snapshots of one vbucket, which come one after the other.
+    """The newest version of each key in consecutive snapshots of one vbucket.
 
-    A backfill is one snapshot with each key once; changes made meanwhile follow in further ones. All rows go to a file;
-    of the later snapshots the keys are remembered, with the number of the last row of each.
+    A backfill is one snapshot with each key once; changes made meanwhile follow in further ones. All rows go to a file.
+    Of the later snapshots the keys are kept in memory, with the number of the last row of each.
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed by `close`
         self._count = 0
         self._first_count: int | None = None
@@ -204,7 +186,6 @@ class Newest:
         self.names: dict[int, str] = {}
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take a snapshot's rows."""
         first = self._first_count is None
         self.names |= {
             each.collection_id: f"{snapshot.manifest.scopes.get(each.scope_id, '?')}.{each.name}"
@@ -225,7 +206,7 @@ class Newest:
             self._first_count = self._count
 
     def mutations(self) -> Iterator[list[bytes]]:
-        """What is alive, some rows at a time."""
+        """Yield live documents, some rows at a time."""
         self._file.seek(0)
         frames: list[bytes] = []
         for number in range(self._count):
@@ -245,12 +226,10 @@ class Newest:
             yield frames
 
     def close(self) -> None:
-        """Give the disk back."""
         self._file.close()
 
 
 def event_of(frame: bytes) -> SystemEvent:
-    """A system event out of its row."""
     event = decode_message(decode_frame(frame)[0])
     assert isinstance(event, SystemEvent), event
     return event
@@ -259,58 +238,37 @@ def event_of(frame: bytes) -> SystemEvent:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-class RemoteChanges:
-    """The driver's side of a stream."""
-
+class RemoteChanges(ChangesDriver):
     def __init__(self, options: Options) -> None:
-        """Connect. Raises what stands in the way."""
-        assert options.connection is not None
-        self._options = options
-        self._reader = SourceReader(options.connection, collections=options.collections, ca=options.ca_file)
-        self._reader.__enter__()
+        self._reader = connected(options).__enter__()
         try:
-            self._vbids = chosen_vbids(self._reader, options)
+            self._vbids = options.vbids_of(range(self._reader.vbucket_count))
         except BaseException:
             self._reader.close()
             raise
-        self.bucket_uuid = self._reader.bucket_uuid
-        self._turn = 0
-        self._target: Mapping[int, int] | None = None
+        super().__init__(options, "connection", self._reader.bucket_uuid)
         self._probed: set[tuple[int, int, int]] = set()
         self._looked = False
 
     def close(self) -> None:
-        """Let go of everything."""
         self._reader.close()
 
-    def beginning(self) -> Offset:
-        """Before everything."""
-        return Offset(ORIGIN, self.bucket_uuid, selection=self._options.selection)
-
     def published(self) -> Offset:
-        """All that the source has now."""
         found = {}
         for vbid, seqno in self._high_seqnos().items():
             if seqno:
                 found[vbid] = At(0, seqno, self._reader.failover_log(vbid)[0].vbuuid)
-        return Offset(
-            ORIGIN, self.bucket_uuid, found, self._reader.collection_names(), selection=self._options.selection
-        )
+        return replace(self.beginning(), at=found, names=self._reader.collection_names())
 
     def stop_at_published(self) -> None:
-        """Nothing that comes later is given from now on."""
         self._target = self._high_seqnos()
-
-    def decode(self, given: Mapping[str, Any]) -> Offset:
-        """An offset of this stream."""
-        return decode(given, ORIGIN, self.bucket_uuid, self._options.selection)
 
     def _high_seqnos(self) -> dict[int, int]:
         selected = set(self._vbids)
         return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in selected}
 
     def latest(self, start: Offset, limited: bool) -> Offset:
-        """Where the next batch ends. Raises LostHistory."""
+        """Return the end of the next batch. Raises LostHistory."""
         lags: dict[int, Lag] = {}
         again: dict[int, str] = {}
         suspects = self._suspects()
@@ -340,21 +298,16 @@ class RemoteChanges:
         return replace(start, at={**start.at, **moved}, names=names)
 
     def _suspects(self) -> set[int]:
-        """Vbuckets whose history is looked at though their seqno is what it was: it may be another one's. All of them
-        when a query begins, then some each time.
-        """
+        """Return the vbuckets whose history is checked although their seqno is unchanged: all when a query begins, then
+        some each time."""
         if not self._looked:
             self._looked = True
             return set(self._vbids)
         self._vbids = self._vbids[SUSPECTS:] + self._vbids[:SUSPECTS]
         return set(self._vbids[:SUSPECTS])
 
-    def _refuse(self, vbid: int, lost: str) -> None:
-        if not self._options.resync:
-            raise LostHistory(f"vbucket {vbid}: {lost}")
-
     def _lost(self, vbid: int, at: At, log: FailoverLog) -> str:
-        """Why what changed since a position cannot be found out; empty: it can."""
+        """Return why the changes since a position cannot be read, or an empty text if they can."""
         if not at.seqno:
             return ""
         gone = not_on(at, log)
@@ -370,11 +323,11 @@ class RemoteChanges:
         return ""
 
     def _probed_vbid(self, vbid: int) -> bool:
-        """Once a query runs it is never far behind: what the source forgets is looked at when it begins."""
+        """A running query is never far behind, so one probe for each vbucket at its beginning is enough."""
         return any(each[0] == vbid for each in self._probed)
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        """The tasks of the batch between two offsets. Raises LostHistory."""
+        """Return the tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
             since = start.of(vbid)
@@ -384,7 +337,7 @@ class RemoteChanges:
             gone = not_on(to, log)
             if gone:
                 self._refuse(vbid, gone)
-                continue  # what comes after finds that, and begins again
+                continue  # the next batch begins again
             lost = to.fresh == 0 and self._lost(vbid, since, log)
             if lost:
                 self._refuse(vbid, lost)
@@ -400,19 +353,19 @@ class RemoteChanges:
 
 
 def _begins(since: At, to: At) -> int:
-    """The seqno after which a batch is read: again from where the one before began, if the history changed."""
+    """Return the seqno after which a batch is read: the start of the batch before it, if the history changed."""
     return since.seqno if since.vbuuid == to.vbuuid else since.since_seqno
 
 
 def not_on(at: At, log: FailoverLog) -> str:
-    """Why a position is not on the source's history; empty: it is."""
+    """Return why a position is not on the source's history, or an empty text if it is."""
     newer: FailoverEntry | None = None
     for entry in log:
         if entry.vbuuid == at.vbuuid:
             if newer is not None and at.seqno > newer.seqno:
                 return (
                     f"the source lost what came after seqno {newer.seqno}, and up to {at.seqno} was delivered; "
-                    "over a connection it cannot be said which documents that concerns"
+                    "over a connection the documents concerned are not known"
                 )
             return ""
         newer = entry
@@ -420,7 +373,6 @@ def not_on(at: At, log: FailoverLog) -> str:
 
 
 def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
-    """The rows of a task."""
     reader = KEPT.reader(options, work.followed)
     ways = {way.vbid: way for way in work.ways}
     positions = {
@@ -463,17 +415,11 @@ def _rows(snapshot: Snapshot, way: Way, work: ChangesTask) -> Iterator[tuple[Any
                 kind = "collection_flushed"
             else:
                 continue
-            yield control_row(
-                kind, vbid, name_in(work, content.collection_id), branch, event.seqno, snapshot.vbuuid, ends
-            )
+            name = name_of(work.names, content.collection_id)
+            yield control_row(kind, vbid, name, branch, event.seqno, snapshot.vbuuid, ends)
             continue
         document = decode_row(Vbid(vbid), Branch(0), frame, lenient=True)
         if document.seqno <= way.end.seqno:
-            name = name_in(work, document.collection_id)
+            name = name_of(work.names, document.collection_id)
             at = (branch, int(document.seqno))
             yield change_row(document, name, document.kind.name.lower(), snapshot.vbuuid, ends, at, branch)
-
-
-def name_in(work: ChangesTask, collection_id: int) -> str:
-    """Without a name: a collection that came and went between two batches."""
-    return work.names.get(collection_id) or f"?.0x{collection_id:x}"

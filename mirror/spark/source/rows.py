@@ -1,11 +1,10 @@
-"""Stored rows to Arrow columns, many at a time.
+"""Turn stored rows into Arrow columns, many at a time.
 
-Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where the rows come from.
-Keys, values and numbers are cut out of all rows at once, in C, and only if asked for: a count inflates nothing.
-Invariants: the same values as `storage.format.records.decode_row` gives, which is also who names a row that cannot be
-read. A
-value that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, xattrs that are longer than it) stays as
-it is stored, and its datatype says so: it harms no other document.
+Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where rows come from.
+Keys, values and numbers are cut out of all rows at once, in C, and only on request: a count inflates nothing.
+Invariants: the values are those of `storage.format.records.decode_row`, which also reports an unreadable row. A value
+that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, or with xattrs longer than it) stays as it is
+stored, and its datatype says so: it harms no other document.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HEAD = 55
 _HEADER, _HEAD, _THREE, _KEY, _VALUE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 3, -2, -1))
 BATCH_ROWS = 4096
 BATCH_BYTES = 16 * 1024 * 1024
-"""A batch is closed once it holds this much; one document may be larger."""
+"""Size at which a batch is closed; one document may be larger."""
 
 Number = tuple[int, int, str]
 _KEY_LENGTH: Number = (2, 2, "H")
@@ -43,14 +42,13 @@ _TYPES = {"H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
 
 
 class Documents:
-    """Mutations of one batch as they were read: what its columns are made of.
+    """The mutations of one batch, and the columns made from them once it is closed.
 
-    Laid end to end they are one Arrow array of three parts to a row: what is before the key, the key, the value. A row
-    may have a checksum behind its value: that is before the key of the next one.
+    Laid end to end they are one Arrow array with three parts for each row: the bytes before the key, the key, the
+    value. A checksum behind a value belongs to the bytes before the next key.
     """
 
     def __init__(self, checksum_size: int = 0) -> None:
-        """Empty. Columns are there once it was closed, and are made when they are asked for."""
         self._checksum_size = checksum_size
         self._frames: list[bytes] = []
         self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id before a key, how many
@@ -61,25 +59,21 @@ class Documents:
         self._key_lengths: Any = None
 
     def __len__(self) -> int:
-        """Rows."""
         return len(self._frames)
 
     @property
     def full(self) -> bool:
-        """True when it is to be made a batch of."""
         return len(self._frames) >= BATCH_ROWS or self._byte_count >= BATCH_BYTES
 
     def add(self, vbid: int, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> None:
-        """Take rows of one collection of one vbucket; `prefix_length` is that of its id in front of each key.
-
-        They have `byte_count` bytes.
-        """
+        """Take rows of one collection of one vbucket, of `byte_count` bytes; `prefix_length` is that of the
+        collection's id before each key."""
         self._frames += frames
         self._origins.append((vbid, collection, prefix_length, len(frames)))
         self._byte_count += byte_count
 
     def close(self) -> None:
-        """All rows are there: check them. Raises CorruptedError."""
+        """Check the rows. Raises CorruptedError."""
         count = len(self._frames)
         # An array out of an iterator grows by one number at a time, which takes twice as long.
         self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
@@ -91,7 +85,6 @@ class Documents:
 
     @cached_property
     def _parts(self) -> Any:
-        """What is before each key, the key and the value, one after another."""
         ends = pc.cumulative_sum_checked(self._lengths)
         starts = array("i", (0,)) + _array(ends)
         key_starts = pc.add(_numbers(starts, pa.int32())[: len(self)], _HEAD)
@@ -106,7 +99,6 @@ class Documents:
 
     @cached_property
     def keys(self) -> Any:
-        """Binary."""
         return self._every_third(_KEY)
 
     @cached_property
@@ -123,7 +115,6 @@ class Documents:
 
     @property
     def values(self) -> Any:
-        """Binary."""
         return self._bodies[0]
 
     @property
@@ -132,7 +123,7 @@ class Documents:
         return self._bodies[1]
 
     def _common(self, heads: bytes) -> bool:
-        """True when each is a whole mutation without metadata of old behind its value."""
+        """Return True if each row is a whole mutation without old metadata behind its value."""
         count = len(self)
         if (
             len(heads) != HEAD * count
@@ -153,7 +144,7 @@ class Documents:
         return all(pc.all(each).as_py() for each in right)
 
     def _rewrite(self) -> None:
-        """One row is not in the common form: it has metadata of old behind its value, or is damaged."""
+        """Rewrite rows of which one has old metadata behind its value, or is damaged."""
         vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
             message = frame[: len(frame) - self._checksum_size]
@@ -190,11 +181,11 @@ class Documents:
         return pa.concat_arrays([pa.repeat(pa.scalar(origin[position], kind), origin[3]) for origin in self._origins])
 
     def column(self, name: str) -> Any:
-        """One column of `columns.DOCUMENTS`."""
+        """Return a column of `columns.DOCUMENTS`."""
         return _COLUMNS[name](self)
 
     def alive(self, now_ms: int) -> Any:
-        """Which rows have not expired at `now_ms`; None: none has."""
+        """Return which rows have not expired at `now_ms`, or None if none has."""
         expiries = self._number(_EXPIRY)
         if not expiries.tobytes().strip(b"\0"):
             return None
@@ -235,12 +226,12 @@ def _bytes(texts: Any) -> bytes:
 
 
 def signed(number: int) -> int:
-    """The 64 bits of an unsigned number as Spark counts."""
+    """Return the 64 bits of an unsigned number as a signed one."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def event_micros(cas: int) -> int | None:
-    """Microseconds since 1970 of the clock in a cas: its low 16 bits count versions of one moment."""
+    """Return microseconds since 1970 of the clock in a cas: its low 16 bits count versions of one moment."""
     return (cas & ~0xFFFF) // 1000 or None
 
 
@@ -253,7 +244,7 @@ def change_row(
     at: tuple[int, int],
     branch: int | None = None,
 ) -> tuple[Any, ...]:
-    """A change as a row in the order of `columns.CHANGES`."""
+    """Return a change as a row in the order of `columns.CHANGES`."""
     value = document.value if document.value or not document.deleted else None
     return (
         document.key,
@@ -279,13 +270,13 @@ def change_row(
 def control_row(
     kind: str, vbid: int, collection: str, branch: int, seqno: int, vbuuid: int, snapshot_end_seqno: int
 ) -> tuple[Any, ...]:
-    """A change that is not about one document, as a row in the order of `columns.CHANGES`."""
+    """Return a change that is not about one document as a row in the order of `columns.CHANGES`."""
     document = (None, collection or None, vbid, signed(seqno), None, None, None, None, None, None)
     return (*document, kind, branch, signed(vbuuid), signed(snapshot_end_seqno), branch, signed(seqno), None)
 
 
 def change_batches(rows: Iterable[tuple[Any, ...]], names: Sequence[str]) -> Iterator[Any]:
-    """Rows of `change_row` as record batches with the columns `names`."""
+    """Yield rows of `change_row` as record batches with the columns `names`."""
     schema = pa.schema([CHANGES.field(name) for name in names])
     positions = [CHANGES.get_field_index(name) for name in names]
     value_at = CHANGES.get_field_index("value")
@@ -305,7 +296,7 @@ def _batch(rows: list[tuple[Any, ...]], schema: Any, positions: list[int]) -> An
     columns = list(zip(*rows, strict=True))
     arrays = []
     for field, position in zip(schema, positions, strict=True):
-        if field.name == "key":  # bytes that are not UTF-8 stand as they are
+        if field.name == "key":  # bytes that are not UTF-8 stay as they are
             arrays.append(pa.array(columns[position], pa.binary()).view(pa.string()))
         else:
             arrays.append(pa.array(columns[position], field.type))

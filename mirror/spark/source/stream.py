@@ -1,9 +1,8 @@
-"""Changes, as a stream and as a batch: what PySpark asks of a reader, passed on to the part that answers it.
+"""Changes as a stream and as a batch: PySpark's reader interface on the drivers of `changes` and `remote`.
 
-Knows PySpark's interface; what an offset is and what lies between two of them is `changes`' (path) and `remote`'s
-(connection). The driver's side lives as long as the query does, in a process of its own; the tasks' side is pickled.
-Invariants: a limit is obeyed unless the engine asks for all; with AvailableNow nothing is given that was published
-after the query began.
+Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. The
+driver's side lives as long as the query, in a process of its own; the tasks' side is pickled. Invariants: a limit is
+obeyed unless the engine asks for all; AvailableNow gives nothing that was published after the query began.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
-from mirror.spark.source.carry import Carried
 from mirror.spark.source.changes import LocalChanges
-from mirror.spark.source.failures import clear_errors, with_clear_errors
+from mirror.spark.source.failures import Carried, clear_errors, with_clear_errors
 from mirror.spark.source.options import Options
 from mirror.spark.source.rows import change_batches
 
@@ -29,13 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class StreamTask(InputPartition):
-    """What one task reads."""
-
     work: changes.ChangesTask
 
 
 def driver_of(options: Options) -> LocalChanges | RemoteChanges:
-    """What knows offsets. `remote` is imported late for the reason that `source` gives."""
+    """`remote` is imported late: data_source.py says why."""
     if options.path is not None:
         return LocalChanges(options)
     from mirror.spark.source.remote import RemoteChanges
@@ -44,7 +40,6 @@ def driver_of(options: Options) -> LocalChanges | RemoteChanges:
 
 
 def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
-    """The batches of a task."""
     assert isinstance(task, StreamTask)
     with clear_errors():
         collections = options.collections
@@ -63,12 +58,10 @@ class ChangesReader(Carried, DataSourceReader):
     """All changes up to now, as a batch."""
 
     def __init__(self, options: Options) -> None:
-        """Nothing is opened."""
         self._options = options
 
     @with_clear_errors
     def partitions(self) -> Sequence[InputPartition]:
-        """From the beginning to what is published."""
         driver = driver_of(self._options)
         try:
             return [StreamTask(work) for work in driver.plan(driver.beginning(), driver.published())] or [
@@ -78,17 +71,14 @@ class ChangesReader(Carried, DataSourceReader):
             driver.close()
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """The batches of a task."""
         return rows_of(self._options, partition)
 
 
 class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Changes as they are published."""
+    """Opens nothing before the first question. `refusal` is raised then, because PySpark's clean-up would hide it
+    earlier."""
 
     def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:
-        """Nothing is opened before the first question. `refusal` is raised then: where a reader is made, PySpark's own
-        clearing up would hide it.
-        """
         self._options = options
         self._refusal = refusal
         self._opened: LocalChanges | RemoteChanges | None = None
@@ -96,7 +86,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._begun = not options.latest
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a task needs."""
+        """Return what a task needs."""
         return {"_options": self._options, "_refusal": None, "_opened": None, "_initial": None, "_begun": True}
 
     @property
@@ -109,21 +99,19 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     @with_clear_errors
     def initialOffset(self) -> dict[str, Any]:
-        """Where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
+        """Return where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
         if self._initial is None:
             driver = self._driver
             self._initial = (driver.published() if self._options.latest else driver.beginning()).encode()
         return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """The limit in rows; that in bytes is obeyed with it."""
+        """The limit of bytes applies as well."""
         return ReadMaxRows(self._options.max_rows)
 
     @with_clear_errors
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Where the next batch ends. With startingFrom=latest the first batch is empty: its end is what tells a query
-        that is started again where it had begun.
-        """
+        """With startingFrom=latest the first batch is empty: its end tells a restarted query where it began."""
         if not self._begun:
             self._begun = True
             if start == self._initial:
@@ -133,30 +121,25 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     @with_clear_errors
     def prepareForTriggerAvailableNow(self) -> None:
-        """What is published now is where the query ends."""
         self._driver.stop_at_published()
 
     @with_clear_errors
     def reportLatestOffset(self) -> dict[str, Any]:
-        """What is published now, for the query's status."""
         return self._driver.published().encode()
 
     @with_clear_errors
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
-        """The tasks of a batch."""
         driver = self._driver
         since, to = driver.decode(start), driver.decode(end)
-        if self._options.latest:  # of a first batch that is run again, the start is taken from what is published by now
+        if self._options.latest:  # if a first batch runs again, its start is what is published by now
             at = {vbid: since.of(vbid) if since.of(vbid).follows(each) else each for vbid, each in to.at.items()}
             to = replace(to, at=at)
         return [StreamTask(work) for work in driver.plan(since, to)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """The batches of a task."""
         return rows_of(self._options, partition)
 
     def stop(self) -> None:
-        """Let go."""
         if self._opened is not None:
             self._opened.close()
             self._opened = None
