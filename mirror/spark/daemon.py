@@ -1,9 +1,9 @@
-"""The process that Spark forks its Python workers from, with everything that they need imported beforehand.
+"""The process that Spark forks its Python workers from, with all their imports done.
 
 Spark runs it by the setting spark.python.daemon.module, with the name of the worker's module as its argument. Knows
-what workers import; never what they do. PySpark collects garbage after each task: objects that are here before the
-first fork are frozen, so that this costs nothing and their pages stay shared. Invariant: no thread is alive when the
-first worker is forked, but the memory allocator's own, which knows about forks.
+what workers import; never what they do. PySpark collects garbage after each task. Objects made before the first fork
+are frozen, so that this costs nothing and their pages stay shared. Invariant: no thread is alive at the first fork,
+except those of the memory allocator, which handles forks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ READERS = ("mirror.spark.source.data_source", "mirror.spark.source.remote", "pya
 
 
 def main() -> None:
-    """Import, freeze, serve."""
     for name in (*READERS, *(each for each in sys.argv[1:2] if each.startswith("pyspark."))):
         import_module(name)
     daemon.worker = partial(work, daemon.worker)
@@ -31,9 +30,9 @@ def main() -> None:
 
 
 def work(worker: Any, sock: Any, authenticated: bool) -> int:
-    """PySpark's worker, ending as it does where Spark has stopped listening (a `limit` that is full), without a trace.
+    """Run PySpark's worker, and end without a trace if Spark has stopped listening (a `limit` that is full).
 
-    What fails in a task is reported to Spark by the worker itself; a broken pipe behind another error is not left out.
+    The worker itself reports errors of a task to Spark; a broken pipe behind another error is raised.
     """
     try:
         return int(worker(sock, authenticated))

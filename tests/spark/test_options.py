@@ -67,7 +67,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": "/a", "columns": "kind"}, "documents have no column 'kind'"),
         ({"path": "/a", "asOf": "yesterday"}, "expected a time such as"),
         ({"connection": "couchbase://h/b", "asOf": "2026-01-31"}, "asOf is for documents of a path"),
-        ({"path": "/a", "maxBytesPerBatch": "much"}, "expected a number"),
+        ({"path": "/a", "maxBytesPerBatch": "much"}, "must be a number with KiB"),
         ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
         ({"path": "/a", "mode": "lax"}, "expected failfast or permissive or dropmalformed"),
         ({"path": "/a", "timeZone": "Moon"}, "'Moon' is no time zone"),

@@ -276,7 +276,7 @@ def test_dropped_and_flushed_collections_are_reported_by_name(source: SandboxThr
 
 
 def test_what_is_not_there_is_named(source: SandboxThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no vbucket 9"):
+    with pytest.raises(ConfigError, match="the bucket does not hold vbucket 9"):
         RemoteChanges(options(source, vbuckets="9"))
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "wrong")
     with pytest.raises(AuthRejected):

@@ -1,12 +1,11 @@
-"""`backfill`: a bucket pulled by many tasks at once, a group of vbuckets each, into files that a mirror goes on from.
+"""`backfill`: many tasks pull a bucket, a group of vbuckets each, into files that a mirror continues from.
 
-Knows how the groups are dealt out, where their files go and when the directory is a mirror; what pulling a group means
-is the consumer's, the same that a worker of the service runs, over a GroupWriter on the disk of the machine where the
-task runs. So histories, collections, rollbacks in the middle and everything else are as they always are. A group that
-is caught up is closed and handed over as one compacted file; no LMDB environment is ever open on what may be a network
-file system. Invariants: the target is a mirror (`mirror.json`) only once every group is there; until then its name is
-`<target>.incomplete`, and the next run goes on with the groups that are missing, if it is of the same bucket; a vbucket
-is caught up when it has published what the source had when its task first heard of it.
+Knows how groups are dealt out, where their files go and when the directory is a mirror. The consumer that a worker of
+the service runs pulls a group into a GroupWriter on the disk of the task's machine, so histories, collections,
+rollbacks and the rest work as always. A group that is caught up is closed and handed over as one compacted file; no
+LMDB environment is ever open on a possible network file system. Invariants: the target is a mirror (`mirror.json`) only
+once every group is there. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the
+missing groups. A vbucket is caught up when it has published what the source had when its task first heard of it.
 """
 
 from __future__ import annotations
@@ -39,15 +38,13 @@ from storage.write.writer import GroupWriter
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
 SILENCE_S = 120.0
-"""A task to which the source sends nothing for so long, although it is behind, gives up."""
+"""A task gives up if the source sends nothing for so long although the task is behind."""
 
 
 class BackfillTask(NamedTuple):
-    """What one task pulls."""
-
     source: str
     settings: dict[str, Any]
-    """Without the password, which is looked for where the task runs."""
+    """Without the password, which the task finds on its own machine."""
     identity: Identity
     group: int
     scratch: str | None
@@ -56,8 +53,6 @@ class BackfillTask(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """What a task did."""
-
     group: int
     seqnos: int
     received_documents: int
@@ -67,8 +62,6 @@ class Pulled(NamedTuple):
 
 @dataclass(frozen=True)
 class Backfilled:
-    """What a backfill did."""
-
     target: str
     bucket: str
     vbuckets: int
@@ -92,9 +85,8 @@ def backfill(
     silence_s: float = SILENCE_S,
     progress: Progress | None = None,
 ) -> Backfilled:
-    """Pull the bucket into `target`, which becomes a mirror. `scratch`: a folder on the disk of each machine.
-
-    Raises MirrorError and the store's errors.
+    """Pull the bucket into `target`, which becomes a mirror. `scratch` is a folder on the disk of each machine. Raises
+    MirrorError and the store's errors.
     """
     start_s = time.monotonic()
     target = target.absolute()
@@ -131,7 +123,6 @@ def backfill(
 
 
 async def _identity(source: str, settings: Settings, groups: int | None) -> Identity:
-    """Whose mirror it is going to be, as the source says."""
     found = await discover(Access.of(parse(source), settings), SystemClock())
     if not found.bucket_name or not found.bucket_uuid or not found.vbucket_count:
         raise NotSupported(
@@ -160,7 +151,7 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    """Go on with what an earlier run left, if it is of this identity; else begin again."""
+    """Keep what an earlier run of the same identity left; otherwise begin again."""
     note = folder / IDENTITY_FILE
     expected = json.dumps(asdict(identity), sort_keys=True)
     try:
@@ -169,7 +160,7 @@ def _begin(folder: Path, identity: Identity) -> None:
                 if each.is_dir():
                     shutil.rmtree(each)
             note.write_text(expected)
-        for left in folder.glob("*.new"):  # of attempts that were killed while they handed over
+        for left in folder.glob("*.new"):  # of attempts that were killed during the hand-over
             shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         raise LocalFolder(folder).error(error) from error
@@ -189,7 +180,7 @@ def _finish(folder: Path, target: Path, identity: Identity) -> None:
 
 
 def backfill_task(task: BackfillTask) -> Pulled:
-    """Pull a group and hand it over; called wherever a Runner runs it."""
+    """Pull a group and hand it over. Any Runner calls it."""
     quiet_logs()
     settings = from_wire(task.settings)
     clock = SystemClock()
@@ -205,7 +196,7 @@ def backfill_task(task: BackfillTask) -> Pulled:
             group=task.group,
             vbids=vbids,
             identity=task.identity,
-            sync="unsafe",  # a crash of this machine costs the group, which is then pulled again
+            sync="unsafe",  # after a crash of this machine the group is pulled again
             clock_ms=clock.wall_ms,
             monotonic_ms=lambda: int(clock.monotonic() * 1000),
             window=Window(
@@ -245,7 +236,7 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
             if now_received != received:
                 received, last_received_s = now_received, time.monotonic()
             elif time.monotonic() - last_received_s > task.silence_s:
-                late = next(row for row in status["vbuckets"] if row["vbid"] not in marks or not _there(row, marks))
+                late = next(row for row in status["vbuckets"] if not _there(row, marks))
                 raise SourceTimeout(
                     f"vbucket {late['vbid']} does not come on: {late['last_error'] or late['state']}",
                     hint="see the cluster's health; another run goes on with the groups that are missing",
@@ -261,4 +252,4 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
 
 
 def _there(row: dict[str, Any], marks: dict[int, int]) -> bool:
-    return bool(row["state"] == "streaming" and row["published_seqno"] >= marks[row["vbid"]])
+    return row["vbid"] in marks and row["state"] == "streaming" and row["published_seqno"] >= marks[row["vbid"]]

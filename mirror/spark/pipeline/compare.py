@@ -1,9 +1,8 @@
-"""`compare`: the mirror against its source, by tasks that each compare some vbuckets.
+"""`compare`: compare the mirror with its source, by tasks that each compare some vbuckets.
 
-Knows how vbuckets are dealt to tasks, and what the tasks' answers amount to; what a difference is, and why the answer
-is exact although both sides move, `inspection.verify` says, which each task runs. Each task reads the source itself,
-through connections of its own, and the mirror where it runs; nothing but results travels. Invariants: a vbucket has one
-result; nothing is changed, on either side.
+Knows how vbuckets are dealt to tasks, and how their results are combined. Each task runs `inspection.verify`, which
+says why its answer is exact although both sides change. A task reads the source through its own connections, and the
+mirror where it runs; only results travel. Invariants: a vbucket has one result; neither side is changed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ TASKS_PER_CORE = 4
 
 
 class CompareTask(NamedTuple):
-    """What one task compares."""
-
     data: str
     source: str
     settings: dict[str, Any]
-    """Without the password, which is looked for where the task runs."""
+    """Without the password, which the task finds on its own machine."""
     vbids: list[int]
     bucket_uuid: str
     wait_s: float
@@ -43,19 +40,17 @@ class CompareTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Compared:
-    """The verdict."""
-
     vbuckets: list[VbucketResult]
     elapsed_s: float
 
     @property
     def different(self) -> bool:
-        """True when some vbucket is not the source's."""
+        """True if some vbucket differs from the source's."""
         return any(each.wrong for each in self.vbuckets)
 
     @property
     def unfinished(self) -> bool:
-        """True when nothing can be said of some vbucket."""
+        """True if some vbucket has no verdict."""
         return not all(each.equal or each.wrong for each in self.vbuckets)
 
 
@@ -69,7 +64,7 @@ def compare(
     wait_s: float = WAIT_S,
     progress: Progress | None = None,
 ) -> Compared:
-    """Compare all vbuckets of the mirror, or these. Raises MirrorError and the store's errors."""
+    """Compare all vbuckets of the mirror, or `vbids`. Raises MirrorError and the store's errors."""
     start_s = time.monotonic()
     data = data.absolute()
     with open_view(str(data), stale_reads=True) as view:
@@ -85,7 +80,6 @@ def compare(
 
 
 def compare_task(task: CompareTask) -> list[VbucketResult]:
-    """Compare the vbuckets of a task; called wherever a Runner runs it."""
     quiet_logs()
     with (
         open_view(task.data, stale_reads=True) as view,

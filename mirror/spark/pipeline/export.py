@@ -1,16 +1,16 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
-Knows how an export is cut into tasks, where its files go and when it is done; never a command line, nor Spark: a
-Runner runs the tasks. Each task reads its vbuckets where it runs and writes its own files there; the driver gets a
-few hundred bytes for each file, and makes them one export at the end. Invariants:
+Knows how an export is cut into tasks, where its files go and when it is done; never a command line, nor Spark: a Runner
+runs the tasks. Each task reads its vbuckets where it runs and writes its own files there. The driver gets a few hundred
+bytes for each file, and makes them one export at the end. Invariants:
 
-- The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, also
-  while the service publishes, rolls back and purges.
-- Delta: one commit, the next version of the table, and its metadata says the boundaries as tokens. Parquet: the files
-  are written into `<target>.incomplete`, which becomes the target by one rename, with `_SUCCESS` (the same facts as
-  JSON) in it. A killed export leaves no version and no `_SUCCESS`; its files are removed by the next run.
-- An object store has no rename: Parquet files are written where they stay, and `_SUCCESS`, which also names them, is
-  the last object. Until then a reader must not take the prefix for an export. `overwrite` removes `_SUCCESS` first.
+- The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, while
+  the service publishes, rolls back and purges.
+- Delta: one commit, the next version of the table, with the boundaries as tokens in its metadata. Parquet: the files
+  are written into `<target>.incomplete`, which one rename makes the target, with `_SUCCESS` (the same facts as JSON)
+  in it. A killed export leaves no version and no `_SUCCESS`; the next run removes its files.
+- An object store has no rename: Parquet files are written in place, and `_SUCCESS`, which also names them, is the last
+  object. Until then a reader must not take the prefix for an export. `overwrite` removes `_SUCCESS` first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ SUCCESS_FILE = "_SUCCESS"
 
 
 class ExportTask(NamedTuple):
-    """What one task writes."""
-
     job: Job
     vbids: list[int]
     shape: Shape
@@ -65,37 +63,32 @@ class ExportTask(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a task wrote."""
-
     parts: list[Part]
     counts: Counts
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export did."""
-
     target: str
     format: str
     documents: int
     misfits: int
-    """Documents that do not fit the schema (bodies.py): with null in some fields, or left out."""
+    """Documents that do not fit the schema (typed/bodies.py): with null in some fields, or left out."""
     files: int
     bytes: int
     vbuckets: int
     version: int | None
-    """The table's; None for Parquet."""
+    """The table's version; None for Parquet."""
     orphans_removed: int
     elapsed_s: float
 
 
-def shape_of(fields: pa.Schema | None, reading: Reading | None = None) -> Shape:
-    """The columns of an export. `fields` of the body stand in the place of `value`, after the others, whose names are
-    then marked as the data source marks them. Raises ConfigError for a type that JSON cannot be read as.
+def shape_of(fields: pa.Schema | None, reading: Reading = AS_DECLARED) -> Shape:
+    """Return the columns of an export. `fields` of the body replace `value` and follow the other columns, whose names
+    are then marked as in the data source. Raises ConfigError for a type that JSON cannot be read as.
     """
     if fields is None:
         return Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
-    reading = reading or AS_DECLARED
     Bodies(fields, reading)
     own = [field.with_name("_" + field.name) for field in DOCUMENTS if field.name != "value"]
     if taken := {field.name for field in own} & set(fields.names):
@@ -120,13 +113,13 @@ def export(
 ) -> Exported:
     """Write the documents of the mirror at `data` into `target`: a path or a URL (places.py).
 
-    `fields`: parse JSON documents into these columns, which stand in the place of `value`; `reading`: how. Where more
-    than a share of `misfits_max` of them does not fit, nothing is exported. `overwrite_schema`: a Delta table may get
-    other columns than it has. Raises MirrorError and the store's errors.
+    `fields` are columns that replace `value`, read from JSON documents as `reading` says. If more than a share of
+    `misfits_max` of the documents does not fit, nothing is exported. `overwrite_schema` allows other columns in a Delta
+    table. Raises MirrorError and the store's errors.
     """
     start_s = time.monotonic()
     data, folder = data.absolute(), folder_at(target)
-    shape = shape_of(fields, reading)
+    shape = shape_of(fields, reading or AS_DECLARED)
     with open_view(str(data)) as view:
         identity = view.identity
     with _target(folder, delta_table, overwrite) as place:
@@ -171,7 +164,7 @@ def export(
 
 
 def export_task(task: ExportTask) -> Written:
-    """Write the documents of a task's vbuckets; called wherever a Runner runs it."""
+    """Write the documents of a task's vbuckets. Any Runner calls it."""
     counts = Counts()
     with PartWriter(task.folder, task.prefix, task.shape.schema) as parts:
         for batch in read(task.job, task.vbids, task.shape, counts):
@@ -180,18 +173,19 @@ def export_task(task: ExportTask) -> Written:
 
 
 class _Target(ABC):
-    """Where the files go, from the lock to the last step."""
+    """The place of the files, from the lock to the last step. Making one raises ConfigError or MirrorError; leaving it
+    after an error removes its files.
+    """
 
     version: int | None = None
     orphans_removed = 0
 
     def __init__(self, folder: Folder) -> None:
-        """`folder` is where tasks write."""
         self.folder = folder
         self.run = run_name()
 
     def check(self, parts: Sequence[Part]) -> None:
-        """Every file that was reported must be here, too: executors may have written to a folder of their own."""
+        """Raise MirrorError for a reported file that is not here: an executor may have written to its own folder."""
         try:
             for part in parts:
                 if self.folder.size(part.name) != part.size:
@@ -203,15 +197,13 @@ class _Target(ABC):
             raise self.folder.error(error) from error
 
     def check_schema(self, schema: pa.Schema) -> None:  # noqa: B027 - files have no past
-        """Raise ConfigError where the export would change the columns that readers know."""
+        """Raise ConfigError if the export would change the columns that readers know."""
 
     def __enter__(self) -> _Target:
-        """What can be held is held."""
         return self
 
     @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give it up; after an error remove what was written in vain."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     @abstractmethod
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
@@ -225,7 +217,7 @@ class _Target(ABC):
         file.close()
 
     def empty(self, schema: pa.Schema, facts: dict[str, Any]) -> list[Part]:
-        """A file without rows: readers of an empty folder would not know the columns."""
+        """Write a file without rows: readers of an empty folder would not know the columns."""
         with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
             writer.write_empty()
         return writer.finished
@@ -241,10 +233,7 @@ def _target(folder: Folder, delta_table: bool, overwrite: bool) -> _Target:
 
 
 class _Delta(_Target):
-    """A table's folder."""
-
     def __init__(self, target: Folder, overwrite: bool) -> None:
-        """Refuse before anything is done. Raises ConfigError, MirrorError."""
         super().__init__(target)
         require_absent_or_table(target)
         self._lock = lock(target)
@@ -262,18 +251,15 @@ class _Delta(_Target):
             raise
 
     def check_schema(self, schema: pa.Schema) -> None:
-        """New columns may come; the others stay as they are."""
         if self._table is not None:
             check_columns(self.folder, self._table, schema)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the lock up; after an error remove what was written in vain."""
         if kind is not None and isinstance(self.folder, LocalFolder):
             remove_orphans(self.folder, open_table(self.folder))
         self._lock.release()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
-        """One commit."""
         commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
         table = open_table(self.folder)
         self.version = None if table is None else table.version()
@@ -283,14 +269,13 @@ class _Folder(_Target):
     """A folder of Parquet files, made next to its place and moved there."""
 
     def __init__(self, target: Path, overwrite: bool) -> None:
-        """Refuse before anything is done. Raises ConfigError, MirrorError."""
         self._target = target
         self._old = target.with_name(target.name + ".old")
         self._incomplete = target.with_name(target.name + ".incomplete")
         super().__init__(LocalFolder(self._incomplete))
         self._lock = FolderLock(self._incomplete)
         try:
-            if not target.exists() and self._old.exists():  # killed between the two renames of an earlier finish
+            if not target.exists() and self._old.exists():  # an earlier run was killed between its two renames
                 self._old.rename(target)
             if target.exists() and not self._may_go(overwrite):
                 raise ConfigError(
@@ -308,19 +293,17 @@ class _Folder(_Target):
         return [each for each in self._incomplete.iterdir() if each.name != delta.LOCK_FILE]
 
     def _may_go(self, overwrite: bool) -> bool:
-        """Only an export or an empty folder is ever replaced."""
+        """Return True for an export or an empty folder: nothing else is ever replaced."""
         if not self._target.is_dir():
             return False
         return not any(self._target.iterdir()) or (overwrite and (self._target / SUCCESS_FILE).is_file())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the lock up, and the folder where nothing is in it; after an error remove what was written in vain."""
         if self._incomplete.is_dir() and (kind is not None or not self._left()):
             shutil.rmtree(self._incomplete, ignore_errors=True)
         self._lock.release()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
-        """`_SUCCESS`, then the name."""
         try:
             self.success(parts or self.empty(schema, facts), facts)
             (self._incomplete / delta.LOCK_FILE).unlink()
@@ -335,10 +318,11 @@ class _Folder(_Target):
 
 
 class _Prefix(_Target):
-    """Parquet files under a prefix of an object store."""
+    """Parquet files under a prefix of an object store. If removing them after an error fails, the next run with
+    `overwrite` does it.
+    """
 
     def __init__(self, target: ObjectFolder, overwrite: bool) -> None:
-        """Refuse before anything is done. Raises ConfigError, MirrorError."""
         super().__init__(target)
         try:
             names = target.names()
@@ -356,16 +340,14 @@ class _Prefix(_Target):
             raise target.error(error) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error remove what this run wrote; where that fails, the next run does with `overwrite`."""
         if kind is not None:
             with contextlib.suppress(OSError):
-                self.folder.remove(SUCCESS_FILE)  # of this run, if at all: the prefix held nothing else
+                self.folder.remove(SUCCESS_FILE)  # can only be of this run
                 for each in self.folder.names():
                     if run_of(each) == self.run:
                         self.folder.remove(each)
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
-        """`_SUCCESS`, once the prefix holds the parts and nothing else."""
         parts = parts or self.empty(schema, facts)
         try:
             if others := set(self.folder.names()) - {part.name for part in parts}:

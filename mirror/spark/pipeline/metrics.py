@@ -1,7 +1,7 @@
-"""What `sync` did, for Prometheus: counters of its batches and merges, and how far the tables are behind.
+"""Figures of `sync` for Prometheus: counters of its batches and merges, and the lag of the tables.
 
-Knows figures (progress.py) and prometheus_client; never a table or a stream. Invariant: a figure that is not known is
-left out, never 0.
+Knows figures (progress.py) and prometheus_client; never a table or a stream. Invariant: an unknown figure is left out,
+never 0.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ _GAUGES = {
 
 
 class SyncMetrics(Collector):
-    """The figures of one run."""
-
     def __init__(self) -> None:
-        """All counters at 0."""
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._rows = dict.fromkeys(("inserted", "updated", "deleted"), 0)
@@ -46,7 +43,7 @@ class SyncMetrics(Collector):
         self._merged_to = -1
 
     def add(self, figures: BatchFigures | MergeFigures) -> None:
-        """Count a batch or a merge. They come from two threads, so a batch may be reported after its merge."""
+        """Count a batch or a merge. They come from two threads, so a merge may be reported before its batch."""
         with self._lock:
             if isinstance(figures, BatchFigures):
                 self._counts["batches"] += 1
@@ -68,7 +65,6 @@ class SyncMetrics(Collector):
             self._gauges |= {"waiting_events": 0, "last_merge_timestamp_seconds": time()}
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets."""
         with self._lock:
             counts, rows, gauges = dict(self._counts), dict(self._rows), dict(self._gauges)
         for name, count in counts.items():

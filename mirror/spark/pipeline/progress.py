@@ -1,7 +1,7 @@
-"""What a stream does, batch by batch, from Spark's own query listener.
+"""Figures of a stream, batch by batch, from Spark's query listener.
 
-Knows Spark's progress events and what is worth saying of one; never how it is shown. Invariant: a listener never ends
-a stream: what it cannot read is left out.
+Knows Spark's progress events; never how figures are shown. Invariant: a listener never ends a stream: it leaves out
+what it cannot read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 from mirror.spark.tables.documents import Applied
 
 BATCHES_HELD_MAX = 100
-"""What batches did is held so long for the event that tells of them."""
+"""Figures of so many batches wait for their event."""
 
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """One batch."""
-
     batch: int
     events: int
     events_per_s: float
@@ -32,45 +30,40 @@ class BatchFigures:
     updated: int | None = None
     deleted: int | None = None
     misfits: int | None = None
-    """Documents that do not fit the schema of `sync`."""
     lag_seqnos: int | None = None
-    """How far the source was ahead when the batch ended, where that is known."""
+    """Seqnos of the source that the batch did not reach, if known."""
 
 
 @dataclass(frozen=True)
 class MergeFigures:
-    """One merge of batches into the tables of documents."""
-
     batch: int
-    """The newest batch that is in them now."""
+    """The newest batch in the tables of documents."""
     inserted: int
     updated: int
     deleted: int
     misfits: int
     rewritten_bytes: int
-    """Of the files that it wrote."""
+    """Bytes of the files that it wrote."""
     duration_ms: int
 
 
 class Listener(StreamingQueryListener):
-    """Turns progress events into figures."""
+    """Turns progress events into figures, and calls `on_figures` in a thread of Spark's."""
 
     def __init__(self, on_figures: Callable[[BatchFigures], None]) -> None:
-        """`on_figures` is called in a thread of Spark's."""
         self._on_figures = on_figures
         self._applied: dict[int, Applied] = {}
 
     def applied(self, batch: int, done: Applied) -> None:
-        """What a batch did to the tables, reported before Spark reports the batch."""
+        """Keep the figures of a batch until Spark reports it."""
         self._applied[batch] = done
         while len(self._applied) > BATCHES_HELD_MAX:
             del self._applied[next(iter(self._applied))]
 
     def onQueryStarted(self, event: Any) -> None:
-        """Nothing to say yet."""
+        """No figures yet."""
 
     def onQueryProgress(self, event: Any) -> None:
-        """A batch has ended, or there was nothing to do."""
         progress = event.progress
         done = self._applied.pop(progress.batchId, None)
         if not progress.numInputRows and done is None:
@@ -89,15 +82,12 @@ class Listener(StreamingQueryListener):
             )
         )
 
-    def onQueryIdle(self, event: Any) -> None:
-        """Nothing to say."""
-
     def onQueryTerminated(self, event: Any) -> None:
-        """Anyone who waits for the query hears of it."""
+        """Whoever waits for the query learns of it."""
 
 
 def lag_of(sources: Any) -> int | None:
-    """What the source says is published, less where the batch ended: seqnos, over all vbuckets."""
+    """Return the published seqnos beyond the end of the batch, over all vbuckets."""
     try:
         end, published = (seqnos_of(text) for text in (sources[0].endOffset, sources[0].latestOffset))
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
@@ -106,5 +96,5 @@ def lag_of(sources: Any) -> int | None:
 
 
 def seqnos_of(text: str) -> dict[str, int]:
-    """Where each vbucket stands in an offset (offsets.py), as Spark shows it."""
+    """Return the seqno of each vbucket in an offset (offsets.py), as Spark shows it."""
     return {vbid: at[1] for vbid, at in json.loads(text)["vbuckets"].items()}

@@ -1,10 +1,9 @@
-"""The same tasks on this machine's cores or on a Spark cluster: a function, a list of what to call it with, results.
+"""Run tasks on this machine's cores or on a Spark cluster: a function, a list of arguments, results.
 
-Knows processes and Spark's job API; must never know what a task does. A task gets what it needs by its argument and
-works where it runs: it opens its own files and connections, and what it returns is small. Invariants: each task's
-result is counted once, also where Spark ran it again after an executor was lost; results come in the order of the
-tasks; the first failure that trying again does not fix ends the run, as the task's own error and not as a trace of
-the machinery between.
+Knows processes and Spark's job API; must never know what a task does. A task gets what it needs by its argument, opens
+its own files and connections where it runs, and returns little. Invariants: each task's result counts once, even if
+Spark ran it again after losing an executor; results come in the order of the tasks; the first failure that no retry
+fixes ends the run, as the task's own error without a trace of the machinery between.
 """
 
 from __future__ import annotations
@@ -31,39 +30,35 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Progress = Callable[[int, int], None]
-"""Tasks done, and of how many."""
+"""Called with the tasks done and the number of tasks."""
 
 POLL_INTERVAL_S = 0.5
 
 _MARK = "dcp-mirror-error:"
 _REPORTED = re.compile(r"MirrorSourceError: (.+?)(?: SQLSTATE: \w+)?$", re.MULTILINE)
-"""How the data source tells of an error that was foreseen (failures.py), among Spark's own words."""
+"""A foreseen error of the data source (failures.py) among Spark's own words."""
 
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(mirror|storage|pyarrow|lmdb|deltalake)\b")
-"""What an executor without this package says; workers that do not start say it, too."""
+"""The error of an executor without this package, or of workers that do not start."""
 
 
 class Runner(Protocol):
-    """Whatever can run tasks."""
-
     parallelism: int
-    """How many tasks run at once."""
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Call `function`, a module's own, with each task. Raises what a task raised."""
+        """Call `function`, which a module defines, with each task. Raises a task's error."""
         ...
 
 
 class LocalRunner:
-    """Several processes of this machine."""
+    """Runs processes of this machine, by default one for each core. Each calls `prepare`, which a module defines."""
 
     def __init__(self, processes: int | None = None, prepare: Callable[[], None] | None = None) -> None:
-        """As many processes as cores by default; `prepare`, a module's own function, is called in each of them."""
         self.parallelism = processes or len(os.sched_getaffinity(0))
         self._prepare = prepare
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """Spawned, never forked: LMDB's environments must not cross a fork."""
+        """Processes are spawned, never forked: LMDB's environments must not cross a fork."""
         if self.parallelism == 1 or len(tasks) <= 1:
             return self._run_here(function, tasks, progress)
         results: list[Any] = [None] * len(tasks)
@@ -83,7 +78,7 @@ class LocalRunner:
                     progress(done, len(tasks))
         except BaseException as error:
             for process in set(multiprocessing.active_children()) - before:
-                process.kill()  # what the others would still do is not needed
+                process.kill()  # their results are not needed
             if isinstance(error, BrokenProcessPool):
                 raise MirrorError(
                     "a process of this job died", hint="was it killed, or is memory short? Nothing was committed"
@@ -104,7 +99,7 @@ class LocalRunner:
 
 
 def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
-    """The first steps of a process. One whose parent has died already would wait for tasks for ever."""
+    """End a process whose parent has died already: it would wait for tasks for ever."""
     if prepare is not None:
         prepare()
     if os.getppid() != parent:
@@ -113,7 +108,7 @@ def _begin(parent: int, prepare: Callable[[], None] | None) -> None:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """A terminal's Ctrl-C is not for processes that are started here: they are ended by anyone who started them."""
+    """Keep a terminal's Ctrl-C from processes that start here: their parent ends them."""
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -122,15 +117,14 @@ def _no_interrupt() -> Iterator[None]:
 
 
 class SparkRunner:
-    """A Spark session's executors."""
+    """Runs tasks on the executors of a classic session: Spark Connect has no jobs of Python functions."""
 
     def __init__(self, spark: Any) -> None:
-        """`spark` is a classic session: jobs of Python functions are not to be had through Spark Connect."""
         self._context = spark.sparkContext
         self.parallelism = int(self._context.defaultParallelism)
 
     def run(self, function: Callable[[T], R], tasks: Sequence[T], progress: Progress | None = None) -> list[R]:
-        """A Spark task for each; Spark runs those again whose executor was lost."""
+        """Spark runs tasks of a lost executor again."""
         if not tasks:
             return []
         guarded = _Guarded(function)
@@ -169,10 +163,10 @@ class SparkRunner:
 
 
 class _Guarded:
-    """A task function whose own errors come back as what they are.
+    """A task function whose own errors come back unchanged.
 
-    What trying again cannot fix is returned, or Spark would try it four times and print four traces; what may be
-    fixed is raised, as text that `error_of` finds again.
+    It returns an error that no retry fixes: Spark would try it four times and print four traces. It raises an error
+    that a retry may fix, as text that `error_of` finds again.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -188,7 +182,7 @@ class _Guarded:
 
 
 def quiet_logs() -> None:
-    """Errors alone, on stderr: what a task has to say it returns or raises, and stdout may belong to data."""
+    """Log errors only, on stderr: tasks return or raise the rest, and stdout may belong to data."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
@@ -196,12 +190,12 @@ def quiet_logs() -> None:
 
 
 def as_text(error: BaseException) -> str:
-    """An error of ours as text that survives any number of wrappings."""
+    """Return an error of ours as text that survives any wrapping."""
     return f"{_MARK}{pickle.dumps(error).hex()};"
 
 
 def error_of(error: BaseException) -> BaseException:
-    """What a task raised, out of whatever Spark made of it; an error of Spark's own in its first line."""
+    """Return a task's error from Spark's wrapping, or an error with the first line of Spark's own."""
     text = str(error)
     start = text.find(_MARK)
     if start >= 0:

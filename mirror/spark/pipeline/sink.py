@@ -1,8 +1,9 @@
-"""A data frame into parts (parts.py) by Spark's own means, without pandas and without collecting a row.
+"""Write a data frame as parts (parts.py) by Spark's own means, without pandas and without collecting a row.
 
-Knows Spark's interface for writers in Python; never what becomes of the parts. Executors write them; Spark hands what
-the successful tasks said to `commit`, in a Python process of the driver's machine, which leaves it in a file that the
-driver reads: `write_parts` is all of that in one call. Invariant: parts of failed or doubled attempts are not reported.
+Knows Spark's interface for writers in Python; never what becomes of the parts. Executors write them. Spark hands the
+messages of the successful tasks to `commit`, in a Python process of the driver's machine, which leaves them in a file
+for the driver. `write_parts` does all of that in one call. Invariant: parts of failed or doubled attempts are not
+reported.
 """
 
 from __future__ import annotations
@@ -28,36 +29,30 @@ NAME = "dcp_mirror_parts"
 
 @dataclass
 class PartsWritten(WriterCommitMessage):
-    """What a task wrote, or why it could not."""
+    """A task's parts, or why it could not write them."""
 
     parts: list[Part]
     problem: str | None = None
 
 
 class PartsSink(DataSource):
-    """Events of `changes` into parts."""
-
     @classmethod
     def name(cls) -> str:
-        """As in `format(...)`."""
+        """The name for `format(...)`."""
         return NAME
 
     def writer(self, schema: Any, overwrite: bool) -> Writer:
-        """For one data frame."""
         return Writer(self.options["folder"], self.options["prefix"], self.options["result_file"])
 
 
 class Writer(DataSourceArrowWriter):
-    """Of one data frame."""
-
     def __init__(self, folder: str, prefix: str, result_file: str) -> None:
-        """`result_file`: what the driver reads."""
         self._folder = folder
         self._prefix = prefix
         self._result_file = result_file
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> PartsWritten:
-        """A task's rows. What goes wrong is reported, not raised: trying four times would not fix it."""
+        """An error is reported, not raised: trying four times would not fix it."""
         try:
             with PartWriter(self._folder, self._prefix, CHANGES) as parts:
                 for batch in iterator:
@@ -67,14 +62,13 @@ class Writer(DataSourceArrowWriter):
         return PartsWritten(parts.finished)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """All tasks have succeeded."""
         written = [each for each in messages if isinstance(each, PartsWritten)]
         problem = next((each.problem for each in written if each.problem is not None), None)
         parts = [part for each in written for part in each.parts]
         Path(self._result_file).write_text(json.dumps({"problem": problem, "parts": parts}))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Some task has failed for good: what the others wrote is removed."""
+        """Remove the parts of other tasks after one has failed for good."""
         folder = folder_at(self._folder)
         for message in messages:
             for part in message.parts if isinstance(message, PartsWritten) else ():
@@ -82,7 +76,7 @@ class Writer(DataSourceArrowWriter):
 
 
 def write_parts(frame: Any, folder: Folder, prefix: str) -> list[Part]:
-    """Write a data frame with the columns of CHANGES into parts. Raises what a task raised."""
+    """Write a data frame with the columns of CHANGES as parts. Raises a task's error."""
     frame.sparkSession.dataSource.register(PartsSink)
     with tempfile.TemporaryDirectory(prefix="dcp-mirror-") as scratch:
         result_file = Path(scratch) / "result.json"

@@ -1,12 +1,11 @@
-"""`sync`: a stream of changes into the tables of a lake, kept going, and restarted from its checkpoint.
+"""`sync`: run a stream of changes into the tables of a lake, and restart it from its checkpoint.
 
-Knows Spark's streaming queries and what a batch is to them; what exactly-once rests on is argued in lake.py. Spark's
-own part in it: a batch's offsets are written down (`offsets/N` in the checkpoint) before the batch runs and its end
-(`commits/N`) after it, so after a crash the newest batch is run again under the same number with the same offsets, and
-no other is. Nothing is collected: executors write the events of their vbuckets into the folder of `changes` and return
-names, sizes and statistics. Invariants: a stop between batches or in the middle of one, by whatever way, loses and
-repeats nothing; the checkpoint and the tables belong together and are checked against each other at the start and at
-each batch.
+Knows Spark's streaming queries and their batches; lake.py argues for exactly-once. Spark's part in it: a batch's
+offsets are written (`offsets/N` in the checkpoint) before the batch runs and its end (`commits/N`) after it. So after a
+crash only the newest batch runs again, under the same number with the same offsets. Nothing is collected: executors
+write the events of their vbuckets into the folder of `changes` and return names, sizes and statistics. Invariants: no
+stop, between batches or in the middle of one, loses or repeats anything; the checkpoint and the tables belong together
+and are checked against each other at the start and at each batch.
 """
 
 from __future__ import annotations
@@ -41,20 +40,19 @@ from storage.read.view import open_view
 
 CHECKPOINT_FOLDER = "_checkpoint"
 TIDY_BATCHES = 100
-"""So many batches are between two clean-ups of the tables."""
+"""Batches between two clean-ups of the tables."""
 KEEP_HOURS = 168
 KEEP_HOURS_OBJECTS_MIN = 24
 POLL_S = 0.2
 STARTS_MAX = 3
 NOT_CONNECTED = "Python worker failed to connect back"
 """Spark gives its Python processes ten seconds to connect, whatever its settings; a busy machine may need more. The
-query goes on from its checkpoint, as after a crash."""
+query then restarts from its checkpoint, as after a crash.
+"""
 
 
 @dataclass(frozen=True)
 class How:
-    """What a person may choose."""
-
     checkpoint: Path | None = None
     trigger_s: float = 10.0
     available_now: bool = False
@@ -66,8 +64,6 @@ class How:
 
 @dataclass(frozen=True)
 class Synced:
-    """What a run did."""
-
     batches: int
     events: int
     inserted: int
@@ -78,8 +74,8 @@ class Synced:
 
 
 def checkpoint_for(folder: Folder, how: How) -> Path:
-    """The folder of Spark's checkpoint. Raises ConfigError for tables in an object store without a checkpoint, or with
-    files kept so shortly that a clean-up could meet those of a batch that is being written.
+    """Return the folder of Spark's checkpoint. Raises ConfigError for tables in an object store without a checkpoint,
+    or with files kept so shortly that a clean-up could remove those of a batch in progress.
 
     A checkpoint is a lock as well: one process uses it, and the tables take batches of no other (lake.py).
     """
@@ -100,7 +96,7 @@ def checkpoint_for(folder: Folder, how: How) -> Path:
 
 
 def checkpoint_name(folder: Path) -> str | None:
-    """Spark's own name of the stream that a checkpoint belongs to; None: there is none yet."""
+    """Return Spark's own name of a checkpoint's stream, or None if there is none yet."""
     try:
         return str(json.loads((folder / "metadata").read_text())["id"])
     except FileNotFoundError:
@@ -110,12 +106,12 @@ def checkpoint_name(folder: Path) -> str | None:
 
 
 def offsets_of(folder: Path, batch_number: int) -> str:
-    """What a batch covers, as Spark wrote it down before it ran."""
+    """Return the offsets of a batch, as Spark wrote them before it ran."""
     return (folder / "offsets" / str(batch_number)).read_text()
 
 
 def check_source(options: Mapping[str, str], settings: Settings) -> None:
-    """Raise what is wrong with a source by its own name, before Java is started and anything is made."""
+    """Raise a source's own error before Java is started and anything is made."""
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
         with open_view(parsed.path) as view:
@@ -125,7 +121,7 @@ def check_source(options: Mapping[str, str], settings: Settings) -> None:
 
 
 class SyncTarget:
-    """What foreachBatch calls."""
+    """The function of foreachBatch. `on_batch` gets the figures of each batch, `on_merge` those of each merge."""
 
     def __init__(
         self,
@@ -135,7 +131,6 @@ class SyncTarget:
         on_batch: Callable[[int, Applied], None],
         on_merge: Callable[[MergeFigures], None] = lambda _: None,
     ) -> None:
-        """`on_batch` hears what each batch did, `on_merge` of each merge."""
         self._lake = lake
         self._checkpoint = checkpoint
         self._how = how
@@ -146,7 +141,7 @@ class SyncTarget:
         self._number = -1
 
     def __call__(self, frame: Any, number: int) -> None:
-        """Apply a batch. What goes wrong is kept: Spark would only pass on its text."""
+        """Apply a batch. An error is kept: Spark would only pass on its text."""
         try:
             with self._busy:
                 self._apply(frame, number)
@@ -187,7 +182,7 @@ class SyncTarget:
         return done
 
     def catch_up(self, *, due_only: bool) -> None:
-        """Bring into `documents` what was put off, unless a batch is under way. Raises what stands in the way."""
+        """Bring deferred batches into `documents`, unless a batch is in progress."""
         if not self._busy.acquire(blocking=not due_only):
             return
         try:
@@ -213,7 +208,7 @@ def sync(
     """Keep the tables in `to` (a path or a URL, places.py) current until `stop` is set, or with `available_now` until
     they are.
 
-    `source` are options of the data source. `on_warning` hears what may go wrong later. Raises MirrorError and the
+    `source` are options of the data source. `on_warning` gets warnings of later trouble. Raises MirrorError and the
     store's errors.
     """
     how = how or How()
@@ -260,7 +255,7 @@ def sync(
 
 
 def space_warning(folder: Folder, projected_bytes: int) -> str | None:
-    """One line where the disk has no room for what merging will write and keep; None: it has, or nobody knows."""
+    """Return one line if the disk lacks room for what merging will write and keep; None if not, or unknown."""
     if not isinstance(folder, LocalFolder):
         return None
     free_bytes = shutil.disk_usage(folder.path).free
@@ -275,11 +270,11 @@ def space_warning(folder: Folder, projected_bytes: int) -> str | None:
 def _run_query(
     spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: SyncTarget, stop: threading.Event | None
 ) -> None:
-    """One query of Spark's, until it ends. Raises what Spark raises."""
+    """Run one Spark query until it ends. Raises its error."""
     stream = spark.readStream.format("mirror").options(**source, table="changes").load()
     writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
-    writer = writer.trigger(availableNow=True) if how.available_now else _every(writer, how.trigger_s)
-    query = writer.start()
+    every = {"processingTime": f"{round(how.trigger_s * 1000)} milliseconds"}
+    query = writer.trigger(**({"availableNow": True} if how.available_now else every)).start()
     while not query.awaitTermination(POLL_S):
         if stop is not None and stop.is_set():
             query.stop()
@@ -287,12 +282,8 @@ def _run_query(
             sink.catch_up(due_only=True)
 
 
-def _every(writer: Any, seconds: float) -> Any:
-    return writer.trigger(processingTime=f"{round(seconds * 1000)} milliseconds")
-
-
 def _cause(sink: SyncTarget, error: Exception) -> BaseException:
-    """What ended the stream, as the error that it began with."""
+    """Return the error that ended the stream."""
     failed = sink.failed
     if isinstance(failed, MirrorError | StorageError):
         return failed

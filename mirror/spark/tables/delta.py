@@ -1,13 +1,12 @@
-"""Delta tables that are written from many places and committed from one, each commit once.
+"""Delta tables that many processes write and one commits, each commit once.
 
 Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
-Must never know what the rows mean. delta-rs records marks but does not enforce them, so this is how a commit happens at
-most once: it is built upon the version of the table in which the mark was looked up, and it may only become the very
-next version (no retries). Any other commit meanwhile, also one by another process with the same mark, makes it fail
-as `CommitConflict`; nothing is half done then. Invariants: files are part of a table once a commit names them, and only
-then; a file that no commit names (its writer was killed) is an orphan. On a disk the next run removes it, which holds
-the folder's lock. An object store has no lock, and the file may be that of a run elsewhere that is about to commit:
-there only `vacuum` removes it, by its age.
+Must never know what the rows mean. delta-rs records marks but does not enforce them. So a commit is based on the
+version of the table in which the mark was looked up, and may only become the next version (no retries). Any other
+commit meanwhile, even by another process with the same mark, fails it as `CommitConflict` with nothing half done.
+Invariants: files are part of a table if and only if a commit names them. A file that no commit names (its writer was
+killed) is an orphan. On a disk the next run, which holds the folder's lock, removes it. An object store has no lock,
+and the file may belong to a run elsewhere that is about to commit: there only `vacuum` removes it, by its age.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import pyarrow as pa
@@ -37,21 +36,21 @@ RUN = "dcp_mirror_run"
 """Name in a commit's metadata of the run whose files it names."""
 
 COMPACTED_BYTES_MAX = 128 * 1024 * 1024
-"""Files that have grown so large are not copied again."""
+"""Larger files are not copied again."""
 READ_ROWS = 8192
 
 
 class CommitConflict(MirrorError):
-    """Somebody else committed meanwhile; nothing was changed."""
+    """Another writer committed meanwhile; nothing was changed."""
 
     retryable = True
 
 
 class FolderLock:
-    """One writer of a folder at a time; the kernel gives the lock up when the process dies."""
+    """One writer of a folder at a time, which is made if missing. The kernel releases the lock of a dead process."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder where it is missing, and take the lock at once or raise MirrorError."""
+        """Take the lock at once or raise MirrorError."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -66,34 +65,27 @@ class FolderLock:
             ) from error
 
     def __enter__(self) -> Self:
-        """It is held already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it up."""
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Give it up."""
         os.close(self._descriptor)
 
 
 class NoLock:
-    """Of an object store, which has none: there commits alone decide between two writers."""
+    """An object store has no lock: commits alone decide between two writers."""
 
-    def release(self) -> None:
-        """Nothing is held."""
+    def release(self) -> None: ...
 
 
 def lock(folder: Folder) -> FolderLock | NoLock:
-    """One writer of a folder at a time, where that can be had. Raises MirrorError."""
     return FolderLock(folder.path) if isinstance(folder, LocalFolder) else NoLock()
 
 
 def open_table(folder: Folder) -> DeltaTable | None:
-    """The table in a folder, as it is now; None: there is none. Raises MirrorError."""
+    """Return the table in a folder, or None if there is none. Raises MirrorError."""
     if isinstance(folder, LocalFolder) and not (folder.path / LOG_FOLDER).is_dir():
         return None
     try:
@@ -103,10 +95,24 @@ def open_table(folder: Folder) -> DeltaTable | None:
 
 
 def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, Any] | None = None) -> CommitProperties:
-    """Of a commit that may only become the very next version."""
+    """Return the properties of a commit that may only become the next version."""
     return CommitProperties(
         custom_metadata=metadata, max_commit_retries=0, app_transactions=list(marks) if marks else None
     )
+
+
+@contextmanager
+def committing(folder: Folder, table: DeltaTable | None) -> Iterator[None]:
+    """Raise CommitConflict or MirrorError for a failed commit to `table` (None: to a new table)."""
+    try:
+        yield
+    except (DeltaError, OSError) as error:
+        now = open_table(folder)
+        if isinstance(error, CommitFailedError) or (now is None) != (table is None):
+            raise CommitConflict(
+                f"{folder}: another writer has committed to this table", hint="run it again"
+            ) from error
+        raise MirrorError(f"{folder}: the commit failed: {plain(error)}") from error
 
 
 def commit_parts(
@@ -119,13 +125,13 @@ def commit_parts(
     marks: Sequence[Transaction] = (),
     metadata: dict[str, Any] | None = None,
 ) -> None:
-    """Make `parts`, which lie in `folder`, the table's (`overwrite`) or add them to it, as the next version after
-    `table` (None: as the first). Raises CommitConflict when that version is somebody else's.
+    """Make `parts`, which lie in `folder`, the table's rows (`overwrite`) or add them, as the next version after
+    `table` (None: as the first). Raises CommitConflict if another writer made that version.
     """
     actions: list[AddAction | RemoveAction] = [part.add_action() for part in parts]
     expected = Schema.from_arrow(schema)
     how = only_next(marks, metadata)
-    try:
+    with committing(folder, table):
         if table is not None and _has_local_times(expected) and not _has_local_times(table.schema()):
             # delta-rs would commit such a column to a table without the feature, which nothing can read then
             table.alter.add_feature(TableFeatures.TimestampWithoutTimezone, allow_protocol_versions_increase=True)
@@ -134,14 +140,11 @@ def commit_parts(
         else:
             mode: Literal["overwrite", "append"] = "overwrite" if overwrite else "append"
             table.create_write_transaction(actions, mode, expected, [], commit_properties=how)
-    except (DeltaError, OSError) as error:
-        raise conflict_or(folder, table, error) from error
 
 
 def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
-    """Put small files of a table together in one commit that changes no row; returns how many files that replaced.
-
-    A row group is held at a time. Raises CommitConflict, MirrorError.
+    """Merge small files of a table in one commit that changes no row. Return the number of replaced files. Holds one
+    row group at a time. Raises CommitConflict, MirrorError.
     """
     files = sorted(pa.table(table.get_add_actions()).to_pylist(), key=lambda each: each["modification_time"])
     chosen = [files[at] for at in files_to_merge([each["size_bytes"] for each in files])]
@@ -154,22 +157,19 @@ def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
     now_ms = time.time_ns() // 1_000_000
     actions: list[AddAction | RemoveAction] = [part.add_action(new_rows=False) for part in parts.finished]
     actions += [RemoveAction(each["path"], False, now_ms, each["size_bytes"]) for each in chosen]
-    try:
+    with committing(folder, table):
         table.create_write_transaction(
             actions, "append", Schema.from_arrow(schema), [], commit_properties=only_next(metadata={"compacted": "1"})
         )
         table.update_incremental()
-    except (DeltaError, OSError) as error:
-        raise conflict_or(folder, table, error) from error
     return len(chosen)
 
 
 def files_to_merge(sizes: Sequence[int]) -> list[int]:
-    """Which files of these sizes to put together: the smallest ones, as many as leave none larger than the others
-    together.
+    """Return the indexes of files to merge: the smallest ones, as many as leave none larger than the others together.
 
-    So what is copied becomes part of a file of at least twice its size, and a byte is copied as often as its first file
-    can double until COMPACTED_BYTES_MAX, however often this is called.
+    So each copied byte becomes part of a file of at least twice the size, and is copied as often as its first file can
+    double until COMPACTED_BYTES_MAX, however often this is called.
     """
     ascending = sorted((size, at) for at, size in enumerate(sizes) if size < COMPACTED_BYTES_MAX)
     count = total = 0
@@ -180,14 +180,17 @@ def files_to_merge(sizes: Sequence[int]) -> list[int]:
     return sorted(at for _, at in ascending[:count])
 
 
-def vacuum(table: DeltaTable, keep_hours: int) -> None:
-    """Remove files of a table that no version of the last `keep_hours` needs."""
-    table.update_incremental()
-    table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+def vacuum(folder: Folder, table: DeltaTable, keep_hours: int) -> None:
+    """Remove files of a table that no version of the last `keep_hours` needs. Raises MirrorError."""
+    try:
+        table.update_incremental()
+        table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)
+    except (DeltaError, OSError) as error:
+        raise MirrorError(f"{folder}: clean-up failed: {plain(error)}") from error
 
 
 def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file (only these columns), some at a time. Raises MirrorError."""
+    """Yield the rows of a Parquet file, or these columns of them, some at a time. Raises MirrorError."""
     try:
         with folder.open(name) as file:
             yield from pq.ParquetFile(file).iter_batches(READ_ROWS, columns=columns)
@@ -198,7 +201,7 @@ def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> I
 
 
 def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of `schema` as files of any age have them; null in those that came later."""
+    """Return the columns of `schema` from a file of any age; columns that came later are null."""
     known = set(batch.schema.names)
     columns = [
         batch.column(field.name).cast(field.type) if field.name in known else pa.nulls(len(batch), field.type)
@@ -212,8 +215,8 @@ def _has_local_times(schema: Schema) -> bool:
 
 
 def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
-    """Raise ConfigError where a table with `schema` would lack columns that readers know, or have them otherwise. New
-    columns may come, and new fields of a struct.
+    """Raise ConfigError if a table with `schema` would lack or change columns that readers know. New columns and new
+    fields of a struct may come.
     """
     new = {field.name: field.type for field in Schema.from_arrow(schema).fields}
     for field in table.schema().fields:
@@ -226,7 +229,7 @@ def check_columns(folder: Folder, table: DeltaTable, schema: pa.Schema) -> None:
 
 
 def _has_all_of(new: Any, old: Any) -> bool:
-    """True where who reads a column of type `old` finds the same in one of type `new`."""
+    """Return True if a reader of a column of type `old` finds the same in one of type `new`."""
     if isinstance(old, StructType) and isinstance(new, StructType):
         fields = {each.name: each.type for each in new.fields}
         return all(each.name in fields and _has_all_of(fields[each.name], each.type) for each in old.fields)
@@ -247,19 +250,11 @@ def _type_name(kind: Any) -> str:
     return str(kind.type if isinstance(kind, PrimitiveType) else kind)
 
 
-def conflict_or(folder: Folder, table: DeltaTable | None, error: Exception) -> MirrorError:
-    """What a failed commit means."""
-    now = open_table(folder)
-    if isinstance(error, CommitFailedError) or (now is None) != (table is None):
-        return CommitConflict(f"{folder}: another writer has committed to this table", hint="run it again")
-    return MirrorError(f"{folder}: the commit failed: {plain(error)}")
-
-
 def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
-    """Remove parts that no version of the table which can still be read names; returns their names.
+    """Remove parts that no readable version of the table names, and return their names.
 
-    The caller holds the folder's lock: an unfinished run of somebody else would lose its files. Parts are
-    matched by their run, as a run's files are named by one commit (which says so: RUN) or by none.
+    The caller holds the folder's lock, because another unfinished run would lose its files. Parts are matched by run: a
+    run's files are named by one commit (which says so: RUN) or by none.
     """
     named: set[str] = set()
     if table is not None:
@@ -274,7 +269,7 @@ def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
 
 
 def require_absent_or_table(folder: Folder) -> None:
-    """Refuse a folder with something else in it. Raises ConfigError, MirrorError."""
+    """Raise ConfigError for a folder with other content, or MirrorError."""
     try:
         names = folder.names()
     except NotADirectoryError:

@@ -1,13 +1,13 @@
 """Delta tables of current documents: the columns that a user chose, and how batches of `changes` get into one.
 
 Knows one table, and the files of `changes` as the events of batches; never where events come from, nor the other tables
-(lake.py, which also says what exactly-once rests on). A table has the columns STATE. With a schema (`Layout.fields`)
-those are named `_key`, `_value` and so on, and fields of the JSON body follow as columns of their own. `_value` stays:
-when a column is added later, the whole table is written again with it, out of `_value`, in one commit. So a column has
-its value in every row from the moment it is there.
+(lake.py, which also argues for exactly-once). A table has the columns STATE. With a schema (`Layout.fields`) those are
+named `_key`, `_value` and so on, and fields of the JSON body follow as columns of their own. `_value` stays: if a
+column is added later, one commit rewrites the whole table, with the column read out of `_value`. So a column has its
+value in every row from the start.
 
-Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; all rows were
-read by one schema and in one way (`READING_MARK`); the memory of a first load and of an added column is a row group.
+Invariants: rows are live documents, each once; a batch is folded in one commit that carries its number; one schema and
+one way of reading (`READING_MARK`) made all rows; a first load and an added column need the memory of a row group.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mirror.spark.tables.delta import (
     batches_of,
     check_columns,
     commit_parts,
+    committing,
     compact,
-    conflict_or,
     only_next,
     open_table,
     vacuum,
@@ -49,7 +49,7 @@ BATCH_MARK = "dcp-mirror"
 READING_MARK = "dcp-mirror/reading"
 
 CONFIGURATION = {"delta.logRetentionDuration": "interval 7 days", "delta.checkpointInterval": "50"}
-"""A commit for each batch: the log is summed up often, and its old entries go after a week."""
+"""Each batch makes a commit: checkpoints of the log are frequent, and its old entries go after a week."""
 STATISTICS = ("key", "collection", "vbid", "seqno", "at_branch", "at_seqno")
 """Columns by which readers skip files; values would only make the log large."""
 
@@ -57,24 +57,22 @@ PERMISSIVE = Reading("permissive")
 """A document that does not fit must not stop a stream for good."""
 
 _NAME = re.compile(r"part-[0-9a-f]{16}-b(\d+)-[0-9a-f]{32}\.parquet")
-"""Of files of `changes` that were written for a batch."""
+"""Names of files of `changes` that belong to one batch."""
 _NOT_A_COLUMN = re.compile(r"[\s,;{}()=.\"'`]")
-"""What a Delta table without column mapping, or a reader in SQL, cannot have in a name."""
+"""Characters that a Delta table without column mapping, or a reader in SQL, cannot have in a name."""
 _MERGE_ROWS = 8192
 
 
 class Applied(NamedTuple):
-    """What a batch did. Zeros where it had been done before."""
+    """The figures of a batch. Zeros if it had been done before."""
 
     events: int
     inserted: int
     updated: int
     deleted: int
     misfits: int = 0
-    """Documents that do not fit the schema: with null in some of its columns."""
 
     def plus(self, other: Applied) -> Applied:
-        """The sum of both."""
         return Applied(*(mine + others for mine, others in zip(self, other, strict=True)))
 
 
@@ -86,21 +84,21 @@ class Layout:
     """The columns of a table. Raises ConfigError for a schema that JSON cannot be read as, or Delta cannot have."""
 
     fields: Any = None
-    """Arrow schema of the columns that come out of the body; None: the body is in `value` alone."""
+    """Arrow schema of the columns from the body. None: the body is in `value` alone."""
     reading: Reading = PERMISSIVE
     misfits_max: float = MISFITS_MAX
-    """The share of documents that may not fit, where the whole table is written: at its first load and when its columns
-    change."""
+    """The share of documents that may not fit if the whole table is written: at its first load and when its columns
+    change.
+    """
     overwrite_schema: bool = False
-    """Columns of a table that is there may also go or get other types."""
+    """Columns of an existing table may be removed or get other types."""
 
     def __post_init__(self) -> None:
-        """Check it before anything is made."""
         if self.fields is None:
             return
         if self.reading.mode == "dropmalformed":
             raise ConfigError(
-                "--mode dropmalformed: a table of current documents keeps those that do not fit, with nulls",
+                "--mode dropmalformed: a table of current documents keeps misfits, with nulls",
                 hint="read it with `where _corrupt_record is null`, with `_corrupt_record string` in --schema",
             )
         Bodies(self.fields, self.reading)
@@ -110,29 +108,27 @@ class Layout:
                 raise ConfigError(f"--schema names {name!r}: a Delta table has no such columns")
             if name.lower() in seen:
                 raise ConfigError(
-                    f"--schema names {name!r}, which is a column of every typed table, or there already (Delta does "
-                    "not distinguish upper and lower case)"
+                    f"--schema names {name!r}, which is a column of every typed table or comes twice (Delta ignores "
+                    "upper and lower case)"
                 )
             seen.add(name.lower())
 
     @property
     def mark(self) -> str:
-        """What stands before the names of the columns that are not of the body."""
+        """Prefix of the columns that are not of the body."""
         return "" if self.fields is None else "_"
 
     @property
     def state(self) -> pa.Schema:
-        """The columns that are not of the body."""
         return pa.schema([each.with_name(self.mark + each.name) for each in STATE])
 
     @property
     def schema(self) -> pa.Schema:
-        """All columns."""
         return pa.schema([*self.state, *(self.fields or ())])
 
     @property
     def marks(self) -> list[Transaction]:
-        """What a table says of how its bodies were read."""
+        """The marks of a table that say how its bodies were read."""
         if self.fields is None:
             return []
         reading = self.reading
@@ -141,41 +137,34 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Which tables of documents there are."""
-
     per_collection: bool = False
-    """A table for each collection; otherwise one for all."""
     others: Layout = field(default_factory=Layout)
-    """Of all that have none of their own."""
+    """The layout of tables without their own."""
     own: Mapping[str, Layout] = field(default_factory=dict)
-    """By collection."""
 
     def of(self, collection: str | None) -> Layout:
-        """The layout of a collection's table; None: of the one table."""
         return self.others if collection is None else self.own.get(collection, self.others)
 
 
 def batch_of(name: str) -> int | None:
-    """The batch that wrote a file of that name; None: it is no batch's own, but a compaction's or delta-rs's, whose
-    names have pieces of hexadecimal digits that may look like anything.
+    """Return the batch that wrote a file of that name. None: a compaction or delta-rs wrote it, whose names have
+    hexadecimal digits that may look like anything.
     """
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def fingerprint(text: str) -> int:
-    """A text as a number that fits a mark."""
+    """Return a number for a text that fits a mark."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 class DocumentsTable:
-    """One table."""
-
     def __init__(
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
-        """Make it where it is missing, or give it the columns of `layout`. `collection`: only its documents; None: all.
-        `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
+        """Make the table if it is missing, or give it the columns of `layout`. `collection`: only its documents; None:
+        all. `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table
@@ -185,12 +174,9 @@ class DocumentsTable:
         self._source_schema = pa.schema([*layout.schema, pa.field(f"{layout.mark}live", pa.bool_())])
         self._misfits = self._bodies_read = 0
         self.rewritten_bytes = 0
-        """Of the files that the last fold's merge wrote; a load of new vbuckets rewrites nothing."""
         self._failed: MirrorError | None = None
         self._folded_to = -1
-        """The newest batch that this object has folded, or found nothing in."""
         self._vbids: set[int] | None = None
-        """Vbuckets that the table may have rows of; None: it was not looked at yet."""
         table = open_table(folder)
         if table is None:
             self.table = self._make(selection)
@@ -201,7 +187,7 @@ class DocumentsTable:
 
     def _make(self, selection: str) -> DeltaTable:
         skip_by = ",".join(self._layout.mark + name for name in STATISTICS)
-        try:
+        with committing(self.folder, None):
             return DeltaTable.create(
                 self.folder.url,
                 Schema.from_arrow(self._layout.schema),
@@ -209,8 +195,6 @@ class DocumentsTable:
                 configuration=CONFIGURATION | {"delta.dataSkippingStatsColumns": skip_by},
                 commit_properties=only_next(self._layout.marks),
             )
-        except (DeltaError, OSError) as error:
-            raise conflict_or(self.folder, None, error) from error
 
     def _adapt(self) -> None:
         """Give the table the columns of the layout."""
@@ -235,7 +219,7 @@ class DocumentsTable:
         self._write_again()
 
     def _write_again(self) -> None:
-        """All rows, with the layout's columns out of `_value`, in one commit."""
+        """Write all rows with the layout's columns, read out of `_value`, in one commit."""
         paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
         with PartWriter(self.folder.url, f"part-{run_name()}-columns", self._layout.schema) as parts:
             for path in paths:
@@ -254,22 +238,21 @@ class DocumentsTable:
         check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
 
     def refresh(self) -> None:
-        """See commits of other processes."""
+        """Read commits of other processes."""
         self.table.update_incremental()
 
     @property
     def marked_batch(self) -> int | None:
-        """The newest batch that changed it."""
+        """The newest batch that changed the table."""
         return self.table.transaction_version(BATCH_MARK)
 
     @property
     def folded_to(self) -> int:
-        """The newest batch that is known to be in it; -1: none."""
+        """The newest batch known to be in the table, or -1."""
         marked = self.marked_batch
         return self._folded_to if marked is None else max(self._folded_to, marked)
 
     def bytes(self) -> int:
-        """Its size as it is now."""
         return sum(self._sizes().values())
 
     def _sizes(self) -> dict[str, int]:
@@ -277,18 +260,13 @@ class DocumentsTable:
         return dict(zip(files.column("path").to_pylist(), files.column("size_bytes").to_pylist(), strict=True))
 
     def compact(self) -> None:
-        """Fewer and larger files."""
         compact(self.folder, self.table, self._layout.schema)
 
     def vacuum(self, keep_hours: int) -> None:
-        """Remove files that no version of the last `keep_hours` needs. Raises MirrorError."""
-        try:
-            vacuum(self.table, keep_hours)
-        except (DeltaError, OSError) as error:
-            raise MirrorError(f"{self.folder}: could not be tidied: {plain(error)}") from error
+        vacuum(self.folder, self.table, keep_hours)
 
     def mark(self, marks: list[Transaction]) -> None:
-        """Say that it has the batch of `marks`, which changed nothing in it. Raises CommitConflict, MirrorError."""
+        """Record the batch of `marks`, which changed no row of the table. Raises CommitConflict, MirrorError."""
         if all(self.table.transaction_version(each.app_id) == each.version for each in marks):
             return
         commit_parts(self.folder, self.table, [], self._layout.schema, marks=marks)
@@ -297,8 +275,8 @@ class DocumentsTable:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def fold(self, changes: Folder, names: Sequence[str], number: int, marks: list[Transaction]) -> Applied:
-        """Fold these files of `changes`, which are all that it lacks up to batch `number`, in the batches' order. The
-        last commit carries `marks`. Its events are not counted. Raises CommitConflict, MirrorError.
+        """Fold these files of `changes`, all that the table lacks up to batch `number`, in the order of batches. The
+        last commit carries `marks`. Events are not counted. Raises CommitConflict, MirrorError.
         """
         self._misfits = self._bodies_read = self.rewritten_bytes = 0
         left, done = list(names), NOTHING
@@ -320,14 +298,12 @@ class DocumentsTable:
         return done._replace(misfits=self._misfits)
 
     def skip_to(self, number: int) -> None:
-        """Nothing up to batch `number` concerns it."""
         self._folded_to = number
 
     def _load(self, changes: Folder, names: list[str], marks: list[Transaction]) -> Applied:
-        """Fold one batch into a table that has no rows of its vbuckets: each batch of a first load is one.
+        """Write one batch into a table that has no rows of its vbuckets, as each batch of a first load.
 
-        There is nothing to compare with: rows are written as they come. A merge would hold all of them, and compare
-        them with the whole table.
+        Rows are written as they come. A merge would hold all of them, and compare them with the whole table.
         """
         with PartWriter(self.folder.url, f"part-{run_name()}-00000", self._layout.schema) as parts:
             for name in names:
@@ -356,7 +332,7 @@ class DocumentsTable:
         )
         self._failed = None
         before = set(self._sizes())
-        try:
+        with committing(self.folder, self.table):
             merge = (
                 self.table.merge(
                     source,
@@ -373,26 +349,27 @@ class DocumentsTable:
             )
             if (gone := void_rows(voids, mark)) is not None:
                 merge = merge.when_not_matched_by_source_delete(gone)
-            done = merge.execute()
-        except (DeltaError, OSError) as error:
-            if self._failed is not None:
-                raise self._failed from error
-            raise conflict_or(self.folder, self.table, error) from error
+            try:
+                done = merge.execute()
+            except (DeltaError, OSError):
+                if self._failed is not None:
+                    raise self._failed from None
+                raise
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
-        # A merge that changes nothing makes no version, and no mark: doing it again would change nothing either.
+        # A merge that changes nothing makes no version and no mark; repeating it changes nothing either.
         assert not any(changed) or self.marked_batch == number
         self.rewritten_bytes = sum(size for name, size in self._sizes().items() if name not in before)
         return Applied(0, *changed)
 
     def _find_misfits(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> None:
-        """Keep them before the merge commits their rows: in the middle of it no other table can be written."""
+        """Record misfits before the merge commits their rows, because no other table can be written during a merge."""
         if self._bodies is not None:
             for batch in self._folds_of(files, one_batch):
                 self._typed(batch)
             self._misfits_table.flush()
 
     def _source_of(self, files: Iterable[pq.ParquetFile], one_batch: bool) -> Iterator[pa.RecordBatch]:
-        """What a merge reads. delta-rs passes on the text of an error alone, so it is kept here."""
+        """Yield the rows of a merge. delta-rs passes on only the text of an error, so the error is kept here."""
         try:
             for batch in self._folds_of(files, one_batch):
                 yield self._source_rows(batch)[0]
@@ -401,7 +378,7 @@ class DocumentsTable:
             raise
 
     def _typed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """`_source_rows` of rows that are read for the first time: misfits are counted and kept."""
+        """Type rows that are read for the first time, and record their misfits."""
         rows, misfits = self._source_rows(batch)
         self._misfits += len(misfits)
         self._bodies_read += batch.column("live").true_count
@@ -409,7 +386,7 @@ class DocumentsTable:
         return rows
 
     def _source_rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
-        """Rows of FOLDED with the columns of the layout, and misfits. Raises DocumentDoesNotFit."""
+        """Return rows of FOLDED with the columns of the layout, and misfits. Raises DocumentDoesNotFit."""
         *state, live = batch.columns
         parsed = Parsed([], {})
         if self._bodies is not None:
@@ -427,7 +404,7 @@ class DocumentsTable:
                 yield from table.to_batches(max_chunksize=_MERGE_ROWS)
 
     def _read(self, file: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
-        """The events of a file that concern this table, a row group at a time."""
+        """Yield the events of a file that concern this table, a row group at a time."""
         for number in range(file.num_row_groups):
             events = file.read_row_group(number, columns)
             if self._collection is not None:
@@ -436,15 +413,17 @@ class DocumentsTable:
             yield events
 
     def _vbids_of(self, changes: Folder, names: list[str]) -> set[int]:
-        """The vbuckets that files of `changes` have events of."""
         found: set[int] = set()
         with opened(changes, names) as files, readable():
-            for events in chain.from_iterable(self._read(file, ["kind", "collection", "vbid"]) for file in files):
-                found.update(pc.unique(events.column("vbid")).to_pylist())
+            for file in files:
+                for events in self._read(file, ["kind", "collection", "vbid"]):
+                    found.update(pc.unique(events.column("vbid")).to_pylist())
         return found
 
     def _vbids_there(self) -> set[int]:
-        """The vbuckets that the table may have rows of: it is looked at once, and its writer is this object alone."""
+        """Return the vbuckets that the table may have rows of. One look is enough, because this object is its only
+        writer.
+        """
         if self._vbids is None:
             column = f"{self._layout.mark}vbid"
             paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
@@ -455,17 +434,17 @@ class DocumentsTable:
         return self._vbids
 
     def _voids_of(self, files: Iterable[pq.ParquetFile]) -> Voids:
-        """What the events of a batch void, without reading their values."""
         voids = Voids()
         with readable():
-            for events in chain.from_iterable(self._read(file, ["kind", "collection", "vbid"]) for file in files):
-                voids.add(voids_in(events))
+            for file in files:
+                for events in self._read(file, ["kind", "collection", "vbid"]):
+                    voids_in(events, voids)
         return voids
 
 
 @contextmanager
 def opened(changes: Folder, names: Iterable[str]) -> Iterator[list[pq.ParquetFile]]:
-    """Files of `changes`, all of them before a merge begins: within it no object store can be read."""
+    """Open files of `changes` before a merge begins, because no object store can be read during a merge."""
     with ExitStack() as stack:
         with readable():
             files = [pq.ParquetFile(stack.enter_context(changes.open(name))) for name in names]
@@ -474,7 +453,6 @@ def opened(changes: Folder, names: Iterable[str]) -> Iterator[list[pq.ParquetFil
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raise MirrorError for a file of `changes` that cannot be read."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
@@ -483,9 +461,8 @@ def readable() -> Iterator[None]:
         ) from error
 
 
-def voids_in(events: pa.Table) -> Voids:
-    """What events with these columns void: kind, collection, vbid."""
-    voids = Voids()
+def voids_in(events: pa.Table, voids: Voids) -> None:
+    """Add what events void, from the columns kind, collection and vbid."""
     for kind in events.column("kind").unique().to_pylist():
         if kind in (RESYNC, "collection_dropped", "collection_flushed"):
             rows = events.filter(pc.equal(events.column("kind"), kind))
@@ -494,11 +471,10 @@ def voids_in(events: pa.Table) -> Voids:
                 voids.vbuckets.update(vbids)
             else:
                 voids.collections.update(zip(vbids, names, strict=True))
-    return voids
 
 
 def later(voids: Voids, mark: str = "") -> str:
-    """SQL: whether an event may change the row it meets. `mark` stands before the columns' names."""
+    """Return SQL that is true if an event may change the row it meets."""
     branch, seqno = f"{mark}at_branch", f"{mark}at_seqno"
     rises = f"(s.{branch} > t.{branch} OR (s.{branch} = t.{branch} AND s.{seqno} > t.{seqno}))"
     if not voids.vbuckets:
@@ -507,7 +483,7 @@ def later(voids: Voids, mark: str = "") -> str:
 
 
 def void_rows(voids: Voids, mark: str = "") -> str | None:
-    """SQL: which rows that no event of the batch speaks of are gone all the same; None: none."""
+    """Return SQL for rows that are gone although no event of the batch names them, or None."""
     parts = []
     if voids.vbuckets:
         parts.append(f"t.{mark}vbid IN ({', '.join(map(str, sorted(voids.vbuckets)))})")

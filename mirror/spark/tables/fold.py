@@ -1,10 +1,10 @@
-"""From events to the state that they leave: which rows of a table a batch of changes replaces, and which it voids.
+"""Fold events into the state that they leave: the rows of a table that a batch of changes replaces, and those it voids.
 
 Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
-a vbucket in their order. Of each key only its last event counts: a mutation or restoration puts the row, everything
-else takes it away. An event about many documents (a dropped or flushed collection, a resync) takes away what stood
-before it, in the batch as in the table. Invariants: a key comes out at most once; rows are kept in Arrow, so that a
-fold costs the memory of its keys and not of its values a second time.
+a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row, any other
+removes it. An event about many documents (a dropped or flushed collection, a resync) removes what stood before it, in
+the batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of
+its keys and no second copy of its values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import pyarrow.compute as pc
 from mirror.spark.source.columns import CHANGES, DOCUMENTS
 
 PUTS = frozenset({"mutation", "restoration"})
-"""Kinds after which the document is there."""
+"""Kinds after which the document exists."""
 
 RESYNC = "resync"
 
 STATE = pa.schema([*DOCUMENTS, CHANGES.field("vbuuid"), CHANGES.field("at_branch"), CHANGES.field("at_seqno")])
-"""Columns of a table of current state: a document, and where the event stands that put it there."""
+"""Columns of a table of current state: a document, and the position of the event that put it there."""
 
 FOLD_COLUMNS = [*STATE.names, "kind"]
-"""Of CHANGES: what a fold needs."""
+"""Columns of CHANGES that a fold needs."""
 
 FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
 """A key's last event in a batch; `live` false: the row is to go."""
@@ -34,23 +34,14 @@ FOLDED = pa.schema([*STATE, pa.field("live", pa.bool_())])
 
 @dataclass(frozen=True)
 class Voids:
-    """What a batch takes away as a whole, of what stood in the table before it."""
+    """The vbuckets, and the collections in vbuckets, of which a batch removes all earlier rows."""
 
     vbuckets: set[int] = field(default_factory=set)
-    """All rows of these."""
     collections: set[tuple[int, str]] = field(default_factory=set)
-    """All rows of these collections in these vbuckets."""
-
-    def add(self, other: Voids) -> None:
-        """Take away that, too."""
-        self.vbuckets.update(other.vbuckets)
-        self.collections.update(other.collections)
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """The last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in their order), and
-    what they void.
-    """
+    """Return the last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in order), and what they void."""
     voids = Voids()
     last: dict[tuple[str, bytes], int] = {}
     kinds = events.column("kind").to_pylist()
@@ -73,13 +64,13 @@ def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
 
 
 def fold_batches(tables: Iterable[pa.Table]) -> tuple[pa.Table, Voids]:
-    """Fold files of several batches, which come in their order, as if they were one batch."""
+    """Fold files of several batches, in order, as if they were one batch."""
     return fold(pa.concat_tables(tables))
 
 
 def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, Voids]]:
-    """Fold files of one batch, each of them given in pieces. A vbucket's events are in one file, without another's
-    between, so no more is held than a piece and the vbucket that the one before ended with.
+    """Fold files of one batch, each given in pieces. A vbucket's events are contiguous in one file, so memory holds one
+    piece and the vbucket that the piece before ended with.
     """
     seen: set[int] = set()
     for pieces in files:
@@ -91,7 +82,7 @@ def fold_files(files: Iterable[Iterable[pa.Table]]) -> Iterator[tuple[pa.Table, 
 
 
 def _whole_vbuckets(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The pieces of a file, cut where a vbucket ends."""
+    """Yield the pieces of a file, cut at the ends of vbuckets."""
     held: list[pa.Table] = []
     for piece in pieces:
         if not piece.num_rows:
@@ -110,6 +101,5 @@ def _whole_vbuckets(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _bytes_of(column: pa.ChunkedArray) -> list[bytes | None]:
-    """Keys as bytes: they need not be UTF-8."""
     found: list[bytes | None] = column.cast(pa.binary()).to_pylist()
     return found

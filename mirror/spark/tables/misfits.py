@@ -1,8 +1,8 @@
-"""The Delta table of documents that do not fit a schema: which version of which document, why, and how its text begins.
+"""The Delta table of documents that do not fit a schema: the version, the reason, and the beginning of the text.
 
-Knows its own columns; never how documents are read, nor the tables that have nulls in the place of what does not fit.
-It is made with the first misfit. Invariant: a version stands in it once for each reason, however often it is read
-again: rows are merged by that, and they are there before the version is in its table.
+Knows its own columns; never how documents are read, nor the tables that have nulls in place of misfits. The first
+misfit makes the table. Invariant: a version is in it once for each reason, however often it is read again, and before
+the version is in its own table.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 from deltalake import DeltaTable, Schema
-from deltalake.exceptions import DeltaError
 
 from mirror.spark.places import Folder
 from mirror.spark.source.columns import CHANGES
-from mirror.spark.tables.delta import compact, conflict_or, only_next, open_table, vacuum
+from mirror.spark.tables.delta import committing, compact, only_next, open_table, vacuum
 
 IDENTITY = ("collection", "key", "vbid", "seqno", "cas", "at_branch", "at_seqno")
-"""Columns of `changes` that say which version it is; together with the reason they stand once."""
+"""Columns of `changes` that identify a version; with the reason they are unique."""
 COLUMNS = pa.schema([*map(CHANGES.field, IDENTITY), pa.field("reason", pa.string()), pa.field("text", pa.string())])
 TEXT_LENGTH_MAX = 1_000
 """Characters of a reason and of a text."""
@@ -26,10 +25,7 @@ ROWS_HELD_MAX = 10_000
 
 
 class MisfitsTable:
-    """One table."""
-
     def __init__(self, folder: Folder) -> None:
-        """Nothing is made yet."""
         self.folder = folder
         self._held: list[pa.RecordBatch] = []
 
@@ -46,12 +42,12 @@ class MisfitsTable:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held. Raises CommitConflict, MirrorError."""
+        """Raises CommitConflict, MirrorError."""
         if not self._held:
             return
         table = open_table(self.folder)
         same = " AND ".join(f"t.{name} = s.{name}" for name in (*IDENTITY, "reason"))
-        try:
+        with committing(self.folder, table):
             if table is None:
                 table = DeltaTable.create(self.folder.url, Schema.from_arrow(COLUMNS))
             merge = table.merge(
@@ -62,13 +58,10 @@ class MisfitsTable:
                 commit_properties=only_next(),
             )
             merge.when_not_matched_insert_all().execute()
-        except (DeltaError, OSError) as error:
-            raise conflict_or(self.folder, table, error) from error
         self._held.clear()
 
     def tidy(self, keep_hours: int) -> None:
-        """Fewer and larger files; those that no version of the last `keep_hours` needs are removed."""
         table = open_table(self.folder)
         if table is not None:
             compact(self.folder, table, COLUMNS)
-            vacuum(table, keep_hours)
+            vacuum(self.folder, table, keep_hours)

@@ -1,9 +1,8 @@
 """Parquet files as parts of a table: written where the data is read, reported in a few hundred bytes.
 
-Knows Arrow batches and one folder (places.py); never what a table is, who commits the parts, or Spark.
-Invariants: a part that was reported is complete and synced; an unfinished one is never reported, and its file is
-removed where the process lives on (a killed process leaves it: an orphan, which the name gives away). Memory is bounded
-by one row group.
+Knows Arrow batches and one folder (places.py); never what a table is, who commits the parts, or Spark. Invariants: a
+reported part is complete and synced. An unfinished part is never reported and its file is removed, unless the process
+is killed: that leaves an orphan, recognised by its name. Memory is bounded by one row group.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ from mirror.spark.places import folder_at
 
 ROW_GROUP_ROWS = 128 * 1024
 ROW_GROUP_BYTES = 64 * 1024 * 1024
-"""A row group is written once it has so many rows or bytes: large enough to be read fast, small enough to be held."""
+"""Size at which a row group is written: large enough for fast reads, small enough to hold."""
 
 TEXT_BOUND_MAX = 256
-"""Characters. Bounds are in the table's log, for each file."""
+"""Characters of a bound. The table's log has bounds for each file."""
 
 PART_BYTES_MAX = 512 * 1024 * 1024
-"""A part that has grown so large is finished, and the next one begun."""
+"""Size at which a part is finished and the next one begins."""
 
 NAME = re.compile(r"part-([0-9a-f]{16})-.+\.parquet")
 
 
 class Part(NamedTuple):
-    """A finished file."""
-
     name: str
     size: int
     rows: int
@@ -47,23 +44,25 @@ class Part(NamedTuple):
     time_ms: int
 
     def add_action(self, *, new_rows: bool = True) -> AddAction:
-        """The same in Delta's words. Without `new_rows` its rows were in the table before, in other files."""
+        """Return the Delta action. Without `new_rows` its rows were in the table before, in other files."""
         return AddAction(self.name, self.size, {}, self.time_ms, new_rows, self.stats)
 
 
 def run_name() -> str:
-    """A name for one run of a pipeline, part of the names of all its files."""
+    """Return a name for one run of a pipeline, part of the names of all its files."""
     return uuid.uuid4().hex[:16]
 
 
 def run_of(name: str) -> str | None:
-    """The run that wrote a file of that name; None: it is no part."""
+    """Return the run that wrote a file of that name, or None if it is no part."""
     found = NAME.fullmatch(name)
     return found[1] if found else None
 
 
 class PartWriter:
-    """Arrow batches in, parts out: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`."""
+    """Turns Arrow batches into parts: `with PartWriter(...) as parts: parts.write(batch)`, then `parts.finished`. The
+    first row makes a file; an error removes all files.
+    """
 
     def __init__(self, folder: str, prefix: str, schema: pa.Schema, *, part_bytes_max: int = PART_BYTES_MAX) -> None:
         """Files are `<prefix>-<unique>.parquet` in `folder`, which must exist; `prefix` begins with `part-<run>`."""
@@ -81,18 +80,16 @@ class PartWriter:
         self._metadata: list[pq.FileMetaData] = []
 
     def __enter__(self) -> Self:
-        """No file is made before the first row."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the part that is open; after an error remove it and all that were finished."""
         if kind is None:
             self._finish()
         else:
             self._discard()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take rows in. Raises MirrorError when the folder cannot be written."""
+        """Raises MirrorError if the folder cannot be written."""
         if not batch.num_rows:
             return
         self._held.append(batch)
@@ -104,7 +101,7 @@ class PartWriter:
                 self._finish()
 
     def write_empty(self) -> None:
-        """A part without rows, for the sake of its columns."""
+        """Write a part without rows, which tells readers the columns."""
         self._write_group()
 
     def _write_group(self) -> None:
@@ -145,14 +142,14 @@ class PartWriter:
         if self._name is not None:
             self._folder.discard(self._file, self._name)
         for part in self.finished:
-            with contextlib.suppress(OSError):  # the error that brought us here matters more
+            with contextlib.suppress(OSError):  # the first error matters more
                 self._folder.remove(part.name)
         self.finished.clear()
 
 
 def text_keys(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with keys that are text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK
-    makes one) is written as U+FFFD, `base64:` and its bytes in that code, so that no two keys become one.
+    """Make keys text, as every reader of Parquet expects. A key that is not UTF-8 (no Couchbase SDK makes one) becomes
+    U+FFFD, `base64:` and its bytes in that code, so that no two keys become one.
     """
     index = next((number for number, name in enumerate(batch.schema.names) if name in ("key", "_key")), None)
     if index is None:
@@ -174,7 +171,9 @@ def _text_of(key: bytes) -> str:
 
 
 def statistics_of(metadata: pq.FileMetaData) -> str:
-    """What Delta readers skip files by: rows, and the bounds and nulls of top-level columns of integers and text."""
+    """Return what Delta readers skip files by: rows, and the bounds and nulls of top-level columns of integers and
+    text.
+    """
     least: dict[str, Any] = {}
     most: dict[str, Any] = {}
     nulls: dict[str, Any] = {}
@@ -199,6 +198,6 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
                 break
         else:
             continue
-        for bounds in known.values():  # not known of every row group: not known
+        for bounds in known.values():  # some row group lacks them
             bounds.pop(name, None)
     return json.dumps({"numRecords": metadata.num_rows, **known})
