@@ -2,34 +2,7 @@
 
 Knows text; never a store, a connection or a session. A password is no option: Spark's UI and event log show options.
 Invariant: `parse` returns complete options in bounds, or raises ConfigError with one line that names option and remedy.
-
-    path | connection   the directory of a mirror on this machine (a path or file:///path), or a connection string of
-                        a cluster, an embedded source or a mirror's downstream port. One of them; load("...") gives
-                        `path`
-    table               documents (default) or changes
-    collection          scope.collection, or several by comma; all by default
-    vbuckets            such as 0-511,600; all by default
-    partitions          tasks that the vbuckets are dealt to; as many as this machine has cores by default
-    columns             of the table's columns these, in this order. Not with a schema of one's own
-    asOf                documents as of a time in ISO 8601: of each vbucket the newest kept boundary not after it.
-                        Only with path
-    mode                what to do with a document that does not fit the schema given: failfast (default): an error;
-                        permissive: null in the fields that do not fit; dropmalformed: no row
-    columnNameOfCorruptRecord   a string column of the schema given that has the text of each document that does not
-                        fit it, else null. _corrupt_record by default
-    timeZone            of times in documents that do not name one: UTC, Europe/Berlin, +01:00. The session's
-                        (spark.sql.session.timeZone) by default
-    epoch               times in documents are numbers: seconds, millis or micros since 1970. By default they are
-                        text, and seconds where they are numbers
-    pushdown            true: filters on key, collection and vbid are answered by the source; needs the setting
-                        spark.sql.python.filterPushdown.enabled of the session. false by default
-    maxRowsPerBatch     events of a micro-batch, about: whole snapshots only, and one at least. 1000000 by default
-    maxBytesPerBatch    stored bytes of a micro-batch, estimated by the mean row; units k, m, g. 1g by default
-    startingFrom        where a stream without a checkpoint begins: earliest (default) or latest
-    onLostHistory       what a stream does whose position is no longer kept: fail (default) or resync: a row of kind
-                        resync for the vbucket, then all of it from the beginning
-    leaseSeconds        how long the history that a job or stream needs is held after it was last heard of. 60
-    caFile              with couchbases://: certificate of the authority to trust
+docs/spark.md, "Options", says what each means.
 """
 
 from __future__ import annotations
