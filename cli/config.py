@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 
 from cli import options, output, render
+from mirror.config import EFFECTS
 from mirror.config_reader import ENV_PREFIX, Description, describe, nearest
 from mirror.errors import ConfigError
-from mirror.supervise.listeners.addresses import effect_of
 
 HELP = "Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults."
 
@@ -47,9 +47,6 @@ that does:
 - **restart**: the service must be stopped and started;
 - **new data directory**: fixed when the directory is created; another value is refused at start.
 """
-
-FIXED_BY_DIRECTORY = ("groups", "vbuckets", "collections", "scope")
-"""Settings that the data directory keeps for ever."""
 
 LINE_LENGTH = 120
 
@@ -92,20 +89,16 @@ def explain(
     if markdown:
         typer.echo(markdown_page(chosen), nl=False)
     elif as_json:
-        output.print_json([asdict(each) | {"takes_effect": takes_effect(each.name)} for each in chosen])
+        output.print_json([asdict(each) | {"takes_effect": EFFECTS[each.name]} for each in chosen])
     else:
         render.show(render.settings_view([(each, facts(each)) for each in chosen]))
-
-
-def takes_effect(name: str) -> str:
-    return "new data directory" if name in FIXED_BY_DIRECTORY else effect_of(name)
 
 
 def facts(setting: Description) -> dict[str, str]:
     return {
         "values": setting.values,
         "default": setting.default or "not set",
-        "takes effect": takes_effect(setting.name),
+        "takes effect": EFFECTS[setting.name],
     }
 
 

@@ -12,8 +12,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from mirror.errors import ConfigError
 
@@ -24,6 +25,25 @@ MIB = 1024 * 1024
 
 PASSWORD_BYTES_MAX = 4096
 
+T = TypeVar("T")
+
+
+class Effect(StrEnum):
+    """When a changed setting takes effect."""
+
+    DIRECTORY = "new data directory"
+    RESTART = "restart"
+    LIVE = "reload"
+    WORKERS = "reload, which restarts workers"
+    SERVERS = "reload, which restarts servers"
+    OWN_SERVERS = "reload, which restarts its servers"
+    ALL = "reload, which restarts workers and servers"
+
+
+def takes(effect: Effect, default: T) -> T:
+    """Declare a setting whose change has another effect than to restart the workers."""
+    return field(default=default, metadata={"effect": effect})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -32,26 +52,26 @@ class Settings:
     `config explain` and docs/settings.md print the text below each field. `config_reader.validated` checks the bounds.
     """
 
-    source: str | None = None
+    source: str | None = takes(Effect.RESTART, None)
     """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
     `couchbases://` for TLS. It must not contain a password."""
-    data: Path | None = None
+    data: Path | None = takes(Effect.RESTART, None)
     """The data directory. `run` creates it with mode 0700."""
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
-        default_factory=lambda: min(4, os.cpu_count() or 1)
+        default_factory=lambda: min(4, os.cpu_count() or 1), metadata={"effect": Effect.LIVE}
     )
     """Worker processes. Each has one Python thread; more workers than cores only adds context switches. The number can
     change at every start."""
-    groups: Annotated[int, Field(ge=1, le=256)] = 8
+    groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
     """Groups that the vbuckets are divided into when the data directory is created; each is one LMDB environment. Eight
     lets up to eight workers share the work and keeps the group commits large."""
-    vbuckets: str | None = None
+    vbuckets: str | None = takes(Effect.DIRECTORY, None)
     """Hold only these vbuckets (`0-511`), where several mirrors share a bucket. Unset: all of them. `kv_nodes` names
     the mirrors that hold the rest."""
-    collections: tuple[str, ...] | None = None
+    collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
     """Mirror only these collections (`scope.collection`, separated by commas). A collection that does not exist yet is
     waited for. Unset, and no `scope`: the selection that the directory was created with, else the whole bucket."""
-    scope: str | None = None
+    scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope, with all collections that it has and gets."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
     """What each commit forces to disk. `safe`: the data at each commit, the meta page with the next commit or when the
@@ -82,7 +102,7 @@ class Settings:
     """Pause before the first attempt to connect again; doubles with each failure. At most `retry_delay_max_ms`."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect: a node that is back is noticed within it."""
-    bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
     """Fail when no node of the source can be reached for this long after the start. 0: keep trying (with
     `run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
@@ -131,68 +151,68 @@ class Settings:
     secrets_dir: Path | None = None
     """Directory with a file `password`. Unset: systemd's `CREDENTIALS_DIRECTORY`, if there is one."""
 
-    kv: str | None = None
+    kv: str | None = takes(Effect.OWN_SERVERS, None)
     """Addresses of the KV listener: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` in front for TLS;
     several are separated by commas. Unset: no listener."""
-    http: str | None = None
+    http: str | None = takes(Effect.OWN_SERVERS, None)
     """Addresses of the HTTP listener, written like those of `kv`."""
-    dcp: str | None = None
+    dcp: str | None = takes(Effect.OWN_SERVERS, None)
     """Addresses of the DCP listener, written like those of `kv`."""
 
-    kv_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    kv_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """Processes that share the KV addresses. One answers some ten thousand requests a second; each uses one core."""
-    kv_nodes: str | None = None
+    kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same list on each mirror): SDKs then
     spread their reads over them. `host:port=0-511` where a mirror holds only some `vbuckets`. Connected clients are
     notified of a changed list. A list that contradicts the bucket or this mirror is refused; the state is `degraded`
     while a mirror that it names does not answer for its vbuckets. Unset: this mirror alone."""
-    users_file: Path | None = None
+    users_file: Path | None = takes(Effect.SERVERS, None)
     """Users that may read: SCRAM verifiers and collections, as `dcp-mirror user` writes them. Read again when it
     changes. Unset: every local client may read everything, and so may the source's user with its password."""
-    listen_tls_cert_file: Path | None = None
+    listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
     """Certificate chain (PEM) of the listeners with `tls://`. A file that replaces it, or one of the two below, is used
     for new connections at once; open ones go on."""
-    listen_tls_key_file: Path | None = None
+    listen_tls_key_file: Path | None = takes(Effect.SERVERS, None)
     """Private key (PEM) of `listen_tls_cert_file`, where it is not in the same file."""
-    listen_tls_client_ca_file: Path | None = None
+    listen_tls_client_ca_file: Path | None = takes(Effect.SERVERS, None)
     """Authorities (PEM) that sign clients' certificates. A client of a listener with `tls://` that shows one is the
     user of its common name and needs no password; any other logs in. Unset: clients need none."""
-    reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
     """Connections of one listening process; further ones are closed at once. An idle connection costs about 10 KiB."""
-    reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = 256
+    reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
     """Connections of another machine (an IPv4 address, an IPv6 network of 64 bits) or of another user of a Unix socket
     to one listening process; further ones are closed at once. All clients on loopback count as one. Raise it where
     clients come through a proxy."""
-    reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = 10.0
+    reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
     """A client that has not logged in after this time, the TLS handshake included, is disconnected; where no login is
     needed, one that has requested nothing. Such clients have a quarter of the connections of a listening process; above
     that the oldest is disconnected for a new one."""
-    reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
+    reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
     """A client that sends nothing for this long is disconnected. SDKs send something every few seconds."""
-    reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
+    reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 30.0)
     """A client that takes nothing of its answer for this long is disconnected."""
-    reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = 128 * MIB
+    reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
     """Answers that a listening process keeps for clients that have not taken them; above it the client with the most is
     disconnected. The default is six of the largest documents."""
-    kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = 64 * 1024
+    kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = takes(Effect.SERVERS, 64 * 1024)
     """Largest body of a KV request: enough for a key, or sixteen paths of a kilobyte each. Larger ones (writes) are
     refused without being read."""
-    kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = 128
+    kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 128)
     """Requests of one connection that are answered before other connections get their turn; the rest stay in the
     socket."""
-    http_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """Processes that share the HTTP addresses."""
-    dcp_processes: Annotated[int, Field(ge=1, le=64)] = 1
+    dcp_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """Processes that share the DCP addresses. One sends some hundred thousand documents a second; a connection stays
     with one process."""
-    ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = takes(Effect.SERVERS, 30.0)
     """A mirror that is further behind its source than this is not ready (`/readyz`), and the status page shows the
     vbucket as lagging."""
-    resync_reads: Literal["unavailable", "stale"] = "unavailable"
+    resync_reads: Literal["unavailable", "stale"] = takes(Effect.ALL, "unavailable")
     """What readers get from a vbucket during a resync. `unavailable`: a temporary error until the new copy is complete.
     `stale`: the old copy, which contains writes that the source has lost. In-process readers can request the old copy
     with `stale_reads=True` in either case."""
-    verify_reads: bool = True
+    verify_reads: bool = takes(Effect.SERVERS, True)
     """Compare each row that is read on the KV, HTTP and DCP addresses with its checksum: a damaged row is an error, and
     without this a wrong document. It costs a point read 5 %, a scan 6 %, a DCP backfill up to 18 %. In-process readers
     choose by `open_view(..., verify_reads=False)`."""
@@ -204,9 +224,9 @@ class Settings:
     """Largest number of kept boundaries of a vbucket. Unset: as many as `history_s` keeps."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
     """Largest size of the rows above the history floor of a vbucket. Unset: as much as `history_s` keeps."""
-    lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
+    lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
     """A reader's lease on history ends after this long unless it is renewed: so long a dead job keeps history."""
-    lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = 86_400.0
+    lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """A lease is not renewed beyond this age, which bounds the history that a running job can keep."""
     readers_group: str | None = None
     """Group of the system whose members may read the data directory in-process. They get no right to write data: the
@@ -217,7 +237,7 @@ class Settings:
     """A process that reads within one LMDB transaction for longer is named in `warnings` and in the log: the file grows
     meanwhile, since no page that was freed can be used again. Readers of this package hold one for milliseconds; a
     process that was stopped in the middle, or reads the files by itself, can only be ended by its owner."""
-    publish: Literal["received", "persisted"] = "received"
+    publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
     """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the source has it on the disk of
     the active node and of every replica, so that no failover takes back what was read. That adds the delay of the
     source's disks, a request for each waiting vbucket and copy every `persistence_poll_interval_ms`, and a connection
@@ -228,16 +248,22 @@ class Settings:
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker that sends no heartbeat for this long is killed and replaced."""
-    stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = 20.0
+    stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.LIVE, 20.0)
     """How long a process may take to stop cleanly before it is killed."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")
     """Lowest level of the messages on stderr."""
-    on_event: str | None = None
+    on_event: str | None = takes(Effect.LIVE, None)
     """Command that is run for each event (docs/operations.md, Events), with the event as one line of JSON on its stdin,
     for example to send it to a pager. Words as in a shell, but no shell is run. At most 2 run at once, each for 10 s,
     and 100 events wait; a failure is logged once. It gets no password of the service."""
-    log_json: bool = False
+    log_json: bool = takes(Effect.ALL, False)
     """Write log lines as JSON objects."""
+
+
+EFFECTS: dict[str, Effect] = {each.name: each.metadata.get("effect", Effect.WORKERS) for each in fields(Settings)}
+"""Setting -> when a change takes effect."""
+AT_START = (Effect.DIRECTORY, Effect.RESTART)
+"""A reload leaves these settings as they were."""
 
 
 def vbucket_range(text: str, setting: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mirror.clock import Clock
-from mirror.config import Settings, to_wire
+from mirror.config import AT_START, EFFECTS, Settings, to_wire
 from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
@@ -32,7 +32,7 @@ from mirror.supervise.events.hook import Hook, words_of
 from mirror.supervise.events.kinds import LeaseExpired, SettingsRead, SettingsRefused
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.leases import LeaseBook
-from mirror.supervise.listeners.addresses import FIXED, Listeners, kind_of, outdated_by, process_name
+from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by, process_name
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.mirrors import ask_mirrors
@@ -383,9 +383,9 @@ class Supervisor:
         """Apply these settings, except those that need a restart of the service."""
         context = self._context
         different = [name for name in to_wire(found) if getattr(found, name) != getattr(context.settings, name)]
-        changed = [name for name in different if name not in FIXED]
-        need_restart = tuple(name for name in different if name in FIXED)
-        context.settings = replace(found, **{name: getattr(context.settings, name) for name in FIXED})
+        changed = [name for name in different if EFFECTS[name] not in AT_START]
+        need_restart = tuple(name for name in different if EFFECTS[name] in AT_START)
+        context.settings = replace(found, **{name: getattr(context.settings, name) for name in need_restart})
         self._event_log.add(SettingsRead(in_force=tuple(changed), need_restart=need_restart))
         if context.identity is not None and "readers_group" in changed:
             self._setup.share()

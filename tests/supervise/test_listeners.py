@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mirror.config import Settings
+from mirror.config import EFFECTS, Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
-from mirror.supervise.listeners.addresses import Listeners, effect_of, kind_of, outdated_by
+from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by
 
 
 def test_each_kind_has_its_slots_above_the_workers(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
 
 
 def test_what_a_change_needs_is_said() -> None:
-    assert [effect_of(name) for name in ("source", "kv", "dcp_processes", "users_file")] == [
+    assert [EFFECTS[name] for name in ("source", "kv", "dcp_processes", "users_file")] == [
         "restart",
         "reload, which restarts its servers",
         "reload",

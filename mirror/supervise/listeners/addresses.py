@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from mirror.config import Settings
+from mirror.config import EFFECTS, Effect, Settings
 from mirror.errors import ConfigError
 from mirror.messages import StartServer
 from mirror.serve.access.admission import raise_descriptor_limit
@@ -26,17 +26,6 @@ from mirror.serve.listener import Address, Reserved, check_addresses, parse_addr
 KINDS = ("kv", "http", "dcp")
 SLOTS_PER_KIND = 1000
 """Slots 0 to 999 are workers, 1000 to 1999 KV processes, and so on."""
-
-_BOTH = {"log_level", "log_json", "resync_reads", "publish"}
-_PREFIXES = ("kv", "http", "dcp", "reader_", "users_", "listen_", "ready_", "verify_reads")
-_LIVE = {
-    "workers", "kv_nodes", "lease_max_s", "lease_age_max_s", "stop_timeout_s", "on_event",
-    *(f"{kind}_processes" for kind in KINDS),
-}  # fmt: skip
-"""Settings that take effect without a new process."""
-
-FIXED = ("data", "source", "groups", "collections", "scope", "vbuckets", "bootstrap_timeout_s")
-"""Settings that a reload leaves alone: they take effect at the next start of the service."""
 
 Held = dict[str, dict[Address, Reserved]]
 """Kind -> each configured address -> the socket that holds it."""
@@ -215,19 +204,6 @@ def process_name(slot: int) -> str:
 def outdated_by(slot: int, changed: Collection[str]) -> bool:
     """True if a change of these settings restarts the process of a slot."""
     kind = kind_of(slot)
-    others = {each for each in KINDS if each != kind}
-    concerning = set(changed) - _LIVE - others
-    of_readers = {name for name in concerning if name.startswith(_PREFIXES)}
-    if kind is None:
-        return bool(concerning - of_readers)
-    return bool(of_readers or concerning & _BOTH)
-
-
-def effect_of(name: str) -> str:
-    """Say when a changed setting takes effect, and which processes restart."""
-    if name in FIXED:
-        return "restart"
-    if name in KINDS:
-        return "reload, which restarts its servers"
-    restarted = [what for slot, what in ((0, "workers"), (SLOTS_PER_KIND, "servers")) if outdated_by(slot, {name})]
-    return f"reload, which restarts {' and '.join(restarted)}" if restarted else "reload"
+    effects = {EFFECTS[name] for name in changed}
+    restarting = {Effect.ALL, Effect.WORKERS if kind is None else Effect.SERVERS}
+    return kind in changed or not restarting.isdisjoint(effects)
