@@ -81,7 +81,8 @@ def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -
 
 
 def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
+        machine.shown.ignored_count += 1
         return Phase.STREAMING
     try:
         machine.assembler.marker(event, out)

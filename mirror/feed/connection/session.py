@@ -377,7 +377,8 @@ class NodeSession:
 
     def on_batch(self, items: list[Run | Frame]) -> None:
         """Take everything that one read brought: noops first, then all in order, then send the ack that is due."""
-        link = self.link
+        link = self._link
+        assert link is not None
         byte_count = 0
         for item in items:
             if isinstance(item, Run):
@@ -392,10 +393,15 @@ class NodeSession:
             for item in items:
                 if link.error is not None:
                     return
-                if isinstance(item, Run):
-                    self._on_run(item)
-                else:
+                if not isinstance(item, Run):
                     self._on_frame(item)
+                    continue
+                stream = self._streams.get(item.opaque)
+                if stream is None or stream.vbid != item.vbid:
+                    self.figures.dropped_bytes += item.byte_count
+                    continue
+                rows = item.rows if self.handshake.collections else [_with_collection(row) for row in item.rows]
+                stream.on_rows(item.opaque, rows, item.byte_count)
         except RemoteProtocolError as error:
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
             return
@@ -410,14 +416,6 @@ class NodeSession:
         if not self.closed.done():
             self.closed.set_result(error)
             self._owner.on_closed(self, error)
-
-    def _on_run(self, run: Run) -> None:
-        stream = self._streams.get(run.opaque)
-        if stream is not None and stream.vbid == run.vbid:
-            rows = run.rows if self.handshake.collections else [_with_collection(row) for row in run.rows]
-            stream.on_rows(run.opaque, rows, run.byte_count)
-        else:
-            self.figures.dropped_bytes += run.byte_count
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.magic not in (Magic.REQUEST, Magic.FLEX_REQUEST) or frame.opcode == Opcode.DCP_NOOP:

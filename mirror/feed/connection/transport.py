@@ -60,14 +60,7 @@ class Receiver(Protocol):
 class _ReadBuffer(threading.local):
     """The receive buffer of this thread's connections: each is done with it before the next one reads."""
 
-    def __init__(self) -> None:
-        self._buffer = memoryview(b"")
-
-    def get(self, size: int) -> memoryview:
-        """Return `size` bytes, whose contents last until the next call."""
-        if len(self._buffer) < size:
-            self._buffer = memoryview(bytearray(size))
-        return self._buffer[:size]
+    memory = memoryview(b"")
 
 
 _read_buffer = _ReadBuffer()
@@ -122,10 +115,12 @@ class Link(asyncio.BufferedProtocol):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _read_buffer.get(self.read_bytes_max)
+        if len(_read_buffer.memory) < self.read_bytes_max:
+            _read_buffer.memory = memoryview(bytearray(self.read_bytes_max))
+        return _read_buffer.memory[: self.read_bytes_max]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(_read_buffer.get(self.read_bytes_max)[:nbytes])
+        self.data_received(_read_buffer.memory[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Scan what came; keep the start of an incomplete frame."""
@@ -276,25 +271,23 @@ class Link(asyncio.BufferedProtocol):
         """Hand answers to their requests and the rest to the receiver, in the order in which they came."""
         batch: list[Run | Frame] = []
         for item in items:
-            if isinstance(item, Frame) and item.is_response:
+            if isinstance(item, Run) or item.magic == Magic.REQUEST:
+                batch.append(item)
+            elif item.is_response:
                 on_answer = self._pending.pop(item.opaque, None)
                 if on_answer is None:
                     continue  # the answer to a request that nobody waits for any more
-                if batch:
-                    self._deliver(batch)
+                if batch and self.receiver is not None and self.error is None:
+                    self.receiver.on_batch(batch)
                     batch = []
                 if self.error is None:
                     on_answer(item)
-            elif isinstance(item, Frame) and item.magic == Magic.SERVER_REQUEST:
+            elif item.magic == Magic.SERVER_REQUEST:
                 if self.on_push is not None:
                     self.on_push(item)
             else:
                 batch.append(item)
-        if batch:
-            self._deliver(batch)
-
-    def _deliver(self, batch: list[Run | Frame]) -> None:
-        if self.receiver is not None and self.error is None:
+        if batch and self.receiver is not None and self.error is None:
             self.receiver.on_batch(batch)
 
 

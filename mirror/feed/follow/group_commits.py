@@ -112,7 +112,11 @@ class Group:
         result = self.writer.commit(flush_open=flush_open)
         self.count += 1
         self.full_count = 0
-        self.commits.committed(self)
+        commits = self.commits
+        if self.writer.is_indexing:
+            commits.has_work.set()
+        if commits.on_committed is not None:
+            commits.on_committed(self)
         for vbid, seqno in result.published:
             self.vbuckets[vbid].published(seqno)
 
@@ -214,7 +218,7 @@ class GroupCommits:
         self._clock = clock
         self._pace = CommitPace(settings.commit_interval_ms / 1000)
         self._timer: asyncio.TimerHandle | None = None
-        self._has_work = asyncio.Event()
+        self.has_work = asyncio.Event()
 
     # -- commits --------------------------------------------------------------------------------------------------
 
@@ -223,12 +227,6 @@ class GroupCommits:
         self.queue.append(group)
         if self._timer is None:
             self._schedule_next()
-
-    def committed(self, group: Group) -> None:
-        if group.writer.is_indexing:
-            self._has_work.set()
-        if self.on_committed is not None:
-            self.on_committed(group)
 
     def flush_over_budget(self) -> None:
         """Write the fullest group's rows to the file when all groups together hold as much as the worker may."""
@@ -281,7 +279,7 @@ class GroupCommits:
             if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
-            self._has_work.clear()
+            self.has_work.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STEP_IDLE_S):
-                    await self._has_work.wait()
+                    await self.has_work.wait()

@@ -180,7 +180,8 @@ class MirroredVbucket(VbucketHost):
     def handle(self, event: MachineEvent) -> None:
         if self.machine is None:
             return
-        self.execute(self.machine.handle(event))
+        if instructions := self.machine.handle(event):
+            self.execute(instructions)
         if isinstance(event, events.StreamAccepted):
             self._highs = []
         elif isinstance(event, events.HighSeqno) and self.streaming:
