@@ -1,11 +1,9 @@
-"""Rows of a vbucket in the order of seqnos, for those who send them on: as stored, one version of each key, up to a
-boundary that was served.
+"""Rows of a vbucket in the order of seqnos, for sending them on: as stored, one version of each key, up to a boundary.
 
-Knows both trees of a vbucket, its chain and its state; never who reads. What a follower is sent in one `served_state`,
-and each piece of `rows`, is of one LMDB transaction; between pieces nothing is held. Invariants: the rows of a range up
-to a boundary are those whose key has no later version that is visible there, and every system event; their seqnos rise;
-a piece costs what it looks at, and looks at no more than the limit given; ViewInvalidated says that the rest of a
-range is gone, before a single row of it was given that contradicts the others.
+Knows both trees of a vbucket, its chain and its state; never who reads. Each call reads in one transaction and holds
+nothing afterwards. Invariants: the rows of a range up to a boundary are every system event, and those rows whose key
+has no later version that is visible there; their seqnos rise; the work of a call is bounded; ViewInvalidated says that
+the rest of a range is gone, before a row was given that contradicts the others.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
@@ -20,16 +18,16 @@ from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.history import branches, chain, index
-from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbid, Vbuuid, purge_seqno_of
+from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbuuid, purge_seqno_of
 from storage.read import changes, validity
+from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
 from storage.read.vbucket_reader import Served, VbucketReader
-from storage.read.view import View
 
 PIECE_ROWS = 2_000
-"""Rows looked at in one transaction at most."""
+"""Rows looked at in one transaction."""
 SETTLED_MS = 10_000
-"""A boundary that is older than the newest one by so much is not expected to be lost in a failover."""
+"""A boundary so much older than the newest one is settled: a failover is not expected to lose it."""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -37,7 +35,7 @@ Row = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedState(Served):
-    """What one vbucket serves, and what a follower must know of it."""
+    """What one vbucket serves, as a follower needs it."""
 
     failover_log: FailoverLog
     purge_seqno: int
@@ -51,9 +49,7 @@ class ServedState(Served):
         return chain.sees(self.links, branch, seqno)
 
 
-def served_state(view: View, vbid: int) -> ServedState:
-    """What a vbucket serves now. Raises StorageError."""
-    reader = view.reader(vbid)
+def served_state(reader: VbucketReader) -> ServedState:
     with reader.environment.read() as txn:
         return _served_state(reader, txn)
 
@@ -76,16 +72,15 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
 
 
 def next_ends(
-    view: View, vbid: int, after_seqno: int, least_seqno: int, ends_max: int
+    reader: VbucketReader, after_seqno: int, least_seqno: int, ends_max: int
 ) -> tuple[ServedState, list[ServedState]]:
-    """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: at the next kept
-    boundaries above `after_seqno`. There is none if the follower has everything.
+    """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: the next kept
+    boundaries above `after_seqno`. There are none if the follower has everything.
 
-    None is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower that stands below the
-    floor gets one snapshot up to the newest boundary that is settled (`SETTLED_MS`): the floor itself would be gone
-    before a large snapshot is sent. `shared_seqno` knows of such snapshots. `rows` checks that an end still holds.
+    No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
+    gets one snapshot up to the newest settled boundary: the floor itself would be gone before a large snapshot is sent.
+    `shared_seqno` knows of such snapshots, and `rows` checks that an end is still kept.
     """
-    reader = view.reader(vbid)
     with reader.environment.read() as txn:
         now = _served_state(reader, txn)
         if now.seqno <= after_seqno:
@@ -97,7 +92,7 @@ def next_ends(
             if len(seqnos) == ends_max or each.seqno - after_seqno >= PIECE_ROWS:
                 break
         if after_seqno < floor:
-            seqnos = [max(seqnos[0] if seqnos else now.seqno, _settled_seqno(txn, reader.vbid, now.links, floor))]
+            seqnos = [max(seqnos[0] if seqnos else now.seqno, _settled_seqno(reader, txn, now.links, floor))]
         return now, [_as_of(reader, txn, now, seqno) for seqno in seqnos or [now.seqno]]
 
 
@@ -109,10 +104,10 @@ def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int
     return replace(now, seqno=Seqno(seqno), links=links, manifest_key=key, manifest=reader.manifest(txn, key))
 
 
-def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno: int) -> int:
-    """The newest boundary that is older than the newest one by SETTLED_MS; the floor if none is."""
+def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, floor_seqno: int) -> int:
+    """Return the newest settled boundary, or the floor."""
     newest_ms = None
-    for boundary in chain.boundaries(txn, vbid, links):
+    for boundary in chain.boundaries(txn, reader.vbid, links):
         newest_ms = boundary.history_ms if newest_ms is None else newest_ms
         if boundary.seqno <= floor_seqno:
             break
@@ -121,9 +116,9 @@ def _settled_seqno(txn: Transaction, vbid: Vbid, links: chain.Chain, floor_seqno
     return floor_seqno
 
 
-def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Where a follower stood last that holds more than `seqno` of the history `vbuuid`, which is the served one's up to
-    there; 0 if that is not known.
+def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """Return the last position, or 0 if it is unknown, of a follower that holds more than `seqno` of the history
+    `vbuuid`, which the served history shares up to there.
 
     It is the boundary that the mirror went back to from that history. A mirror that did not go back had not sent what
     was lost: then it is the newest kept boundary of that history. It is 0 if the follower may have been sent a snapshot
@@ -131,25 +126,24 @@ def shared_seqno(view: View, vbid: int, pinned: ServedState, vbuuid: int, seqno:
     """
     if seqno < pinned.floor_seqno:
         return 0
-    reader = view.reader(vbid)
     rollbacks = changes.rollbacks(reader)
     lost = {each.to_branch: each for each in rollbacks}
     passed = [lost[Branch(link.branch)] for link in pinned.links if link.branch in lost and link.base_seqno <= seqno]
     of_history = [each for each in passed if each.from_vbuuid == vbuuid]
     with reader.environment.read() as txn:
-        root = branches.get_branch(txn, vbid, pinned.links[-1].branch)
+        root = branches.get_branch(txn, reader.vbid, pinned.links[-1].branch)
         if root.reason == BranchReason.RESYNC or len(of_history) > 1:
             return 0
         left = of_history or [each for each in passed if each.from_seqno > seqno][:1]
-        base_seqno = int(left[0].to_seqno) if left else _kept_seqno(txn, reader.vbid, pinned, vbuuid, seqno)
+        base_seqno = int(left[0].to_seqno) if left else _kept_seqno(reader, txn, pinned, vbuuid, seqno)
         taken_back = [each for each in rollbacks if _may_hold(each, pinned.failover_log, vbuuid, base_seqno)]
         crossed = any(each.to_seqno < base_seqno or _lost_settled(txn, each, base_seqno) for each in taken_back)
     return 0 if crossed else base_seqno
 
 
-def _kept_seqno(txn: Transaction, vbid: Vbid, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """The newest kept boundary of a history up to `seqno`, or 0."""
-    for boundary in chain.boundaries(txn, vbid, chain.recut(pinned.links, seqno)):
+def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
+    """Return the newest kept boundary of a history up to `seqno`, or 0."""
+    for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
         if boundary.seqno < pinned.floor_seqno:
             break
         if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
@@ -158,9 +152,9 @@ def _kept_seqno(txn: Transaction, vbid: Vbid, pinned: ServedState, vbuuid: int, 
 
 
 def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
-    """True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
+    """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
 
-    It has none of a newer history, and gave up those above the end of an older one.
+    It has no snapshot of a newer history, and gave up those above the end of an older one.
     """
     known = [entry.vbuuid for entry in log]
     if lost.from_seqno <= seqno or lost.from_vbuuid in known[: known.index(Vbuuid(vbuuid))]:
@@ -170,7 +164,7 @@ def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int)
 
 
 def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) -> bool:
-    """True if a boundary above `after_seqno` was settled before a rollback, or nobody knows any more."""
+    """Return True if a boundary above `after_seqno` was settled before a rollback, or that is no longer known."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
@@ -183,18 +177,17 @@ def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) ->
 
 
 class Commits:
-    """Notices that something was published, at a price that does not depend on the number of vbuckets."""
+    """Notices publishes at a cost that does not depend on the number of vbuckets. At first everything is news."""
 
     def __init__(self) -> None:
-        """Everything is news the first time."""
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, bytes] = {}
 
-    def news(self, view: View, groups: Mapping[int, int]) -> list[int]:
-        """The vbuckets of these groups (group -> some vbucket of it) that serve something else than last time."""
+    def news(self, readers: Groups, groups: Mapping[int, int]) -> list[int]:
+        """Return the vbuckets of `groups` (by group one vbucket of it) that serve something new since last time."""
         found = []
         for group, vbid in groups.items():
-            reader = view.reader(vbid)
+            reader = readers.reader(vbid)
             number = reader.environment.env.info()["last_txnid"]
             if self._numbers.get(group) == number:
                 continue
@@ -209,106 +202,64 @@ class Commits:
 
 
 def rows(
-    view: View,
-    vbid: int,
+    reader: VbucketReader,
     pinned: ServedState,
     after_seqno: int,
     *,
     bytes_max: int,
     rows_max: int = PIECE_ROWS,
-    begins: Mapping[int, int] | None = None,
-    tombstones_from: int | None = None,
-) -> tuple[list[Row], int]:
-    """The next rows of (after_seqno, pinned.seqno], and the seqno up to which that was all.
-
-    `begins` names the selected collections, and the seqno that their rows must be above; None: all there are.
-    With `tombstones_from` the reader holds documents from before that seqno, so no tombstone above it may be missing.
-    Looks at `rows_max` rows, and at those with which `bytes_max` bytes are reached. Raises ViewInvalidated.
-    """
-    reader = view.reader(vbid)
-    with reader.environment.read() as txn:
-        _check(reader, txn, pinned, tombstones_from)
-        found, position = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
-        return _selected(reader, txn, pinned, found, position, begins), position
-
-
-def rows_or_large(
-    view: View,
-    vbid: int,
-    pinned: ServedState,
-    after_seqno: int,
-    *,
-    bytes_max: int,
-    large_bytes: int,
+    large_bytes: int = SEQNO_MAX,
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return what `rows` does; or no rows, and the mutation that comes next if its value, stored or decompressed, has
-    more than `large_bytes`. Such a value is not read.
+    """Return the next rows of (after_seqno, pinned.seqno], and the seqno that they reach. Or no rows, and the mutation
+    that comes next, unread, if its value, stored or decompressed, has more than `large_bytes`.
+
+    Looks at `rows_max` rows at most, and stops with the one that reaches `bytes_max`. `begins` names the selected
+    collections, and the seqno that their rows must be above; None: all there are. `tombstones_from` is given if the
+    reader holds documents from before that seqno: then no tombstone above it may be missing. Raises ViewInvalidated.
     """
-    reader = view.reader(vbid)
-    links = pinned.links
+
+    def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
+        """Return the selected rows that no later version replaces."""
+        validity.check(reader, txn, pinned)
+        if tombstones_from is not None:
+            validity.check_tombstones(reader, txn, pinned, tombstones_from)
+        if whole:
+            for row in found:  # also those that are left out
+                reader.verify(*row)
+            found = [(key, stored[seal.FRAME]) for key, stored in found]
+        selected = begins
+        if selected is None and pinned.manifest.uid:
+            selected = {number: int(entry.begin_seqno) for number, entry in pinned.manifest.collections.items()}
+        if selected is not None:
+            found = [row for row in found if _is_selected(row, selected)]
+        return _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+
     with reader.environment.read() as txn:
         stat = txn.raw.stat(reader.rows)
         if stat["overflow_pages"] * stat["psize"] <= large_bytes // SNAPPY_RATIO_MAX:
-            _check(reader, txn, pinned, tombstones_from)
-            found, position = _look(reader, txn, links, after_seqno, PIECE_ROWS, bytes_max)
-            return _selected(reader, txn, pinned, found, position, begins), position, None
-    # Nothing that a later transaction still holds was gone before.
-    found, position, large = _look_at_sizes(reader, links, after_seqno, bytes_max, large_bytes)
+            found, position, _ = _look(reader, txn, pinned.links, after_seqno, rows_max, bytes_max)
+            return checked(txn, found, whole=True), position, None
+    with reader.environment.read(buffers=True) as views:  # what a later transaction still has was there before
+        found, position, large = _look(reader, views, pinned.links, after_seqno, rows_max, bytes_max, large_bytes)
     with reader.environment.read() as txn:
-        _check(reader, txn, pinned, tombstones_from)
-        if large is None:
-            return _selected(reader, txn, pinned, found, position, begins), position, None
-        if begins is None and pinned.manifest.uid:
-            begins = begins_of(pinned.manifest)
-        if begins is not None:
-            found = [row for row in found if _is_selected(row, begins)]
-        kept = _newest(reader, txn, links, found, all_there=position == pinned.seqno)
-        return [], position, large if kept else None
+        kept = checked(txn, found, whole=large is None)
+    if large is None:
+        return kept, position, None
+    return [], position, large if kept else None
 
 
-def _selected(
-    reader: VbucketReader,
-    txn: Transaction,
-    pinned: ServedState,
-    found: list[Row],
-    position: int,
-    begins: Mapping[int, int] | None,
-) -> list[Row]:
-    """The selected rows of those that were found up to `position`, without the superseded ones."""
-    for row in found:  # also what is left out
-        reader.verify(*row)
-    found = [(key, stored[seal.FRAME]) for key, stored in found]
-    if begins is None and pinned.manifest.uid:
-        begins = begins_of(pinned.manifest)
-    if begins is not None:
-        found = [row for row in found if _is_selected(row, begins)]
-    return _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
+    """Return the seqno of the last row of these collections in (after_seqno, pinned.seqno], or `after_seqno`.
 
-
-def begins_of(manifest: Manifest) -> dict[int, int]:
-    """For each collection that exists, the seqno that its documents are above."""
-    return {number: int(entry.begin_seqno) for number, entry in manifest.collections.items()}
-
-
-def last_document_seqno(
-    view: View,
-    vbid: int,
-    pinned: ServedState,
-    after_seqno: int,
-    begins: Mapping[int, int],
-) -> int:
-    """Seqno of the last row of these collections in (after_seqno, pinned.seqno]; `after_seqno` without one.
-
-    Walks backwards, a transaction for each piece of the way. Raises ViewInvalidated.
+    Walks backwards, in a transaction for each piece of the way. Raises ViewInvalidated.
     """
-    reader = view.reader(vbid)
     for link in pinned.links:
         low, high = max(after_seqno, link.base_seqno), link.cut
         while high > low:
             with reader.environment.read() as txn:
-                _check(reader, txn, pinned, None)
+                validity.check(reader, txn, pinned)
                 found = _look_back(reader, txn, keys.PREFIX.pack(link.branch), low, high)
             for row in found:
                 if row[1][1] != SYSTEM_EVENT and _is_selected(row, begins):
@@ -317,17 +268,20 @@ def last_document_seqno(
     return after_seqno
 
 
-def _check(reader: VbucketReader, txn: Transaction, pinned: ServedState, tombstones_from: int | None) -> None:
-    """Raise ViewInvalidated unless all that `pinned` sees is still served and kept."""
-    validity.check(reader, txn, pinned)
-    if tombstones_from is not None:
-        validity.check_tombstones(reader, txn, pinned, tombstones_from)
-
-
 def _look(
-    reader: VbucketReader, txn: Transaction, links: chain.Chain, after_seqno: int, rows_max: int, bytes_max: int
-) -> tuple[list[Row], int]:
-    """The rows of the chain that come next, all versions, and how far that is."""
+    reader: VbucketReader,
+    txn: Transaction,
+    links: chain.Chain,
+    after_seqno: int,
+    rows_max: int,
+    bytes_max: int,
+    large_bytes: int | None = None,
+) -> tuple[list[Row], int, LargeDocument | None]:
+    """Return the rows of the chain that come next, all versions, and the seqno that they reach.
+
+    With `large_bytes`, and a `txn` that returns views, a large row is not copied: it ends the piece before it, or is
+    one by itself, cut behind its key.
+    """
     found: list[Row] = []
     add = found.append
     left = bytes_max
@@ -340,65 +294,37 @@ def _look(
         end = row_key(prefix, link.cut)
         previous = b""
         for row in cursor.iternext():
-            key, frame = row
+            key, stored = row
+            if large_bytes is not None:
+                key = bytes(key)
+                if previous < key <= end and len(key) == keys.ROW_KEY_SIZE:
+                    large = large_row(reader, key, stored, large_bytes) if stored[1] == MUTATION else None
+                    if large is not None and found:
+                        return found, seqno_of(key) - 1, None
+                    if large is not None:
+                        row = key, bytes(stored[:HEAD_BYTES_MAX])
+                        index.check_place(txn, reader.vbid, *row)
+                        return [row], seqno_of(key), large
+                    stored = bytes(stored)
+                row = key, stored
             if key <= previous:
                 raise index.not_in_order(txn, reader.vbid)
             previous = key
             if key > end:
-                index.check_end(txn, reader.vbid, cursor, key, frame)
+                index.check_end(txn, reader.vbid, cursor, key, stored)
                 break
             if len(key) == keys.ROW_KEY_SIZE:
                 add(row)
-                left -= len(frame)
+                left -= len(stored)
                 if left <= 0 or len(found) == rows_max:
-                    return found, seqno_of(key)
+                    return found, seqno_of(key), None
             elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
                 raise index.not_in_order(txn, reader.vbid)
-    return found, links[0].cut
-
-
-def _look_at_sizes(
-    reader: VbucketReader, links: chain.Chain, after_seqno: int, bytes_max: int, large_bytes: int
-) -> tuple[list[Row], int, LargeDocument | None]:
-    """The same, without a copy of a large row: it ends the piece before it, or is one by itself, cut behind its key."""
-    found: list[Row] = []
-    left = bytes_max
-    with reader.environment.read(buffers=True) as txn:
-        cursor = txn.raw.cursor(reader.rows)
-        for link in reversed(links):
-            low = max(after_seqno, link.base_seqno)
-            prefix = keys.PREFIX.pack(link.branch)
-            if low >= link.cut or not cursor.set_range(row_key(prefix, low + 1)):
-                continue
-            end = row_key(prefix, link.cut)
-            previous = b""
-            for key_view, stored in cursor.iternext():
-                key = bytes(key_view)
-                if key <= previous:
-                    raise index.not_in_order(txn, reader.vbid)
-                previous = key
-                if key > end:
-                    index.check_end(txn, reader.vbid, cursor, key, stored)
-                    break
-                if len(key) == keys.ROW_KEY_SIZE:
-                    large = large_row(reader, key, stored, large_bytes) if stored[1] == MUTATION else None
-                    if large is not None and found:
-                        return found, seqno_of(key) - 1, None
-                    row = key, bytes(stored if large is None else stored[:HEAD_BYTES_MAX])
-                    if large is not None:
-                        index.check_place(txn, reader.vbid, *row)
-                        return [row], seqno_of(key), large
-                    found.append(row)
-                    left -= len(row[1])
-                    if left <= 0 or len(found) == PIECE_ROWS:
-                        return found, seqno_of(key), None
-                elif key[keys.ROW_KEY_SIZE :] != keys.BOUNDARY_SUFFIX:
-                    raise index.not_in_order(txn, reader.vbid)
     return found, links[0].cut, None
 
 
 def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int, high: int) -> list[Row]:
-    """At most PIECE_ROWS rows (low, high] of a branch, falling."""
+    """Return at most PIECE_ROWS rows (low, high] of a branch, falling."""
     found: list[Row] = []
     cursor = txn.raw.cursor(reader.rows)
     first = row_key(prefix, low) + b"\xff"
@@ -414,7 +340,7 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
 
 
 def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
-    """Whether it is a system event, or of a selected collection."""
+    """Return True for system events and rows of selected collections."""
     key, frame = row
     if frame[1] == SYSTEM_EVENT:
         return True
@@ -429,7 +355,7 @@ def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
 def _newest(
     reader: VbucketReader, txn: Transaction, links: chain.Chain, found: list[Row], *, all_there: bool
 ) -> list[Row]:
-    """Those that no later version replaces. `all_there`: no row follows these."""
+    """Return the rows that no later version replaces. With `all_there` no row follows these."""
     cursor = txn.raw.cursor(reader.keys)
     seek = cursor.set_range_dup
     cuts = {keys.PREFIX.pack(link.branch): link.cut.to_bytes(8) for link in links}

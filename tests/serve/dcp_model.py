@@ -305,7 +305,7 @@ class Client:
         """Ask for a stream until one is accepted; a vbucket that is being filled has none."""
         world = self.world
         for _ in range(20):
-            served = stream.served_state(world.view, 0)
+            served = stream.served_state(world.view.reader(0))
             if not served.whole:
                 self._count("not whole")
                 self.stream = None

@@ -180,9 +180,9 @@ def test_what_hides_older_versions_is_verified_in_bulk(
             with open_view(path) as view, pytest.raises(CorruptedError, match="checksum"):
                 list(bulk.documents(view, view.pin(0)))
             with open_view(path) as view:
-                state = stream.served_state(view, 0)
+                state = stream.served_state(view.reader(0))
                 with pytest.raises(CorruptedError, match="checksum"):
-                    stream.rows(view, 0, state, 0, bytes_max=1 << 20)
+                    stream.rows(view.reader(0), state, 0, bytes_max=1 << 20)
 
 
 def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(filled: GroupWriter, view: View) -> None:
@@ -216,10 +216,10 @@ def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path
     data = file.read_bytes()
     file.write_bytes(data.replace(keys.ROW.pack(1, 9) + frame, keys.ROW.pack(1, 9 + 2**48) + frame))
     with open_view(path) as view:
-        state = stream.served_state(view, 0)
+        state = stream.served_state(view.reader(0))
         for read in (
             lambda: list(view.changes(0)),
-            lambda: stream.rows(view, 0, state, 0, bytes_max=1 << 20),
+            lambda: stream.rows(view.reader(0), state, 0, bytes_max=1 << 20),
         ):
             with pytest.raises(CorruptedError, match="not in order"):
                 read()

@@ -73,7 +73,7 @@ def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str
                 visits[0] = 0
                 read()
                 found.append(visits[0])
-            found.append(len(stream.served_state(view, 0).links))
+            found.append(len(stream.served_state(view.reader(0)).links))
         return found
 
     costs = []
@@ -139,7 +139,7 @@ def test_every_position_ever_given_is_followed_rightly_or_refused(
             assert copy == shown(view), token
     assert outcomes["followed"] > 20
     assert outcomes["refused"] > 20
-    assert len(stream.served_state(view, 0).links) < 6
+    assert len(stream.served_state(view.reader(0)).links) < 6
 
 
 def test_a_merge_can_be_cut_off_between_any_two_steps(
@@ -176,7 +176,7 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
             assert {each.key: each.value for each in view.scan_page(pin)[0]} == expected
         writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)  # another process goes on
     assert steps > 9
-    assert [(link.branch, link.base_seqno) for link in stream.served_state(view, 0).links[1:]] == [(1, 0)]
+    assert [(link.branch, link.base_seqno) for link in stream.served_state(view.reader(0)).links[1:]] == [(1, 0)]
 
 
 def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
@@ -188,14 +188,14 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
     purge_all(writer, WINDOW)
     monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
     half_read = view.scan(0)
-    pinned = stream.served_state(view, 0)
+    pinned = stream.served_state(view.reader(0))
     next(half_read)
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     assert purge_all(writer, WINDOW)
     with pytest.raises(ViewInvalidated, match="merged"):
         list(half_read)
     with pytest.raises(ViewInvalidated, match="merged"):
-        stream.rows(view, 0, pinned, 0, bytes_max=1000)
+        stream.rows(view.reader(0), pinned, 0, bytes_max=1000)
 
 
 def test_manifests_go_where_the_rows_go(
@@ -221,7 +221,7 @@ def test_manifests_go_where_the_rows_go(
     put(writer, NAMES[6], 8)
     commit(writer, 8)
     purge_all(writer, WINDOW)
-    assert [link.branch for link in stream.served_state(view, 0).links] == [3, 1]
+    assert [link.branch for link in stream.served_state(view.reader(0)).links] == [3, 1]
     for each in (view, View(path)):
         assert sorted(each.manifest(0).collections) == [0, 8]
         assert each.get(NAMES[1], "shop.orders") is not None
@@ -312,7 +312,7 @@ def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_le
             assert check(path).problems == []
             assert {each.document.key for each in view.changes(0) if each.document} == set(shown(view))
             assert {each.key for each in events(view)} == set(shown(view)) == {*NAMES[:4]}
-    assert [link.branch for link in stream.served_state(view, 0).links] == [4, 1]
+    assert [link.branch for link in stream.served_state(view.reader(0)).links] == [4, 1]
 
 
 def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
@@ -323,7 +323,7 @@ def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     purge_all(writer, WINDOW)
     floor = writer.state(0).history_floor_seqno
-    assert floor == stream.served_state(view, 0).links[0].base_seqno
+    assert floor == stream.served_state(view.reader(0)).links[0].base_seqno
     found = states.following(view.reader(0), 0)
     assert found is not None
     assert found.seqno == floor

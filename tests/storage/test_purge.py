@@ -254,7 +254,7 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     for _ in range(200):
         broken_backfill(writer)
         tokens.append(view.token(0, writer.state(0).branch, 2))
-    assert len(stream.served_state(view, 0).links) == 2
+    assert len(stream.served_state(view.reader(0)).links) == 2
     pinned = view.pin(0)
     half_read = view.scan(0)
     first = next(half_read)

@@ -39,7 +39,7 @@ READS: dict[str, Callable[[View], object]] = {
     "documents in bulk by key": lambda view: list(
         bulk.documents(view, view.pin(0), key_range=bulk.KeyRange(start=b"\0"))
     ),
-    "rows for DCP": lambda view: stream.rows(view, 0, stream.served_state(view, 0), 0, bytes_max=1 << 20),
+    "rows for DCP": lambda view: stream.rows(view.reader(0), stream.served_state(view.reader(0)), 0, bytes_max=1 << 20),
 }
 
 

@@ -39,10 +39,10 @@ def seqnos(rows: list[stream.Row]) -> list[int]:
 
 def all_rows(view: View, *, rows_max: int, after: int = 0, **options: object) -> list[int]:
     """Every piece up to what is served now."""
-    pinned = stream.served_state(view, 0)
+    pinned = stream.served_state(view.reader(0))
     found: list[int] = []
     while after < pinned.seqno:
-        rows, after = stream.rows(view, 0, pinned, after, bytes_max=1 << 20, rows_max=rows_max, **options)  # type: ignore[arg-type]
+        rows, after, _ = stream.rows(view.reader(0), pinned, after, bytes_max=1 << 20, rows_max=rows_max, **options)  # type: ignore[arg-type]
         found += seqnos(rows)
     return found
 
@@ -72,10 +72,10 @@ def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view:
 def test_a_piece_ends_with_the_row_that_reaches_its_bytes(store: Store, view: View) -> None:
     for seqno in range(1, 11):
         store.put(b"k%d" % seqno, b"x" * 1000, seqno)
-    pinned = stream.served_state(view, 0)
-    rows, position = stream.rows(view, 0, pinned, 0, bytes_max=1500)
+    pinned = stream.served_state(view.reader(0))
+    rows, position, _ = stream.rows(view.reader(0), pinned, 0, bytes_max=1500)
     assert (seqnos(rows), position) == ([1, 2], 2)
-    rows, position = stream.rows(view, 0, pinned, 9, bytes_max=1)
+    rows, position, _ = stream.rows(view.reader(0), pinned, 9, bytes_max=1)
     assert (seqnos(rows), position) == ([10], 10)
 
 
@@ -97,60 +97,60 @@ def test_the_last_document_of_a_collection_is_found_backwards(
     store.put(b"a", b"v", 1)
     for seqno in range(2, 8):
         store.put(b"c%d" % seqno, b"v", seqno, cid=9)
-    pinned = stream.served_state(view, 0)
-    assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0}) == 1
-    assert stream.last_document_seqno(view, 0, pinned, 0, {0: 0, 9: 0}) == 7
-    assert stream.last_document_seqno(view, 0, pinned, 1, {0: 0}) == 1
+    pinned = stream.served_state(view.reader(0))
+    assert stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0}) == 1
+    assert stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0, 9: 0}) == 7
+    assert stream.last_document_seqno(view.reader(0), pinned, 1, {0: 0}) == 1
     store.writer.rollback(0, 4)
     with pytest.raises(ViewInvalidated):
-        stream.last_document_seqno(view, 0, pinned, 0, {0: 0})
-    assert stream.last_document_seqno(view, 0, stream.served_state(view, 0), 0, {0: 0}) == 1
+        stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0})
+    assert stream.last_document_seqno(view.reader(0), stream.served_state(view.reader(0)), 0, {0: 0}) == 1
 
 
 def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: Store, view: View) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"v", seqno)
-    high = stream.served_state(view, 0)
+    high = stream.served_state(view.reader(0))
     store.writer.rollback(0, 2)
-    low = stream.served_state(view, 0)
+    low = stream.served_state(view.reader(0))
     with pytest.raises(ViewInvalidated) as caught:
-        stream.rows(view, 0, high, 0, bytes_max=1 << 20)
+        stream.rows(view.reader(0), high, 0, bytes_max=1 << 20)
     assert caught.value.rolled_back
     assert low.has(high.branch, 2)
     assert not low.has(high.branch, 3)
     store.put(b"other", b"v", 3)
-    assert seqnos(stream.rows(view, 0, low, 0, bytes_max=1 << 20)[0]) == [1, 2]
+    assert seqnos(stream.rows(view.reader(0), low, 0, bytes_max=1 << 20)[0]) == [1, 2]
 
 
 def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> None:
     store.put(b"a", b"v", 5)
-    before = stream.served_state(view, 0)
+    before = stream.served_state(view.reader(0))
     assert before.whole
     store.writer.begin_resync(0)
-    assert not stream.served_state(view, 0).whole
-    assert seqnos(stream.rows(view, 0, before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
+    assert not stream.served_state(view.reader(0)).whole
+    assert seqnos(stream.rows(view.reader(0), before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
     store.log(0, (9, 0))
     store.put(b"b", b"v", 9)
-    after = stream.served_state(view, 0)
+    after = stream.served_state(view.reader(0))
     assert after.whole
     assert not after.has(before.branch, 0)
     with pytest.raises(ViewInvalidated):
-        stream.rows(view, 0, before, 0, bytes_max=1 << 20)
+        stream.rows(view.reader(0), before, 0, bytes_max=1 << 20)
 
 
 def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path, vbuckets=1)
     with open_view(store.path) as view:
-        assert not stream.served_state(view, 0).whole
+        assert not stream.served_state(view.reader(0)).whole
         store.log(0, (7, 0))
-        assert not stream.served_state(view, 0).whole, "its stream was accepted: all may be yet to come"
+        assert not stream.served_state(view.reader(0)).whole, "its stream was accepted: all may be yet to come"
         store.writer.publish(0, 0, 0)
         store.writer.commit()
-        assert stream.served_state(view, 0).whole
+        assert stream.served_state(view.reader(0)).whole
         store.put(b"a", b"v", 1, publish=False)
-        assert not stream.served_state(view, 0).whole
+        assert not stream.served_state(view.reader(0)).whole
         with pytest.raises(StorageError):
-            stream.served_state(view, 1)
+            stream.served_state(view.reader(1))
     store.close()
 
 
@@ -164,20 +164,20 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
     store.writer.save_failover_log(0, log, missing, missing)
     store.put(b"a", b"v", 50)
     with open_view(store.path) as view:
-        assert stream.served_state(view, 0).purge_seqno == first
+        assert stream.served_state(view.reader(0)).purge_seqno == first
         for seqno, purge_seqno in ((60, 5), (70, 65)):
             store.writer.save_failover_log(0, log, purge_seqno)
             store.put(b"b", b"v", seqno)
             now_ms += 1000
             while store.writer.step():
                 pass
-            served = stream.served_state(view, 0)
+            served = stream.served_state(view.reader(0))
             assert (served.floor_seqno, served.purge_seqno) == (seqno, first)
         store.delete(b"b", 80)
         now_ms += 1000
         while store.writer.step():
             pass
-        assert stream.served_state(view, 0).purge_seqno == 80, "the newest tombstone that was purged here"
+        assert stream.served_state(view.reader(0)).purge_seqno == 80, "the newest tombstone that was purged here"
     store.close()
 
 
@@ -186,7 +186,7 @@ def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Stor
     store.put(b"a", b"v", 50)
     store.writer.begin_resync(0)
     store.writer.rollback(0, 50)
-    assert 30 <= stream.served_state(view, 0).purge_seqno <= 50
+    assert 30 <= stream.served_state(view.reader(0)).purge_seqno <= 50
 
 
 def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
@@ -195,29 +195,29 @@ def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
     store.put(b"a", b"v", 1)
     store.put(b"b", b"v", 2)
     monkeypatch.setattr("storage.history.branches.purge_row", lambda *_: PurgeRow(2, 2))
-    pinned = stream.served_state(view, 0)
+    pinned = stream.served_state(view.reader(0))
     assert pinned.purge_seqno == 2
     with pytest.raises(ViewInvalidated) as caught:
-        stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=1)
+        stream.rows(view.reader(0), pinned, 1, bytes_max=1, tombstones_from=1)
     assert not caught.value.rolled_back
-    stream.rows(view, 0, pinned, 1, bytes_max=1, tombstones_from=2)
+    stream.rows(view.reader(0), pinned, 1, bytes_max=1, tombstones_from=2)
 
 
 def test_changes_are_reported_once(store: Store, view: View) -> None:
     commits = Commits()
-    assert commits.news(view, {0: 0}) == [0]
-    assert commits.news(view, {0: 0}) == []
+    assert commits.news(view.groups, {0: 0}) == [0]
+    assert commits.news(view.groups, {0: 0}) == []
     store.log(0, (8, 0), (7, 0))
-    assert commits.news(view, {0: 0}) == [], "nothing that is served changed"
+    assert commits.news(view.groups, {0: 0}) == [], "nothing that is served changed"
     store.put(b"a", b"v", 1)
-    assert commits.news(view, {}) == []
-    assert commits.news(view, {0: 0}) == [0]
+    assert commits.news(view.groups, {}) == []
+    assert commits.news(view.groups, {0: 0}) == [0]
 
 
 def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Store, view: View) -> None:
     def ends(after: int, least: int = 0, ends_max: int = 3) -> list[tuple[int, int]]:
-        now, found = stream.next_ends(view, 0, after, least, ends_max)
-        assert now == stream.served_state(view, 0)
+        now, found = stream.next_ends(view.reader(0), after, least, ends_max)
+        assert now == stream.served_state(view.reader(0))
         return [(each.seqno, each.links[0].cut) for each in found]
 
     assert ends(0) == []
@@ -235,7 +235,9 @@ def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Stor
 def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(store: Store, view: View) -> None:
     for seqno in (1, 4, 9):
         store.put(b"k%d" % seqno, b"v", seqno)
-    assert [stream.shared_seqno(view, 0, stream.served_state(view, 0), 7, seqno) for seqno in (3, 4, 8, 9)] == [
+    assert [
+        stream.shared_seqno(view.reader(0), stream.served_state(view.reader(0)), 7, seqno) for seqno in (3, 4, 8, 9)
+    ] == [
         1,
         4,
         4,
@@ -244,10 +246,10 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
     store.writer.rollback(0, 4)
     for seqno in (6, 8):
         store.put(b"k%d" % seqno, b"v", seqno)
-    pinned = stream.served_state(view, 0)
-    assert [stream.shared_seqno(view, 0, pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
+    pinned = stream.served_state(view.reader(0))
+    assert [stream.shared_seqno(view.reader(0), pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
     raised = replace(pinned, floor_seqno=Seqno(4))
-    assert stream.shared_seqno(view, 0, raised, 7, 3) == 0, "what is not kept is no boundary any more"
+    assert stream.shared_seqno(view.reader(0), raised, 7, 3) == 0, "what is not kept is no boundary any more"
 
 
 @pytest.fixture
@@ -275,7 +277,7 @@ def fail_over(store: Store, to_seqno: int, *log: tuple[int, int]) -> None:
 
 def shared_seqno(store: Store, vbuuid: int, seqno: int) -> int:
     with open_view(store.path) as view:
-        return stream.shared_seqno(view, 0, stream.served_state(view, 0), vbuuid, seqno)
+        return stream.shared_seqno(view.reader(0), stream.served_state(view.reader(0)), vbuuid, seqno)
 
 
 def test_a_follower_of_a_copy_that_a_resync_replaced_begins_again(windowed: Store) -> None:

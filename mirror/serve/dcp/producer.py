@@ -84,7 +84,7 @@ def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory
     if not seqno or held_seqno <= end_seqno or (is_inside and seqno == request.snap_start_seqno):
         return seqno
     assert history.served is not None
-    return store.shared_seqno(view, request.vbid, history.served, request.vbuuid, seqno)
+    return store.shared_seqno(view.reader(request.vbid), history.served, request.vbuuid, seqno)
 
 
 class DcpProducer(BaseProducer[DcpStream, ServedFilter]):

@@ -156,7 +156,9 @@ class DcpStream:
         position = self.position_seqno
         now = self._served
         if now is None or (position < now.seqno and not self._ends):
-            now, self._ends = store.next_ends(self._view(), self.vbid, position, self._shared_seqno, SNAPSHOTS_PER_TURN)
+            now, self._ends = store.next_ends(
+                self._view().reader(self.vbid), position, self._shared_seqno, SNAPSHOTS_PER_TURN
+            )
             self._served = now
         shared = now.has(self._branch, max(position, self._shared_seqno))
         if not (now.whole and shared) or now.failover_log != self._failover_log:
@@ -176,7 +178,7 @@ class DcpStream:
         begins = self.filter.begins(now.manifest)
         end_seqno = int(now.seqno)
         if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
-            end_seqno = store.last_document_seqno(self._view(), self.vbid, now, position, begins)
+            end_seqno = store.last_document_seqno(self._view().reader(self.vbid), now, position, begins)
             if end_seqno == position:
                 self.position_seqno = now.seqno
                 return
@@ -203,9 +205,8 @@ class DcpStream:
     def _fill(self, out: bytearray, bytes_max: int) -> None:
         assert self._pinned is not None
         minded = self._minds_tombstones and not self._holds_nothing
-        rows, position, large = store.rows_or_large(
-            self._view(),
-            self.vbid,
+        rows, position, large = store.rows(
+            self._view().reader(self.vbid),
             self._pinned,
             self.position_seqno,
             bytes_max=bytes_max,

@@ -62,7 +62,7 @@ class Watch:
         if view is not self._viewed:  # a group was recreated: all of it is news
             self._viewed, self._commits = view, Commits()
         group_count = view.identity.group_count
-        found = self._commits.news(view, {vbid % group_count: vbid for vbid in self._followers})
+        found = self._commits.news(view.groups, {vbid % group_count: vbid for vbid in self._followers})
         for vbid in found:
             for news in tuple(self._followers.get(vbid, ())):
                 news(vbid)

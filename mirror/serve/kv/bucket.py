@@ -240,7 +240,7 @@ class KvBucket:
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
         try:
-            found = stream.served_state(self.view, vbid)
+            found = stream.served_state(self.view.reader(vbid))
         except StorageError as error:
             raise self.failed(error) from error
         if not found.whole:
