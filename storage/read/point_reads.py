@@ -128,16 +128,23 @@ class ReadRun:
         return stored
 
 
-_OTHER = b""
-"""Returned by `_plain_row`: the newest version is not the visible one."""
+_OTHER: Any = object()
+"""Returned by `_plain`: the newest version of the key is not the visible one."""
 
 
-def _plain_row(
-    reader: VbucketReader, txn: Any, cursor: Any, wire_key: bytes, above: bytes, up_to: bytes
-) -> bytes | None:
-    """Return the row of a key whose newest version is visible, its checksum compared; None if it has no document, and
-    `_OTHER` if its newest version is not visible.
-    """
+def _plain(
+    reader: VbucketReader,
+    txn: Any,
+    cursor: Any,
+    key: bytes,
+    visible: Visible,
+    now: float | None,
+    raw: bool,
+    lenient: bool,
+) -> Document | None:
+    """Return the document of a key of the default collection, or `_OTHER`."""
+    _, branch, above, up_to, _, _, _ = visible
+    wire_key = b"\0" + key
     if not cursor.set_key(wire_key):
         reader.check_absent(txn, cursor, wire_key)
         return None
@@ -146,17 +153,20 @@ def _plain_row(
     if (has_older := cursor.prev_dup()) and cursor.value() >= dup:
         raise reader.mismatch(wire_key)
     if not above < dup <= up_to:
-        return _OTHER
+        return _OTHER  # type: ignore[no-any-return]
     if dup[KIND] != MUTATION:
         reader.check_kind(wire_key, dup)
         return None
     row_key = dup[ROW_KEY]
-    stored: bytes = txn.get(row_key, b"", reader.rows)
+    stored = txn.get(row_key, b"", reader.rows)
     if reader.verify_reads and crc32c(stored) != RESIDUE:
         raise seal.damaged(stored, row_key, reader.vbid, reader.environment.path)
-    if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):
+    document = decode_row(reader.vbid, branch, stored, raw, lenient, SEAL_BYTES)
+    if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):
         raise reader.mismatch(wire_key)
-    return stored
+    if document.expiry and document.expiry <= (time.time() if now is None else now):
+        return None
+    return document
 
 
 class PointReads:
@@ -206,18 +216,13 @@ class PointReads:
             txn = reader.environment.begin()
         try:
             if as_of is None and collection is None:
-                commit, branch, above, up_to, _, _, _ = reader.visible
-                if commit != txn.id():
-                    _, branch, above, up_to, _, _, _ = reader.look(txn)
-                if above:
-                    stored = _plain_row(reader, txn, txn.cursor(reader.keys), b"\0" + key, above, up_to)
-                    if stored is None:
-                        return None
-                    if stored:
-                        document = decode_row(reader.vbid, branch, stored, raw, False, SEAL_BYTES)
-                        if document.expiry and document.expiry <= (time.time() if now is None else now):
-                            return None
-                        return document
+                visible = reader.visible
+                if visible[0] != txn.id():
+                    visible = reader.look(txn)
+                if visible[2]:
+                    found = _plain(reader, txn, txn.cursor(reader.keys), key, visible, now, raw, False)
+                    if found is not _OTHER:
+                        return found
             options = _Options(collection, as_of, now, raw)
             return self._get(reader, Transaction(reader.environment, txn), key, options)
         except (struct.error, IndexError, lmdb.Error) as error:
@@ -261,20 +266,14 @@ class PointReads:
                     if known is None:
                         txn, visible = run.begun(reader)
                         known = found_in[vbid] = reader, txn, txn.cursor(reader.keys), visible
-                    _, txn, cursor, (_, branch, above, up_to, _, _, _) = known
-                    stored: bytes | None = _OTHER
-                    if is_plain and above:
-                        stored = _plain_row(reader, txn, cursor, b"\0" + key, above, up_to)
-                        if stored is None:
-                            continue
-                    if stored:
-                        document = decode_row(reader.vbid, branch, stored, raw, True, SEAL_BYTES)
-                        if document.expiry and document.expiry <= (time.time() if now is None else now):
-                            continue
-                    else:
+                    _, txn, cursor, visible = known
+                    document = _OTHER
+                    if is_plain and visible[2]:
+                        document = _plain(reader, txn, cursor, key, visible, now, raw, True)
+                    if document is _OTHER:
                         document = self._get(reader, Transaction(reader.environment, txn), key, options)
-                        if document is None:
-                            continue
+                    if document is None:
+                        continue
                 except (struct.error, IndexError, lmdb.Error) as error:
                     raise reader.damaged(error) from error
                 found[key] = document

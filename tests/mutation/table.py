@@ -652,8 +652,8 @@ MUTATIONS = (
     ),
     Mutation(
         _POINT_READS,
-        "path)\n    if stored[55 : 55 + stored[3]] != wire_key or (has_older and stored[24:32] != dup[SEQNO]):",
-        "path)\n    if False:",
+        "if document.key != key or document.collection_id or (has_older and stored[24:32] != dup[SEQNO]):",
+        "if False:",
         _OF_BIT_FLIPS,
     ),
     Mutation(

@@ -1,11 +1,16 @@
-"""Where vbuckets stand: published positions, the floor, and resyncs."""
+"""Positions: what is published, the floor, resyncs, and the boundaries that readers of changes stop at."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from storage.history.purge import Window
+from storage.model import Branch, Collection, Seqno
+from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
-from tests.storage.one_vbucket import A, commit, put
+from tests.storage.one_vbucket import A, B, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
 
@@ -57,3 +62,73 @@ def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, wri
     compare()
     before = view.published()
     assert view.published() == before
+
+
+def fill(writer: GroupWriter, first_seqno: int, *lengths: int) -> None:
+    """Snapshots of so many mutations each."""
+    seqno = first_seqno
+    for length in lengths:
+        publish(writer, 0, [(A if at % 2 else B, b"%d" % at, at) for at in range(seqno, seqno + length)])
+        seqno += length
+
+
+def ends(view: View) -> list[int]:
+    """Every boundary, one after the other."""
+    found: list[int] = []
+    position = 0
+    while (boundary := states.following(view.reader(0), position)) is not None:
+        position = boundary.seqno
+        found.append(position)
+    return found
+
+
+def test_an_empty_vbucket_has_nowhere_to_go(view: View) -> None:
+    assert states.published_since(view.reader(0), None) == (None, 0)
+    assert states.following(view.reader(0), 0) is None
+    assert states.newest(view.reader(0), 99) is None
+
+
+def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    fill(writer, 1, 3, 250, 1, 2)
+    assert ends(view) == [3, 253, 254, 256] == [each.seqno for each in reversed(view.boundaries(0))]
+    assert states.newest(view.reader(0), 255).seqno == 254  # type: ignore[union-attr]
+    assert states.newest(view.reader(0), 252).seqno == 3  # type: ignore[union-attr]
+    writer.rollback(0, 254)
+    fill(writer, 255, 120, 2)
+    assert ends(view) == [3, 253, 254, 374, 376]
+    assert [each.seqno for each in states.boundaries_between(view.reader(0), 1, 3, 256)] == [253, 254, 256]
+    assert [each.seqno for each in states.boundaries_between(view.reader(0), 2, 253, 376)] == [254, 374, 376]
+    writer.background.purger.window = Window(boundaries=2)
+    while (vbid := writer.background.purger.plan(clock.now)) is not None:
+        writer.background.purge(vbid, clock.now)
+    assert ends(view) == [374, 376]
+    assert states.newest(view.reader(0), 373) is None
+
+
+def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWriter, view: View) -> None:
+    fill(writer, 1, 3, 4)
+    boundary, common_seqno = states.published_since(view.reader(0), view.token(0, 1, 3))
+    assert boundary is not None
+    assert (boundary.branch, boundary.seqno, common_seqno) == (1, 7, 3)
+    writer.rollback(0, 3)
+    known = [view.token(0, *at) for at in ((1, 3), (1, 7), (2, 3))]
+    strange = [replace(known[0], history_id=5), replace(known[0], branch=Branch(9))]
+    assert [states.published_since(view.reader(0), at)[1] for at in (None, *known, *strange)] == [
+        0,
+        3,
+        3,
+        3,
+        None,
+        None,
+    ]
+
+
+def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) -> None:
+    orders = Collection(8, 0, "orders", Seqno(2))
+    put(writer, A, 1)
+    system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"})
+    commit(writer, 2)
+    assert sorted(states.manifest_at(view.reader(0), 1, 1).collections) == [0]
+    assert sorted(states.manifest_at(view.reader(0), 1, 2).collections) == [0, 8]
