@@ -280,3 +280,7 @@ GOLDENS = (
         "other",
     ),
 )
+
+
+def is_dcp(opcode: int) -> bool:
+    return Opcode.DCP_OPEN <= opcode <= Opcode.DCP_CACHE_TRANSFER_END

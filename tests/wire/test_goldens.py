@@ -8,8 +8,7 @@ from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Event
 from mirror.wire.frame import Frame, decode, encode
-from tests.oracle.states import is_dcp
-from tests.wire.goldens import GOLDENS, Golden
+from tests.wire.goldens import GOLDENS, Golden, is_dcp
 
 
 def understand(data: bytes) -> list[Event | Frame]:
