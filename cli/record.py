@@ -1,6 +1,6 @@
 """`record`: a DCP session's frames in a file.
 
-Invariants: a recording can be replayed however it ended; an existing file is never overwritten, and an empty one is
+Invariants: a recording can be read however it ended; an existing file is never overwritten, and an empty one is
 removed.
 """
 

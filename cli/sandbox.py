@@ -5,6 +5,12 @@ Invariants: the first line on stdout is the connection string; a fault prints th
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
+import signal
+import sys
+import uuid
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -13,10 +19,18 @@ import typer
 from cli import output
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
-from mirror.sandbox.control.server import ask, default_path
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.control.server import SandboxControl, ask, default_path
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
+from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.node.tls import NodeTls, Version
-from mirror.sandbox.service import ServeOptions, serve
+from mirror.sandbox.workload import Workload, WorkloadOptions
+
+USER_VARIABLE = "DCP_MIRROR_USER"
+PASSWORD_VARIABLE = "DCP_MIRROR_PASSWORD"
+HISTORY_ITEMS = 100_000
+"""The changes that the checkpoints of all vbuckets hold together, but each at least `CHECKPOINT_ITEMS_MIN`."""
+CHECKPOINT_ITEMS_MIN = 50
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
 
@@ -91,31 +105,69 @@ def sandbox(
     """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
     if context.invoked_subcommand is not None:
         return
-    serve(
-        ServeOptions(
-            nodes=nodes,
-            vbuckets=vbuckets,
-            port=port,
-            bucket=bucket,
-            bucket_uuid=bucket_uuid,
-            load=load,
-            rate=rate,
-            keys=keys,
-            overwrite_share=overwrite_share,
-            delete_share=delete_share,
-            value_bytes=value_bytes,
-            replicas=replicas,
-            seed=seed,
-            host=host,
-            profile=profile,
-            history=history,
-            tls=node_tls(tls_cert, tls_key, tls_client_ca, tls_minimum, need_client_cert=tls_need_client_cert),
-            tls_only=tls_only,
-            tls_port=tls_port,
-            advertised_host=advertise,
-            external_host=external,
-            control=control,
-        )
+    if bucket_uuid is not None and not re.fullmatch("[0-9a-f]{32}", bucket_uuid):
+        raise ConfigError(f"bucket uuid {bucket_uuid!r}", hint="32 hexadecimal digits", setting="bucket_uuid")
+    cluster = SandboxCluster(
+        nodes,
+        vbuckets,
+        bucket,
+        user=os.environ.get(USER_VARIABLE, "demo"),
+        password=os.environ.get(PASSWORD_VARIABLE) or "demo",
+        seed=seed,
+        host=host,
+        port=port,
+        replicas=replicas,
+        profile=profile,
+        keeps_history=history,
+        bounded=True,
+        checkpoint_items_max=max(CHECKPOINT_ITEMS_MIN, HISTORY_ITEMS // vbuckets // CHECKPOINTS_KEPT),
+        tls=node_tls(tls_cert, tls_key, tls_client_ca, tls_minimum, need_client_cert=tls_need_client_cert),
+        tls_only=tls_only,
+        tls_port=tls_port,
+        advertised_host=advertise,
+        external_host=external,
+    )
+    made = uuid.uuid5(uuid.NAMESPACE_URL, f"{host}:{port}/{bucket}") if port else uuid.uuid4()
+    cluster.bucket.map.bucket_uuid = bucket_uuid or made.hex
+    written = WorkloadOptions(seed, rate, max(keys, load), overwrite_share, delete_share, value_bytes)
+    try:
+        asyncio.run(serve(cluster, Workload(cluster.bucket, written), load, control))
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {error}", hint="take --port 0") from error
+
+
+async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_path: Path | None) -> None:
+    """Run the source until a signal ends it."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await cluster.start()
+    if load:
+        workload.load(load)
+    first_port = parse(cluster.connection_string).addresses[0].port
+    control = SandboxControl(cluster, workload, control_path or default_path(first_port))
+    await control.start()
+    writing = asyncio.create_task(workload.run())
+    try:
+        typer.echo(cluster.connection_string)
+        if sys.stderr.isatty():
+            typer.echo(next_steps(cluster.connection_string), err=True)
+        await ended.wait()
+    finally:
+        writing.cancel()
+        await control.stop()
+        await cluster.stop()
+
+
+def next_steps(connection_string: str) -> str:
+    """Return the hints for a person at a terminal."""
+    user = os.environ.get(USER_VARIABLE, "demo")
+    source = connection_string if "@" in connection_string else connection_string.replace("://", f"://{user}@", 1)
+    is_ours = not os.environ.get(PASSWORD_VARIABLE)
+    return (
+        f"user {user}, password {'demo' if is_ours else f'that of {PASSWORD_VARIABLE}'}; Ctrl-C ends the source\n"
+        f"mirror it: {f'{PASSWORD_VARIABLE}=demo ' if is_ours else ''}dcp-mirror run --source {source} "
+        "--data /tmp/mirror --http 8080"
     )
 
 

@@ -6,7 +6,6 @@ from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.node.tls import NodeTls
-from mirror.sandbox.service import ServeOptions, serve
 from mirror.sandbox.thread import SandboxThread
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
@@ -17,10 +16,8 @@ __all__ = [
     "NodeTls",
     "SandboxCluster",
     "SandboxThread",
-    "ServeOptions",
     "Vbucket",
     "Workload",
     "WorkloadOptions",
-    "serve",
     "vbucket_of",
 ]

@@ -153,11 +153,11 @@ def test_arguments_are_numbers_flags_lists_or_text() -> None:
 @pytest.mark.parametrize("password", ["", "secret"])
 def test_a_person_sees_the_next_step(tmp_path: Path, password: str) -> None:
     options = ("--control", tmp_path / "s", "--load", "10")
-    with Terminal("sandbox", *options, cwd=tmp_path, DCP_MIRROR_PASSWORD=password) as terminal:
+    with Terminal("sandbox", *options, cwd=tmp_path, DCP_MIRROR_USER="me", DCP_MIRROR_PASSWORD=password) as terminal:
         shown = terminal.until("--http 8080")
-        assert f"user demo, password {'that of DCP_MIRROR_PASSWORD' if password else 'demo'}; Ctrl-C" in shown
+        assert f"user me, password {'that of DCP_MIRROR_PASSWORD' if password else 'demo'}; Ctrl-C" in shown
         given = "" if password else "DCP_MIRROR_PASSWORD=demo "
-        assert f"mirror it: {given}dcp-mirror run --source couchbase://demo@127.0.0.1:" in shown
+        assert f"mirror it: {given}dcp-mirror run --source couchbase://me@127.0.0.1:" in shown
         assert "secret" not in shown
         terminal.type("\x03")
         assert terminal.end() == 0

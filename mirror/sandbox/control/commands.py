@@ -1,41 +1,8 @@
-"""The commands of a running source: each command's name, its arguments, and the call that it is.
+"""The commands of a running source: name, arguments and the call that each is; `dcp-mirror sandbox fault --help` lists
+them.
 
-Knows commands and what of the cluster they call; must never know sockets or clients. Numbers of nodes begin at 0.
-Invariant: a command that is not understood changes nothing, and raises what says why (ValueError and its kin).
-
-    status                                           nodes, vbuckets, documents, connection string
-    vbucket       vbid                               seqnos, failover log, accepted stream requests
-    fault         kind, [node, name, dcp_only, future, bytes_per_second, pieces, after_pieces]
-                  kind: cut slow garble silence truncate stop-mid-snapshot clear
-                  kind: refuse-streams  status, [vbids, times, seqno]      requests are answered with a status
-                  kind: end-streams     reason, [vbids, node]              open streams end
-                  kind: mute-streams    [vbids, node]                      they fall silent, until clear
-                  kind: withhold-noops                                     until clear
-                  a status or reason is a name (ROLLBACK, lost-privileges) or its number
-    rotate-certificate  [cert, key]                  another certificate (by default: the old files read again)
-    user          user, [password, lacks]            made or changed; lacks: privileges, with commas between
-    kill-node     node                               its process dies
-    restart-node  node, [lose]                       and comes back; with lose it crashed
-    split-off     node                               it goes on alone, with a copy of data and map
-    failover-node node, [lose]                       others take its vbuckets
-    failover      vbid, [lose]                       a vbucket fails over, its newest changes are lost
-    move          vbid, node                         a vbucket moves
-    add-node                                         a node joins (without vbuckets)
-    rebalance     [nodes]                            vbuckets are spread over these nodes, or all
-    to-disk, expire  [vbid]                          forget memory; run the expiry pager
-    purge, discard-history  [vbid, below_seqno]      compact: tombstones go; superseded versions go
-    set           key, value, [collection, vbid]     one document; delete: without value
-    prepare       key, [value, collection, vbid]     a durable write (without value: delete) that stays under way
-    commit, abort  key, [collection, vbid]           and its end
-    create-scope  scope
-    create-collection  scope, collection, [max_ttl]
-    modify-collection  path, [max_ttl, history]      other settings for scope.collection
-    drop-scope    scope
-    drop-collection, flush-collection  path          scope.collection
-    tune          [antilag_items]                    settings of the server that change what streams look like
-    recreate-bucket                                  deleted and recreated, empty
-    write         count                              the workload's next operations, at once
-    rate          rate                               operations per second of the workload from now on
+Knows what of the cluster they call; must never know sockets or clients. Numbers of nodes begin at 0. Invariant: a
+command that is not understood changes nothing and raises ValueError, KeyError or TypeError with the reason.
 """
 
 from __future__ import annotations
