@@ -11,8 +11,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import ClusterError, ConnectFailed, MirrorError
-from mirror.feed.cluster.connections import Connections
-from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.connection.connection_string import NodeAddress
 from tests.feed.scripted_node import ScriptedNode
 from tests.feed.test_bootstrap import access_to

@@ -7,7 +7,7 @@ from typing import Any
 
 from mirror.config import Settings
 from mirror.errors import AuthRejected, ConnectFailed, MirrorError
-from mirror.feed.cluster.nodes import NodeKeeper, pause_s
+from mirror.feed.cluster.connections import NodeKeeper, pause_s
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.wire.errors import RemoteProtocolError
 from tests.manual_clock import ManualClock

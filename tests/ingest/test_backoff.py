@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.ingest.backoff import SCHEDULES, delay_s
 from mirror.ingest.instructions import RetryReason
+from mirror.ingest.reactions import SCHEDULES, delay_s
 
 REASONS = st.sampled_from(RetryReason)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from mirror.clock import Clock
 from mirror.config import Settings
@@ -61,14 +62,15 @@ class SimReader:
         self.life = 0
         self._opaques = Opaques()
 
-    # --- what the read asks for (`ReadServices`)
+    # --- what the read asks of its maps, connections and queries
 
-    @property
-    def stream_filter(self) -> dict[str, Any]:
-        return {}
+    stream_filter: ClassVar[dict[str, Any]] = {}
 
-    def session_of(self, vbid: int) -> NodeSession | None:
-        session = self.sessions[self.source.bucket.map.owners[vbid]]
+    def address_of(self, vbid: int) -> int:
+        return self.source.bucket.map.owners[vbid]
+
+    def session_at(self, number: int) -> NodeSession | None:
+        session = self.sessions[number]
         return session if session is not None and session.ready else None
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
@@ -95,12 +97,8 @@ class SimReader:
             if vbucket.session is session:
                 vbucket.detach(machine_events.ConnectionLost(error.what))
 
-    def _vbucket(self, vbid: int) -> ReadVbucket | None:
-        return None if self.read is None else self.read.vbucket(vbid)
-
     def _streamed(self) -> list[ReadVbucket]:
-        vbids = [] if self.read is None else self.read.vbids
-        return [vbucket for vbid in vbids if (vbucket := self._vbucket(vbid)) is not None]
+        return [] if self.read is None else list(self.read.active.values())
 
     # --- the simulation's steps
 
@@ -155,8 +153,9 @@ class SimReader:
         self.until = {vbid: self.source.vbucket(vbid).high_seqno for vbid in chosen} if bounded else None
         self.past_counts = {vbid: self.source.past_count(vbid) for vbid in chosen}
         self.counts["bounded reads begun" if bounded else "endless reads begun"] += 1
+        services: Any = SimpleNamespace(clock=self.clock, maps=self, connections=self, queries=self)
         self.read = BoundedRead(
-            self,
+            services,
             SpoolFile(),
             {vbid: self.positions[vbid] for vbid in chosen},
             self.until,
@@ -164,7 +163,7 @@ class SimReader:
             parallel=self.parallel,
             on_half_empty=self.release_acks,
         )
-        self.read.begin()
+        self.read.fill_up()
 
     def end(self) -> None:
         """Close the read, as its caller may at any time."""
@@ -198,7 +197,7 @@ class SimReader:
 
     def _follow_map(self) -> None:
         for vbucket in self._streamed():
-            session = self.session_of(vbucket.vbid)
+            session = self.session_at(self.address_of(vbucket.vbid))
             if vbucket.session is not None and vbucket.session is not session:
                 vbucket.detach(machine_events.Stop("moved"))
             if session is not None and vbucket.session is None:

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, MirrorError, OlderMap
+from mirror.feed.cluster.connections import pause_s
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.map_poll import MapPoller
-from mirror.feed.cluster.nodes import pause_s
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import NodeSession

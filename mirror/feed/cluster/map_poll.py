@@ -19,7 +19,7 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed
-from mirror.feed.cluster.nodes import pause_s
+from mirror.feed.cluster.connections import pause_s
 from mirror.feed.cluster.srv import first_addresses
 from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress

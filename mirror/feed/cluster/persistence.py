@@ -24,7 +24,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
-from mirror.feed.cluster.nodes import pause_s
+from mirror.feed.cluster.connections import pause_s
 from mirror.feed.connection.bootstrap import Access, enter
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link

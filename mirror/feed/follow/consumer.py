@@ -25,9 +25,8 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.nodes import NodeKeeper, pause_s
 from mirror.feed.cluster.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress

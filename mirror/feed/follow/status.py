@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from mirror.config import Settings
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.nodes import NodeKeeper
 from mirror.feed.follow.group_commits import Group, GroupCommits
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus

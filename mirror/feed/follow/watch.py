@@ -22,8 +22,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections
-from mirror.feed.cluster.nodes import NodeKeeper
+from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_lost_contact
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import NodeSession

@@ -28,10 +28,9 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
-from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.connections import Connections, NodeKeeper
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.nodes import NodeKeeper
 from mirror.feed.cluster.queries import SourceQueries
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
@@ -240,7 +239,7 @@ class SourceReader:
     def _on_half_empty(self) -> None:
         loop = self._loop
         if loop is not None:
-            loop.call_soon_threadsafe(self._core.release_acks)
+            loop.call_soon_threadsafe(self._core.connections.release_acks)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
@@ -285,10 +284,6 @@ class _Core:
         sessions = [keeper.session for keeper in self.connections.keepers.values()]
         return all(session is not None and session.sends_purge_seqno for session in sessions)
 
-    @property
-    def stream_filter(self) -> dict[str, Any]:
-        return self.queries.stream_filter
-
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -323,10 +318,6 @@ class _Core:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    def _refuse(self, error: MirrorError) -> None:
-        self.queries.refusal = error
-        self._fail(error)
-
     def _fail(self, error: BaseException) -> None:
         if self._reading is not None:
             self._reading.fail(error)
@@ -338,7 +329,7 @@ class _Core:
         if self.queries.refusal is not None:
             raise self.queries.refusal
         self._reading = reading
-        reading.begin()
+        reading.fill_up()
 
     async def end(self, reading: BoundedRead) -> None:
         if self._reading is reading:
@@ -350,15 +341,6 @@ class _Core:
         if self._reading is not None:
             self._reading.fail(None)
 
-    def session_of(self, vbid: int) -> NodeSession | None:
-        return self.connections.session_at(self.maps.address_of(vbid))
-
-    def hold_acks(self) -> None:
-        self.connections.hold_acks()
-
-    def release_acks(self) -> None:
-        self.connections.release_acks()
-
     async def _watch_progress(self) -> None:
         while True:
             await self.clock.sleep(min(1.0, self._timeout_s / 4))
@@ -366,9 +348,6 @@ class _Core:
                 self._reading.check_progress(self._timeout_s, self.connections.errors())
 
     # -- the map --------------------------------------------------------------------------------------------------
-
-    def refresh_map(self, config: bytes, vbid: int) -> None:
-        self.maps.refresh_map(config, vbid)
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Refuse the map of another bucket. Raises ClusterError."""
@@ -382,7 +361,8 @@ class _Core:
             )
 
     def on_map_refused(self, error: MirrorError) -> None:
-        self._refuse(error)
+        self.queries.refusal = error
+        self._fail(error)
 
     def on_newer_map(self, found: ClusterMap) -> None:
         """Connect to the nodes that serve vbuckets, and move the streams."""
@@ -397,17 +377,14 @@ class _Core:
 
     def _move_streams(self) -> None:
         for vbucket in self._streamed():
-            session = self.session_of(vbucket.vbid)
+            session = self.connections.session_at(self.maps.address_of(vbucket.vbid))
             if vbucket.session is not None and vbucket.session is not session:
                 vbucket.detach(events.Stop("moved"))
             if session is not None and vbucket.session is None:
                 vbucket.attach(session)
 
     def _streamed(self) -> list[ReadVbucket]:
-        reading = self._reading
-        if reading is None:
-            return []
-        return [vbucket for vbid in reading.vbids if (vbucket := reading.vbucket(vbid)) is not None]
+        return [] if self._reading is None else list(self._reading.active.values())
 
     # -- what nodes bring -----------------------------------------------------------------------------------------
 
@@ -418,7 +395,7 @@ class _Core:
         """Raise what waiting cannot fix; the rest is tried again."""
         self.maps.wake()
         if not error.retryable and self.connections.keepers.get(keeper.address) is keeper:
-            self._refuse(error)
+            self.on_map_refused(error)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         for vbucket in self._streamed():

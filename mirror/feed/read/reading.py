@@ -19,6 +19,9 @@ from typing import Any, Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
+from mirror.feed.cluster.connections import Connections
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.cluster.queries import SourceQueries
 from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.read.spool import Spool, SpoolFile
@@ -111,19 +114,9 @@ class ReadServices(Protocol):
     """The reader's connections, for a read."""
 
     clock: Clock
-
-    @property
-    def stream_filter(self) -> dict[str, Any]:
-        """The JSON value of every stream request."""
-        ...
-
-    def session_of(self, vbid: int) -> NodeSession | None: ...
-
-    def refresh_map(self, config: bytes, vbid: int) -> None: ...
-
-    def hold_acks(self) -> None:
-        """Have the source wait, because nobody takes what is complete."""
-        ...
+    maps: MapFollower
+    connections: Connections
+    queries: SourceQueries
 
 
 class ReadVbucket(VbucketHost):
@@ -155,7 +148,7 @@ class ReadVbucket(VbucketHost):
 
     @property
     def stream_filter(self) -> dict[str, Any]:
-        return self._reading.stream_filter
+        return self._reading.services.queries.stream_filter
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         self.progress_at = self._clock.monotonic()
@@ -186,7 +179,7 @@ class ReadVbucket(VbucketHost):
         self.sink.discard()
 
     def refresh_map(self, config: bytes) -> None:
-        self._reading.refresh_map(config, self.vbid)
+        self._reading.services.maps.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
         """Do nothing: the reader was given them once, and the stream is requested again after a pause."""
@@ -228,46 +221,33 @@ class BoundedRead:
         self.clock = services.clock
         self.file = file
         self.outbox = Outbox(memory_bytes, on_half_empty)
-        self._services = services
+        self.services = services
+        self.active: dict[int, ReadVbucket] = {}
+        """The vbuckets that are streamed now."""
         self._spill_at = memory_bytes // 2
         self._open_bytes = 0
-        self._active: dict[int, ReadVbucket] = {}
         self._waiting = deque(sorted(positions))
         self._positions = positions
         self._until = until
         self._parallel = parallel if until is not None else len(positions)
         self._ended = False
 
-    def begin(self) -> None:
-        self._fill_up()
-
-    @property
-    def vbids(self) -> list[int]:
-        return list(self._active)
-
-    def vbucket(self, vbid: int) -> ReadVbucket | None:
-        return self._active.get(vbid)
-
     def end(self) -> None:
-        self._ended = True
-        for vbucket in self._active.values():
-            vbucket.close()
-        self._active = {}
-        self.outbox.finish()
+        self.fail(None)
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
         """End the read; the reader gets the error, after what is complete."""
         self._ended = True
-        for vbucket in self._active.values():
+        for vbucket in self.active.values():
             vbucket.close()
-        self._active = {}
+        self.active = {}
         self.outbox.finish(error)
 
     def check_progress(self, timeout_s: float, why: str) -> None:
         """Give up when a vbucket has brought nothing for that long although something is owed."""
         now = self.clock.monotonic()
-        for vbucket in self._active.values():
+        for vbucket in self.active.values():
             if vbucket.idle or self.outbox.full:
                 vbucket.progress_at = now
             elif now - vbucket.progress_at > timeout_s:
@@ -277,18 +257,11 @@ class BoundedRead:
 
     # -- what the vbuckets ask for --------------------------------------------------------------------------------
 
-    @property
-    def stream_filter(self) -> dict[str, Any]:
-        return self._services.stream_filter
-
-    def refresh_map(self, config: bytes, vbid: int) -> None:
-        self._services.refresh_map(config, vbid)
-
     def took(self, byte_count: int) -> None:
         """Count what an open snapshot grew in memory; the largest goes to disk when all together are too large."""
         self._open_bytes += byte_count
         while self._open_bytes > self._spill_at:
-            spools = [spool for vbucket in self._active.values() if (spool := vbucket.sink.spool) is not None]
+            spools = [spool for vbucket in self.active.values() if (spool := vbucket.sink.spool) is not None]
             largest = max(spools, key=lambda spool: spool.memory_bytes)
             self._open_bytes -= largest.memory_bytes
             largest.spill()
@@ -301,7 +274,7 @@ class BoundedRead:
         self._open_bytes -= spool.memory_bytes
         self.outbox.put(snapshot, spool.memory_bytes, spool.disk_bytes)
         if self.outbox.full:
-            self._services.hold_acks()
+            self.services.connections.hold_acks()  # the source waits, because nobody takes what is complete
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
         """Return the function to be called when the reader is done with a snapshot."""
@@ -309,19 +282,20 @@ class BoundedRead:
 
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
         self.outbox.put(item)
-        self._active.pop(vbucket.vbid, None)
+        self.active.pop(vbucket.vbid, None)
         # Not from within: the vbucket is in the middle of executing its instructions.
-        asyncio.get_running_loop().call_soon(self._fill_up)
+        asyncio.get_running_loop().call_soon(self.fill_up)
 
-    def _fill_up(self) -> None:
-        while self._waiting and len(self._active) < self._parallel and not self._ended:
+    def fill_up(self) -> None:
+        """Stream as many vbuckets as may be at a time."""
+        while self._waiting and len(self.active) < self._parallel and not self._ended:
             vbid = self._waiting.popleft()
             until = None if self._until is None else self._until[vbid]
             vbucket = ReadVbucket(self, vbid, self._positions[vbid], until)
-            self._active[vbid] = vbucket
-            session = self._services.session_of(vbid)
+            self.active[vbid] = vbucket
+            session = self.services.connections.session_at(self.services.maps.address_of(vbid))
             if session is not None:
                 vbucket.attach(session)
-        if not self._active and not self._waiting and not self._ended:
+        if not self.active and not self._waiting and not self._ended:
             self._ended = True
             self.outbox.finish()

@@ -22,9 +22,9 @@ from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.stream.sink import Sink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
-from mirror.ingest.backoff import delay_s
 from mirror.ingest.events import KeyRefused, Row, StagingRefused
 from mirror.ingest.machine import VbucketMachine
+from mirror.ingest.reactions import delay_s
 from mirror.ingest.state import Phase
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_failover_log
