@@ -150,13 +150,6 @@ def child(text: str, start: int, part: Part) -> Member | None:
     return found if part == -1 else None
 
 
-def count(text: str, parts: list[Part]) -> int:
-    start, _ = find(text, parts)
-    if text[start] not in "{[":
-        raise PathError(Status.SUBDOC_PATH_MISMATCH)
-    return sum(1 for _ in members(text, start))
-
-
 def replace(text: str, parts: list[Part], value: str) -> str:
     start, end = find(text, parts)
     return text[:start] + value + text[end:]

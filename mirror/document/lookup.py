@@ -115,7 +115,7 @@ class Content:
 
     def attributes_text(self, path: str) -> str:
         """Return all xattrs as one JSON object, or one virtual attribute alone if the path begins with it."""
-        name = _first_name(jsonpath.parse_path(path))
+        name = first_name(path)
         if name.startswith("$"):
             return json.dumps({name: self._virtual(name)}, separators=(",", ":"))
         pairs = ",".join(f"{json.dumps(key.decode())}:{content.decode()}" for key, content in self.xattrs.items())
@@ -162,10 +162,7 @@ def _needs_checksum(parts: list[jsonpath.Part]) -> bool:
 
 def first_name(path: str) -> str:
     """Return the attribute that an xattr path is in."""
-    return _first_name(jsonpath.parse_path(path))
-
-
-def _first_name(parts: list[jsonpath.Part]) -> str:
+    parts = jsonpath.parse_path(path)
     if not parts or not isinstance(parts[0], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     return parts[0]

@@ -51,6 +51,13 @@ def found(data: Buffer, parts: list[Part]) -> bytes:
     return bytes(data[start:end])
 
 
+def members_of(text: str, parts: list[Part]) -> int:
+    start, _ = jsonpath.find(text, parts)
+    if text[start] not in "{[":
+        raise PathError(Status.SUBDOC_PATH_MISMATCH)
+    return sum(1 for _ in jsonpath.members(text, start))
+
+
 def counted_of(data: Buffer, parts: list[Part]) -> int:
     return int(run(walk.count(data, parts))[0])
 
@@ -71,7 +78,7 @@ def test_values_are_those_that_jsonpath_finds(
         for data in (text.encode(), bytearray(text.encode())):
             assert outcome(partial(found, data, parts)) == outcome(known)
             counted = outcome(partial(counted_of, data, parts))
-            assert counted == outcome(lambda: jsonpath.count(text, parts))
+            assert counted == outcome(lambda: members_of(text, parts))
 
 
 @given(

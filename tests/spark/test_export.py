@@ -137,7 +137,7 @@ def test_a_broken_export_leaves_no_result_and_its_files_go_with_the_next_run(
     with monkeypatch.context() as patch:
         patch.setattr(exports, "commit_parts" if delta_table else "sync_directory", killed)
         for place in (exports._Delta, exports._Folder):
-            patch.setattr(place, "__exit__", lambda self, *_: self._lock.release())
+            patch.setattr(place, "__exit__", lambda self, *_: self._lock.close())
         with pytest.raises(Killed):
             export(small.path, target, HERE, delta_table=delta_table)
     if delta_table:

@@ -6,12 +6,10 @@ import json
 import os
 import random
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
@@ -207,28 +205,6 @@ def test_each_batch_of_a_first_load_is_written_and_not_merged(tmp_path: Path, me
     with Lake(folder_at(tmp_path), "the checkpoint") as lake:
         assert apply(lake, batch(6), [[event("mutation", "1 1", (1, 2), vbid=5, value=b"new")]]) == Applied(1, 0, 1, 0)
         assert merges == [6]
-
-
-def test_tables_of_an_older_version_get_the_columns_that_came_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    older = pa.schema([field for field in CHANGES if field.name != "event_time"])
-    with monkeypatch.context() as patch:
-        patch.setattr(lakes, "CHANGES", older)
-        with Lake(folder_at(tmp_path), None) as lake:
-            first = batch(0)
-            lake.has_changes(first)
-            with PartWriter(lake.changes_folder.url, lake.prefix(0), older) as parts:
-                parts.write(table_of([event("mutation", "a", (1, 1), value=b"1")]).select(older.names).to_batches()[0])
-            lake.add_changes(first, parts.finished)
-    at = datetime(2026, 1, 31, 12, tzinfo=UTC)
-    with Lake(folder_at(tmp_path), "the checkpoint") as lake:
-        apply(lake, batch(1), [[event("mutation", "b", (1, 2), value=b"2", event_time=at)]])
-        assert {key: value for (_, key), (_, value) in current(lake).items()} == {"a": b"1", "b": b"2"}
-        rows = lake.changes.to_pyarrow_table(columns=["key", "event_time"]).to_pylist()
-        assert sorted((row["key"], row["event_time"]) for row in rows) == [("a", None), ("b", at)]
-        lake.tidy(0)
-        assert lake.changes.count() == 2
 
 
 def test_a_batch_that_was_put_together_with_others_is_not_half_folded_again(tmp_path: Path) -> None:

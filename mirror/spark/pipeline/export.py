@@ -247,7 +247,7 @@ class _Delta(_Target):
             if isinstance(target, LocalFolder):
                 self.orphans_removed = len(remove_orphans(target, self._table))
         except BaseException:
-            self._lock.release()
+            self._lock.close()
             raise
 
     def check_schema(self, schema: pa.Schema) -> None:
@@ -257,7 +257,7 @@ class _Delta(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and isinstance(self.folder, LocalFolder):
             remove_orphans(self.folder, open_table(self.folder))
-        self._lock.release()
+        self._lock.close()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
         commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
@@ -301,7 +301,7 @@ class _Folder(_Target):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._incomplete.is_dir() and (kind is not None or not self._left()):
             shutil.rmtree(self._incomplete, ignore_errors=True)
-        self._lock.release()
+        self._lock.close()
 
     def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
         try:

@@ -15,7 +15,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -68,20 +68,15 @@ class FolderLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.close()
 
-    def release(self) -> None:
+    def close(self) -> None:
         os.close(self._descriptor)
 
 
-class NoLock:
-    """An object store has no lock: commits alone decide between two writers."""
-
-    def release(self) -> None: ...
-
-
-def lock(folder: Folder) -> FolderLock | NoLock:
-    return FolderLock(folder.path) if isinstance(folder, LocalFolder) else NoLock()
+def lock(folder: Folder) -> FolderLock | ExitStack:
+    """Lock a folder on a disk. An object store has no lock: there commits alone decide between two writers."""
+    return FolderLock(folder.path) if isinstance(folder, LocalFolder) else ExitStack()
 
 
 def open_table(folder: Folder) -> DeltaTable | None:
@@ -153,7 +148,7 @@ def compact(folder: Folder, table: DeltaTable, schema: pa.Schema) -> int:
     with PartWriter(folder.url, f"part-{run_name()}-compacted", schema) as parts:
         for each in chosen:
             for batch in batches_of(folder, each["path"]):
-                parts.write(with_columns(batch, schema))
+                parts.write(batch.select(schema.names).cast(schema))
     now_ms = time.time_ns() // 1_000_000
     actions: list[AddAction | RemoveAction] = [part.add_action(new_rows=False) for part in parts.finished]
     actions += [RemoveAction(each["path"], False, now_ms, each["size_bytes"]) for each in chosen]
@@ -198,16 +193,6 @@ def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> I
         raise MirrorError(
             f"{folder.child(name)}: cannot be read: {plain(error)}", hint="the table is damaged"
         ) from error
-
-
-def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the columns of `schema` from a file of any age; columns that came later are null."""
-    known = set(batch.schema.names)
-    columns = [
-        batch.column(field.name).cast(field.type) if field.name in known else pa.nulls(len(batch), field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _has_local_times(schema: Schema) -> bool:

@@ -38,7 +38,6 @@ from mirror.spark.tables.delta import (
     only_next,
     open_table,
     vacuum,
-    with_columns,
 )
 from mirror.spark.tables.fold import FOLD_COLUMNS, FOLDED, RESYNC, STATE, Voids, fold_batches, fold_files
 from mirror.spark.tables.misfits import MisfitsTable
@@ -224,7 +223,7 @@ class DocumentsTable:
         with PartWriter(self.folder.url, f"part-{run_name()}-columns", self._layout.schema) as parts:
             for path in paths:
                 for batch in batches_of(self.folder, path):
-                    state = with_columns(batch, self._layout.state)
+                    state = batch.select(self._layout.state.names).cast(self._layout.state)
                     live = pa.array([True] * len(state))
                     rows = pa.RecordBatch.from_arrays([*state.columns, live], schema=FOLDED)
                     parts.write(self._typed(rows).select(self._layout.schema.names))

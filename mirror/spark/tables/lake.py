@@ -72,9 +72,6 @@ OFFSETS_MARK = "dcp-mirror/offsets"
 STATISTICS = "key,kind,collection,vbid,seqno,at_branch,at_seqno"
 """Columns of `changes` by which readers skip files; values would only make the log large."""
 
-ADDED_LATER = ("event_time",)
-"""Columns at the end of the schema that tables of older versions lack. Their old rows have null there."""
-
 WAITING_BYTES_MAX = 64 * 1024 * 1024
 """Compressed events that wait for a fold, which holds them in memory together."""
 VACUUM_INTERVAL_S = 900.0
@@ -154,7 +151,7 @@ class Lake:
         self.close()
 
     def close(self) -> None:
-        self._lock.release()
+        self._lock.close()
 
     def _collections_there(self) -> list[str]:
         """Return the collections with a table. Raises ConfigError if --table-per-collection has changed."""
@@ -198,11 +195,7 @@ class Lake:
                     configuration=CONFIGURATION | {"delta.dataSkippingStatsColumns": STATISTICS},
                 )
         names = [field.name for field in table.schema().fields]
-        missing = [field for field in CHANGES if field.name in ADDED_LATER and field.name not in names]
-        if missing and names == [field.name for field in CHANGES if field not in missing]:
-            with committing(folder, table):
-                table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
-        elif names != CHANGES.names:
+        if names != CHANGES.names:
             raise ConfigError(f"{folder}: a table with other columns ({', '.join(names)})", hint="give another folder")
         check_selection(folder.url, table.metadata().description or "", self._selection)
         return table
