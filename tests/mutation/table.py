@@ -29,7 +29,7 @@ _OWNER, _LEAVING = "storage/write/owner.py", "storage/write/leaving.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
-_SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/source/changes.py", "tests/spark/test_changes.py -k deferred"
+_SPARK_CHANGES, _OF_SPARK_CHANGES = "mirror/spark/source/changes.py", "tests/spark/source/test_changes.py -k deferred"
 
 _OF_ASSEMBLER, _OF_MACHINE = "tests/ingest/test_assembler.py", "tests/ingest/test_machine.py"
 _OF_ROLLBACK, _OF_OFFSET = "tests/ingest/test_rollback.py", "tests/ingest/test_offset.py"
@@ -50,18 +50,18 @@ _OF_IDLE = "tests/serve/test_http_protocol.py -k begins_with_its_last"
 _OF_FRAMING = "tests/serve/test_http_protocol.py -k framing_has_no_end"
 _MAPS, _OF_MAPS = "mirror/supervise/context.py", "tests/supervise/test_maps.py"
 _ENVIRONMENT, _OF_ENVIRONMENT = "storage/env/environment.py", "tests/storage/test_environment.py"
-_DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/tables/documents.py", "tests/spark/test_documents.py"
+_DOCUMENTS, _OF_DOCUMENTS = "mirror/spark/tables/documents.py", "tests/spark/tables/test_documents.py"
 _HEALTH, _OF_HEALTH = "mirror/health.py", "tests/supervise/test_health.py"
 _POINT_READS, _READER = "storage/read/point_reads.py", "storage/read/vbucket_reader.py"
 _OF_BIT_FLIPS = "tests/storage/test_bit_flips.py -k 'not no_wrong_document'"
 _REPORTS, _OF_CHANNELS = "mirror/supervise/reports/collector.py", "tests/supervise/test_channels.py -k never_reached"
 _BODIES, _OF_BODIES = "mirror/typed/bodies.py", "tests/typed/test_bodies.py"
-_OF_RISING = "tests/spark/test_changes.py -k took_and_gave"
+_OF_RISING = "tests/spark/source/test_changes.py -k took_and_gave"
 _OF_NUMBERS = "tests/fuzz/test_documents.py -k small_numbers"
 _OF_OWNERSHIP = "tests/supervise/test_ownership.py"
 _OF_LOGINS = "tests/serve/test_logins.py"
 _OF_ADMISSION = "tests/serve/test_admission.py -k 'handshake or said'"
-_DELTA, _OF_DELTA = "mirror/spark/tables/delta.py", "tests/spark/test_delta.py"
+_DELTA, _OF_DELTA = "mirror/spark/tables/delta.py", "tests/spark/tables/test_delta.py"
 
 MUTATIONS = (
     # --- the steps of a listener's event loop
@@ -549,7 +549,7 @@ MUTATIONS = (
         "mirror/spark/tables/lake.py",
         "            table.mark(self._marks())",
         "            pass",
-        "tests/spark/test_lake.py",
+        "tests/spark/tables/test_lake.py",
     ),
     Mutation(_DELTA, "return all(each.name in fields and", "return all(each.name not in fields or", _OF_DOCUMENTS),
     Mutation(_SPARK_CHANGES, "here = (at[0], 0) if retracted else at", "here = at", _OF_RISING),

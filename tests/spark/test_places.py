@@ -28,7 +28,7 @@ from tests.cli.conftest import call
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
 from tests.spark.sessions import ObjectStore
-from tests.spark.test_lake import apply, batch, current, reported, write_files
+from tests.spark.tables.test_lake import apply, batch, current, reported, write_files
 
 REFUSED = [
     ("hdfs://namenode/x", "hdfs:// cannot be written"),

@@ -17,12 +17,12 @@ VERSIONS = ("4.2",)
 """All from the lowest of `pyspark>=` in pyproject.toml up to the one before the newest."""
 ROOT = Path(__file__).parents[2]
 FILES = (
-    "test_source.py",
-    "test_stream.py",
+    "source/test_source.py",
+    "source/test_stream.py",
     "test_session.py",
-    "test_sink.py",
-    "test_runner.py",
-    "test_whole_pipeline.py",
+    "pipeline/test_sink.py",
+    "pipeline/test_runner.py",
+    "pipeline/test_whole_pipeline.py",
 )
 
 

@@ -26,7 +26,7 @@ from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

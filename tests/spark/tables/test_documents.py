@@ -19,7 +19,7 @@ from mirror.spark.tables.lake import Lake
 from mirror.typed.bodies import DocumentDoesNotFit, Reading, TooManyMisfits
 from mirror.typed.ddl import fields_of
 from tests.spark.events import Event, event, table_of
-from tests.spark.test_lake import apply, batch
+from tests.spark.tables.test_lake import apply, batch
 
 Row = dict[str, Any]
 

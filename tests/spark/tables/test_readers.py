@@ -10,8 +10,8 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from tests.spark.events import History
-from tests.spark.test_documents import lake_in, typed
-from tests.spark.test_lake import apply, batch
+from tests.spark.tables.test_documents import lake_in, typed
+from tests.spark.tables.test_lake import apply, batch
 
 
 def test_each_program_finds_the_documents_that_are_current(spark: SparkSession, tmp_path: Path) -> None:

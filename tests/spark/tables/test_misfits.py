@@ -14,8 +14,8 @@ from mirror.spark.tables.documents import Applied, DocumentsTable
 from mirror.spark.tables.lake import Lake
 from mirror.typed.bodies import TooManyMisfits
 from tests.spark.events import event
-from tests.spark.test_documents import lake_in, put, typed
-from tests.spark.test_lake import apply, batch
+from tests.spark.tables.test_documents import lake_in, put, typed
+from tests.spark.tables.test_lake import apply, batch
 
 
 def quarantined(lake: Lake) -> set[tuple[str, int, str, str]]:

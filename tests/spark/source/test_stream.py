@@ -18,8 +18,8 @@ from mirror.spark.source.options import parse
 from mirror.spark.source.stream import ChangesStream
 from storage.history.purge import Window
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
-from tests.spark.test_changes import purge
-from tests.spark.test_source import message_of
+from tests.spark.source.test_changes import purge
+from tests.spark.source.test_source import message_of
 
 Row = dict[str, Any]
 
