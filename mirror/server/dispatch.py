@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from mirror.server.dcp_requests import OutOfPlace
+from mirror.server.dcp_requests import OutOfPlace as OutOfPlace
 from mirror.server.errors import Refused
 from mirror.server.session import Later, Operation, Reply, Session
 from mirror.wire import codec_kv
@@ -69,6 +69,3 @@ def guarded(session: Session, compute: Callable[[], T]) -> T | Reply:
         return session.refused(error)
     except ProtocolError as error:
         return session.refuse(error.status, error.detail)
-
-
-__all__ = ["OutOfPlace", "answer", "answer_at_once", "guarded"]

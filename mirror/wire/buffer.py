@@ -13,8 +13,6 @@ from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame, decode, frame_size
 
-__all__ = ["FrameBuffer"]
-
 
 class FrameBuffer:
     __slots__ = ("_bytes_needed", "_data", "_pieces", "_pos", "_size", "body_length_max")

@@ -17,52 +17,7 @@ from typing import TypeVar
 from mirror.wire import leb128
 from mirror.wire.constants import SUBDOC_CHANGES, Datatype, Magic, Opcode, ServerOpcode, Status
 from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame, request
-
-__all__ = [
-    "Counter",
-    "LookupSpec",
-    "Meta",
-    "MutationResult",
-    "MutationSpec",
-    "ObservedSeqno",
-    "ScanItem",
-    "ScanLimits",
-    "Store",
-    "check_request",
-    "clustermap_notification",
-    "decode_cluster_config_request",
-    "decode_clustermap_notification",
-    "decode_collection_id",
-    "decode_counter",
-    "decode_error_map_request",
-    "decode_expiry",
-    "decode_features",
-    "decode_hello",
-    "decode_lookup_specs",
-    "decode_mutation_specs",
-    "decode_observe_seqno",
-    "decode_observe_seqno_request",
-    "decode_sasl",
-    "decode_scan_continue",
-    "decode_store",
-    "decode_subdoc",
-    "encode_collection_id",
-    "encode_features",
-    "encode_lookup_head",
-    "encode_meta",
-    "encode_mutation_results",
-    "encode_mutation_token",
-    "encode_observe_seqno",
-    "encode_scan_head",
-    "encode_scan_items",
-    "encode_server_duration",
-    "get_cluster_config",
-    "hello",
-    "observe_seqno",
-    "sasl_auth",
-    "select_bucket",
-]
+from mirror.wire.frame import MAY, MUST, NONE, Frame, Shape, check_shape, refusal, request
 
 _U8 = struct.Struct(">B")
 _U16 = struct.Struct(">H")
@@ -93,39 +48,33 @@ _Spec = TypeVar("_Spec")
 
 # Shapes.
 
-_NONE, _MAY, _MUST = "no", "may", "must"
-_PRESENT = {_NONE: (False,), _MAY: (False, True), _MUST: (True,)}
-
-_Shape = tuple[tuple[int, ...], str, str]
-"""Possible lengths of the extras, then key and value."""
-
 _WITH_META_EXTRAS = (24, 26, 28, 30)
-_SHAPES: dict[int, _Shape] = {
-    **dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), ((0,), _MUST, _NONE)),
-    **dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ, Opcode.UNLOCK_KEY, Opcode.GET_REPLICA), ((0,), _MUST, _NONE)),
+_SHAPES: dict[int, Shape] = {
+    **dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), ((0,), MUST, NONE)),
+    **dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ, Opcode.UNLOCK_KEY, Opcode.GET_REPLICA), ((0,), MUST, NONE)),
     **dict.fromkeys(
-        (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ), ((8,), _MUST, _MAY)
+        (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ), ((8,), MUST, MAY)
     ),
-    **dict.fromkeys((Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ), ((0,), _MUST, _MAY)),
-    **dict.fromkeys((Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ), ((20,), _MUST, _NONE)),
-    **dict.fromkeys((Opcode.TOUCH, Opcode.GAT, Opcode.GATQ), ((4,), _MUST, _NONE)),
-    Opcode.GET_LOCKED: ((0, 4), _MUST, _NONE),
-    **dict.fromkeys((Opcode.QUIT, Opcode.QUITQ, Opcode.NOOP, Opcode.VERSION), ((0,), _NONE, _NONE)),
-    **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), ((0, 4), _NONE, _NONE)),
-    Opcode.VERBOSITY: ((4,), _NONE, _NONE),
-    Opcode.STAT: ((0,), _MAY, _MAY),
-    Opcode.HELLO: ((0,), _MAY, _MAY),
-    Opcode.SASL_LIST_MECHS: ((0,), _NONE, _NONE),
-    **dict.fromkeys((Opcode.SASL_AUTH, Opcode.SASL_STEP), ((0,), _MUST, _MAY)),
-    Opcode.SELECT_BUCKET: ((0,), _MAY, _NONE),
-    Opcode.GET_ERROR_MAP: ((0,), _NONE, _MUST),
-    Opcode.GET_CLUSTER_CONFIG: ((0, 16), _NONE, _NONE),
-    Opcode.GET_ALL_VB_SEQNOS: ((0, 4, 8), _NONE, _NONE),
-    Opcode.GET_FAILOVER_LOG: ((0,), _NONE, _NONE),
-    Opcode.GET_VBUCKET: ((0,), _NONE, _NONE),
-    Opcode.OBSERVE_SEQNO: ((0,), _NONE, _MUST),
-    Opcode.OBSERVE: ((0,), _NONE, _MUST),
-    **dict.fromkeys((Opcode.GET_META, Opcode.GETQ_META), ((0, 1), _MUST, _NONE)),
+    **dict.fromkeys((Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ), ((0,), MUST, MAY)),
+    **dict.fromkeys((Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ), ((20,), MUST, NONE)),
+    **dict.fromkeys((Opcode.TOUCH, Opcode.GAT, Opcode.GATQ), ((4,), MUST, NONE)),
+    Opcode.GET_LOCKED: ((0, 4), MUST, NONE),
+    **dict.fromkeys((Opcode.QUIT, Opcode.QUITQ, Opcode.NOOP, Opcode.VERSION), ((0,), NONE, NONE)),
+    **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), ((0, 4), NONE, NONE)),
+    Opcode.VERBOSITY: ((4,), NONE, NONE),
+    Opcode.STAT: ((0,), MAY, MAY),
+    Opcode.HELLO: ((0,), MAY, MAY),
+    Opcode.SASL_LIST_MECHS: ((0,), NONE, NONE),
+    **dict.fromkeys((Opcode.SASL_AUTH, Opcode.SASL_STEP), ((0,), MUST, MAY)),
+    Opcode.SELECT_BUCKET: ((0,), MAY, NONE),
+    Opcode.GET_ERROR_MAP: ((0,), NONE, MUST),
+    Opcode.GET_CLUSTER_CONFIG: ((0, 16), NONE, NONE),
+    Opcode.GET_ALL_VB_SEQNOS: ((0, 4, 8), NONE, NONE),
+    Opcode.GET_FAILOVER_LOG: ((0,), NONE, NONE),
+    Opcode.GET_VBUCKET: ((0,), NONE, NONE),
+    Opcode.OBSERVE_SEQNO: ((0,), NONE, MUST),
+    Opcode.OBSERVE: ((0,), NONE, MUST),
+    **dict.fromkeys((Opcode.GET_META, Opcode.GETQ_META), ((0, 1), MUST, NONE)),
     **dict.fromkeys(
         (
             Opcode.SET_WITH_META,
@@ -135,25 +84,25 @@ _SHAPES: dict[int, _Shape] = {
             Opcode.DEL_WITH_META,
             Opcode.DELQ_WITH_META,
         ),
-        (_WITH_META_EXTRAS, _MUST, _MAY),
+        (_WITH_META_EXTRAS, MUST, MAY),
     ),
-    Opcode.GET_RANDOM_KEY: ((0, 4, 5), _NONE, _NONE),
-    Opcode.SEQNO_PERSISTENCE: ((8,), _NONE, _NONE),
-    Opcode.GET_KEYS: ((0, 4), _MAY, _NONE),
-    Opcode.SET_COLLECTIONS_MANIFEST: ((0,), _NONE, _MUST),
-    Opcode.GET_COLLECTIONS_MANIFEST: ((0,), _NONE, _NONE),
-    **dict.fromkeys((Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID), ((0,), _MAY, _MAY)),
-    **dict.fromkeys((Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT), ((3, 4), _MUST, _MAY)),
-    **dict.fromkeys(SUBDOC_CHANGES, ((3, 4, 7, 8), _MUST, _MAY)),
-    Opcode.SUBDOC_MULTI_LOOKUP: ((0, 1), _MUST, _MUST),
-    Opcode.SUBDOC_MULTI_MUTATION: ((0, 1, 4, 5), _MUST, _MUST),
-    Opcode.RANGE_SCAN_CREATE: ((0,), _NONE, _MUST),
-    Opcode.RANGE_SCAN_CONTINUE: ((28,), _NONE, _NONE),
-    Opcode.RANGE_SCAN_CANCEL: ((16,), _NONE, _NONE),
+    Opcode.GET_RANDOM_KEY: ((0, 4, 5), NONE, NONE),
+    Opcode.SEQNO_PERSISTENCE: ((8,), NONE, NONE),
+    Opcode.GET_KEYS: ((0, 4), MAY, NONE),
+    Opcode.SET_COLLECTIONS_MANIFEST: ((0,), NONE, MUST),
+    Opcode.GET_COLLECTIONS_MANIFEST: ((0,), NONE, NONE),
+    **dict.fromkeys((Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID), ((0,), MAY, MAY)),
+    **dict.fromkeys((Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT), ((3, 4), MUST, MAY)),
+    **dict.fromkeys(SUBDOC_CHANGES, ((3, 4, 7, 8), MUST, MAY)),
+    Opcode.SUBDOC_MULTI_LOOKUP: ((0, 1), MUST, MUST),
+    Opcode.SUBDOC_MULTI_MUTATION: ((0, 1, 4, 5), MUST, MUST),
+    Opcode.RANGE_SCAN_CREATE: ((0,), NONE, MUST),
+    Opcode.RANGE_SCAN_CONTINUE: ((28,), NONE, NONE),
+    Opcode.RANGE_SCAN_CANCEL: ((16,), NONE, NONE),
 }
 
-_SERVER_SHAPES: dict[int, _Shape] = {
-    ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), _MAY, _MAY),
+_SERVER_SHAPES: dict[int, Shape] = {
+    ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), MAY, MAY),
 }
 """Requests that a server may make of a client (duplex)."""
 
@@ -163,20 +112,9 @@ def check_request(frame: Frame) -> Frame:
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
-        raise _error(frame, "no such command", Status.UNKNOWN_COMMAND)
-    extras, key, value = shape
-    if len(frame.extras) not in extras:
-        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {' or '.join(map(str, extras))}")
-    if bool(frame.key) not in _PRESENT[key]:
-        raise _error(frame, f"a key of {len(frame.key)} bytes: there {key} be one")
-    if bool(frame.value) not in _PRESENT[value]:
-        raise _error(frame, f"a value of {len(frame.value)} bytes: there {value} be one")
+        raise refusal(frame, "no such command", Status.UNKNOWN_COMMAND)
+    check_shape(frame, shape)
     return frame
-
-
-def _error(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
-    vbid = None if frame.is_response else frame.vbucket
-    return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
 
 
 def _exactly(layout: struct.Struct, data: bytes, op: int, what: str) -> tuple[int, ...]:
@@ -422,10 +360,10 @@ def encode_mutation_results(results: Iterable[MutationResult]) -> bytes:
 def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
     """Return path, fragment, path flags, expiry (None: as it was) and document flags of a request with one path."""
     if len(frame.extras) not in (3, 4, 7, 8):
-        raise _error(frame, f"extras of {len(frame.extras)} bytes")
+        raise refusal(frame, f"extras of {len(frame.extras)} bytes")
     path_length = _U16.unpack_from(frame.extras)[0]
     if path_length > len(frame.value):
-        raise _error(frame, f"a path of {path_length} bytes in a value of {len(frame.value)}")
+        raise refusal(frame, f"a path of {path_length} bytes in a value of {len(frame.value)}")
     expiry = _U32.unpack_from(frame.extras, 3)[0] if len(frame.extras) >= 7 else None
     document_flags = frame.extras[-1] if len(frame.extras) in (4, 8) else 0
     return frame.value[:path_length], frame.value[path_length:], frame.extras[2], expiry, document_flags

@@ -9,33 +9,6 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-__all__ = [
-    "BODY_LENGTH_MAX",
-    "DCP_NAME_LENGTH_MAX",
-    "FAILOVER_LOG_LENGTH_MAX",
-    "HEADER_SIZE",
-    "KEY_LENGTH_MAX",
-    "NO_END_SEQNO",
-    "SUBDOC_CHANGES",
-    "ControlKey",
-    "Datatype",
-    "DcpOpenFlag",
-    "Feature",
-    "FrameInfoId",
-    "Magic",
-    "MarkerVersion",
-    "Opcode",
-    "OsoFlag",
-    "ServerOpcode",
-    "SnapshotFlag",
-    "Status",
-    "StreamEndReason",
-    "StreamRequestFlag",
-    "SystemEventId",
-    "VbucketRole",
-    "opcode_name",
-    "status_name",
-]
 
 HEADER_SIZE = 24
 

@@ -15,8 +15,6 @@ from typing import ClassVar
 
 from mirror.wire.constants import Status, opcode_name
 
-__all__ = ["LocalProtocolError", "ProtocolError", "RemoteProtocolError"]
-
 
 class ProtocolError(Exception):
     """A rule of the protocol was broken. Abstract: raised as one of its two children."""

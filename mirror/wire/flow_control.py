@@ -12,8 +12,6 @@ from mirror.wire.constants import Magic, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame
 
-__all__ = ["ACK_SHARE", "FlowControlLedger", "ProducerWindow", "counted_size"]
-
 ACK_SHARE = 0.2
 """Part of the window after which a consumer acknowledges; the server's own consumer uses the same."""
 

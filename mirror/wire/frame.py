@@ -14,20 +14,10 @@ from dataclasses import dataclass
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, FrameInfoId, Magic, Status, opcode_name
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = [
-    "HEADER",
-    "Frame",
-    "decode",
-    "encode",
-    "frame_infos",
-    "frame_size",
-    "request",
-    "response",
-    "stream_id_framing",
-    "with_stream_id",
-]
-
 Buffer = bytes | bytearray | memoryview
+NONE, MAY, MUST = "no", "perhaps a", "a"
+Shape = tuple[tuple[int, ...], str, str]
+"""Possible lengths of a message's extras, then NONE, MAY or MUST for its key and for its value."""
 
 HEADER = struct.Struct(">BBHBBHIIQ")
 """magic, opcode, key length (flexible: framing length and key length, a byte each), extras length, datatype,
@@ -188,6 +178,23 @@ def encode(frame: Frame, following_bytes: int = 0) -> bytes:
     except struct.error as error:
         raise LocalProtocolError(f"does not fit in a header: {error}", op=frame.opcode) from None
     return b"".join((header, frame.framing, frame.extras, frame.key, frame.value))
+
+
+def refusal(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
+    vbid = None if frame.is_response else frame.vbucket
+    return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
+
+
+def check_shape(frame: Frame, shape: Shape) -> None:
+    """Raise RemoteProtocolError unless extras, key and value have possible lengths."""
+    lengths, key, value = shape
+    if len(frame.extras) not in lengths:
+        raise refusal(frame, f"extras of {len(frame.extras)} bytes, not {' or '.join(map(str, lengths))}")
+    for name, part, presence in (("key", frame.key, key), ("value", frame.value, value)):
+        if part and presence == NONE:
+            raise refusal(frame, f"unexpected {name} of {len(part)} bytes; this message has none")
+        if not part and presence == MUST:
+            raise refusal(frame, f"missing {name}; this message needs one")
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:

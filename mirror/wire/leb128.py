@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["LENGTH_MAX", "decode", "encode", "split_key"]
-
 LENGTH_MAX = 5
 """Bytes of the longest spelling of 32 bits."""
 

@@ -26,8 +26,6 @@ from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame, decode, encode, frame_size
 
-__all__ = ["KEY_BYTES_MAX", "PREFIX_SIZE", "Row", "Run", "is_data", "key_problem", "normalise", "row_of", "scan"]
-
 Row = tuple[bytes, bytes]
 """(the owner's prefix and the seqno, the whole frame)."""
 

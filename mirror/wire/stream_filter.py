@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.errors import RemoteProtocolError
 
-__all__ = ["KEYS", "FilterRequest", "parse_filter"]
-
 KEYS = frozenset(("uid", "collections", "scope", "sid", "purge_seqno"))
 
 _HEX = re.compile(r"[0-9a-fA-F]{1,16}")

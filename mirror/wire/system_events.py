@@ -26,8 +26,6 @@ from mirror.wire.events import (
     SystemEventContent,
 )
 
-__all__ = ["decode_system_event", "encode_system_event"]
-
 _BEGIN_V0 = struct.Struct(">QII")
 _BEGIN_V1 = struct.Struct(">QIII")
 _END = struct.Struct(">QII")

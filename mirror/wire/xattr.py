@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from mirror.wire.constants import Datatype
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 
-__all__ = ["body_of", "join", "split"]
-
 _U32 = struct.Struct(">I")
 _PAIR_LENGTH_MIN = 3
 """A key of one byte, its zero, and the zero of an empty value."""

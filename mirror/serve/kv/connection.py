@@ -30,8 +30,8 @@ from mirror.serve.access.tls import certified_reader
 from mirror.serve.kv import documents as kv_documents
 from mirror.serve.kv import scans as kv_scans
 from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
+from mirror.serve.kv.outbox import Outbox
 from mirror.serve.kv.session import KvSession
-from mirror.serve.large import Pieces
 from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
@@ -96,6 +96,7 @@ class KvConnection(asyncio.Protocol):
         self.unsent_seen = 0
         """Unsent bytes at the host's last look."""
         self.transport: asyncio.Transport
+        self.outbox: Outbox
         self.session = self._new_session(host)
         self._host = host
         self._loop = asyncio.get_running_loop()
@@ -106,19 +107,6 @@ class KvConnection(asyncio.Protocol):
         self._skip = 0
         """Bytes of a refused request that are still to come."""
         self._paused = False
-        self._takes = asyncio.Event()
-        """Set while the client takes what is written."""
-        self._takes.set()
-        self._writable = asyncio.Event()
-        """Set while the client takes, and no answer is being written in pieces."""
-        self._writable.set()
-        self._one_sends = asyncio.Lock()
-        """Held by the answer that is being written in pieces."""
-        self._is_sending = False
-        self._deferred: list[bytes] = []
-        """Data to write behind it."""
-        self._kept_bytes = 0
-        """Bytes of it that are not written yet."""
         self._waiting = False
         """The pipeline waits for its next turn."""
         self._held: asyncio.Task[None] | None = None
@@ -138,6 +126,7 @@ class KvConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.outbox = Outbox(transport, self._host.turns, self._host.counters)
         self.session.certified(certified_reader(self.session.users, transport))
         self.slot.abort = self.abort
         self._host.opened(self)
@@ -170,27 +159,20 @@ class KvConnection(asyncio.Protocol):
         self._takes_nothing()
 
     def _takes_nothing(self) -> None:
-        self._takes.clear()
-        self._writable.clear()
+        self.outbox.pause()
         self.paused_s = self._host.now_s
-        self.unsent_seen = self.unsent_bytes
+        self.unsent_seen = self.outbox.unsent_bytes
         self._host.paused(self)
 
     def resume_writing(self) -> None:
         self._paused = False
         self.paused_s = None
-        self._takes.set()
-        if not self._is_sending:
-            self._writable.set()
+        self.outbox.resume()
         if not (self._ended or self._waiting or self._held):
             self._work()
             self._read_on()
 
     # -- what the host may ask
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self.transport.get_write_buffer_size() + self._kept_bytes
 
     @property
     def ended(self) -> bool:
@@ -203,7 +185,7 @@ class KvConnection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         """Send what is written, to the end of an answer in pieces, then close."""
-        if self._is_sending and not self.transport.is_closing():
+        if self.outbox.is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()
             return
@@ -279,14 +261,7 @@ class KvConnection(asyncio.Protocol):
         if out:
             sent = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            self._write(sent)
-
-    def _write(self, data: bytes) -> None:
-        if self._is_sending:
-            self._deferred.append(data)
-        else:
-            self._host.counters.bytes_sent += len(data)
-            self.transport.write(data)
+            self.outbox.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
@@ -419,7 +394,7 @@ class KvConnection(asyncio.Protocol):
                     if later.pause_s:
                         await asyncio.sleep(later.pause_s)
                     await self._host.turns.turn()
-                await self._writable.wait()
+                await self.outbox.writable.wait()
                 if self.session.reader != reader:
                     found: Reply | Later | None = self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
                 else:
@@ -430,7 +405,7 @@ class KvConnection(asyncio.Protocol):
                     reply = found
             if reply.pieces:
                 assert isinstance(reply.pieces, list)
-                await self._write_in_pieces([self._count(frame, reply, began)], reply.pieces)
+                await self.outbox.write_in_pieces(self._count(frame, reply, began), reply.pieces)
             elif not self._ended:
                 self._flush([self._count(frame, reply, began)])
             if not self._ended:
@@ -441,36 +416,6 @@ class KvConnection(asyncio.Protocol):
         finally:
             self.slot.logging_in = False
             later.done()
-
-    async def _write_in_pieces(self, head: list[bytes], pieces: Pieces) -> None:
-        """Write an answer in pieces, each when the client takes it; what else is written meanwhile comes behind."""
-        async with self._one_sends:
-            if not self._ended:
-                self._flush(head)
-                await self._write_pieces(pieces)
-
-    async def _write_pieces(self, pieces: Pieces) -> None:
-        self._is_sending = True
-        self._writable.clear()
-        self._kept_bytes = sum(map(len, pieces))
-        try:
-            for at, piece in enumerate(pieces):
-                await self._host.turns.turn()
-                await self._takes.wait()
-                if self.transport.is_closing():
-                    return
-                self._kept_bytes -= len(piece)
-                self._host.counters.bytes_sent += len(piece)
-                pieces[at] = b""  # its memory is given back with it, not with all others at the end
-                self.transport.write(bytes(piece))  # a copy of what is part of a block, which may not wait for anybody
-        finally:
-            self._is_sending = False
-            self._kept_bytes = 0
-            deferred, self._deferred = self._deferred, []
-            if self._takes.is_set():
-                self._writable.set()
-        for data in deferred:
-            self._write(data)
 
     def _later_done(self, task: asyncio.Task[None]) -> None:
         self._later.discard(task)
