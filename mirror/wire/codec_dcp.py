@@ -1,7 +1,7 @@
 """DCP messages: frames to events and back, by a table with one row per opcode.
 
-Knows the shape of each message (extras, key, value); must never know whether it is legal now (`states`) or what it
-does. Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
+Knows the shape of each message (extras, key, value); must never know whether it is legal now or what it does.
+Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
 `decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0.
 Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); where their figures contradict each other
 the recordings of real servers decide (see the table in tests/wire/goldens.py).
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from mirror.wire import events as ev
@@ -28,46 +29,23 @@ from mirror.wire.constants import (
     opcode_name,
 )
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
-from mirror.wire.frame import Frame
-
-__all__ = [
-    "answer",
-    "decode",
-    "decode_all_vb_seqnos",
-    "decode_all_vb_seqnos_request",
-    "decode_failover_log",
-    "decode_rollback_seqno",
-    "encode",
-    "encode_all_vb_seqnos",
-    "encode_all_vb_seqnos_request",
-    "encode_failover_log",
-    "encode_rollback_seqno",
-    "opcode_of",
-    "to_frame",
-]
+from mirror.wire.frame import MAY, MUST, NONE, Frame, Shape, check_shape, fits, refusal
 
 _U8 = struct.Struct(">B")
 _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 _OPEN = struct.Struct(">4xI")
-_STREAM_REQUEST = struct.Struct(">I4xQQQQQ")
 _MARKER_V1 = struct.Struct(">QQI")
 _MARKER_V2_0 = struct.Struct(">QQIQQ")
 _MARKER_V2_1 = struct.Struct(">QQIQQQ")
 _MARKER_V2_2 = struct.Struct(">QQIQQQQ")
 _MARKER_V2_2_SHORT = struct.Struct(">QQIQQQ")
 _MUTATION = struct.Struct(">QQIIIHB")
-_PREPARE = struct.Struct(">QQIIIBBB")
 _DELETION_V1 = struct.Struct(">QQH")
 _DELETION_V2 = struct.Struct(">QQIx")
-_EXPIRATION = struct.Struct(">QQI")
-_TWO_SEQNOS = struct.Struct(">QQ")
-_SYSTEM_EVENT = struct.Struct(">QIB")
 _FAILOVER_ENTRY = struct.Struct(">QQ")
 _VB_SEQNO = struct.Struct(">HQ")
 
-
-_NONE, _MAY, _MUST = "no", "may", "must"
 
 _Parts = tuple[bytes, bytes, bytes]
 """Extras, key, value."""
@@ -76,20 +54,13 @@ _Parts = tuple[bytes, bytes, bytes]
 @dataclass(frozen=True, slots=True)
 class _Row:
     event: type[Any]
-    extras: tuple[int, ...]
-    key: str
-    value: str
+    shape: Shape
     decode: Callable[[Frame], Any]
     encode: Callable[[Any], _Parts]
 
 
 def _stream(frame: Frame) -> dict[str, Any]:
     return {"opaque": frame.opaque, "stream_id": frame.stream_id}
-
-
-def _error(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemoteProtocolError:
-    vbid = None if frame.is_response else frame.vbucket
-    return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
 
 
 # Snapshot markers: the version is the extras' length, or else the one byte in them and the value's length.
@@ -108,12 +79,12 @@ _MARKER_BY_VERSION = {int(version): (byte, layout, more) for (byte, _), (version
 def _decode_marker(frame: Frame) -> ev.SnapshotMarker:
     if len(frame.extras) == _MARKER_V1.size:
         if frame.value:
-            raise _error(frame, f"a V1 marker with a value of {len(frame.value)} bytes")
+            raise refusal(frame, f"a V1 marker with a value of {len(frame.value)} bytes")
         start, end, flags = _MARKER_V1.unpack(frame.extras)
         return ev.SnapshotMarker(frame.vbucket, start, end, flags, **_stream(frame))
     found = _MARKERS.get((frame.extras[0], len(frame.value)))
     if found is None:
-        raise _error(frame, f"no marker version has byte {frame.extras[0]} and a value of {len(frame.value)} bytes")
+        raise refusal(frame, f"no marker version has byte {frame.extras[0]} and a value of {len(frame.value)} bytes")
     version, layout, more = found
     start, end, flags, visible, completed, *rest = layout.unpack(frame.value)
     return ev.SnapshotMarker(
@@ -148,7 +119,7 @@ def _split_metadata(frame: Frame, length: int) -> tuple[bytes, bytes]:
     if length == 0:
         return frame.value, b""
     if length > len(frame.value):
-        raise _error(frame, f"metadata of {length} bytes in {len(frame.value)} bytes of value")
+        raise refusal(frame, f"metadata of {length} bytes in {len(frame.value)} bytes of value")
     return frame.value[:-length], frame.value[-length:]
 
 
@@ -206,98 +177,12 @@ def _encode_deletion(e: ev.Deletion) -> _Parts:
     return _DELETION_V2.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
 
 
-def _decode_expiration(frame: Frame) -> ev.Expiration:
-    seqno, rev_seqno, delete_time = _EXPIRATION.unpack(frame.extras)
-    return ev.Expiration(
-        frame.vbucket,
-        frame.key,
-        seqno,
-        rev_seqno,
-        frame.cas,
-        frame.datatype,
-        frame.value,
-        delete_time,
-        **_stream(frame),
-    )
-
-
-def _encode_expiration(e: ev.Expiration) -> _Parts:
-    return _EXPIRATION.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
-
-
-def _decode_prepare(frame: Frame) -> ev.Prepare:
-    seqno, rev_seqno, flags, expiry, lock_time, nru, deleted, durability = _PREPARE.unpack(frame.extras)
-    return ev.Prepare(
-        frame.vbucket,
-        frame.key,
-        seqno,
-        rev_seqno,
-        frame.cas,
-        flags,
-        expiry,
-        lock_time,
-        frame.datatype,
-        frame.value,
-        nru,
-        deleted,
-        durability,
-        **_stream(frame),
-    )
-
-
-def _encode_prepare(e: ev.Prepare) -> _Parts:
-    extras = _PREPARE.pack(e.seqno, e.rev_seqno, e.flags, e.expiry, e.lock_time, e.nru, e.deleted, e.durability)
-    return extras, e.key, e.value
-
-
-def _decode_commit(frame: Frame) -> ev.Commit:
-    prepared_seqno, seqno = _TWO_SEQNOS.unpack(frame.extras)
-    return ev.Commit(frame.vbucket, frame.key, prepared_seqno, seqno, **_stream(frame))
-
-
-def _decode_abort(frame: Frame) -> ev.Abort:
-    prepared_seqno, seqno = _TWO_SEQNOS.unpack(frame.extras)
-    return ev.Abort(frame.vbucket, frame.key, prepared_seqno, seqno, **_stream(frame))
-
-
-def _encode_commit_or_abort(e: ev.Commit | ev.Abort) -> _Parts:
-    return _TWO_SEQNOS.pack(e.prepared_seqno, e.seqno), e.key, b""
-
-
-# The rest of a stream.
-
-
-def _decode_system_event(frame: Frame) -> ev.SystemEvent:
-    seqno, event, version = _SYSTEM_EVENT.unpack(frame.extras)
-    return ev.SystemEvent(frame.vbucket, seqno, event, version, frame.key, frame.value, **_stream(frame))
-
-
-def _encode_system_event(e: ev.SystemEvent) -> _Parts:
-    return _SYSTEM_EVENT.pack(e.seqno, e.event, e.version), e.key, e.value
-
-
-def _number_row(event: type[Any], layout: struct.Struct, field: str) -> _Row:
-    """The row of a stream's message whose extras are one number."""
-    return _Row(
-        event,
-        (layout.size,),
-        _NONE,
-        _NONE,
-        lambda frame: event(frame.vbucket, layout.unpack(frame.extras)[0], **_stream(frame)),
-        lambda e: (layout.pack(getattr(e, field)), b"", b""),
-    )
-
-
-def _nothing(_event: Any) -> _Parts:
-    return b"", b"", b""
-
-
 # What a consumer asks.
 
 
 def _decode_open(frame: Frame) -> ev.DcpOpen:
     if len(frame.key) > DCP_NAME_LENGTH_MAX:
-        raise _error(frame, f"a name of {len(frame.key)} bytes, {DCP_NAME_LENGTH_MAX} are allowed")
+        raise refusal(frame, f"a name of {len(frame.key)} bytes, {DCP_NAME_LENGTH_MAX} are allowed")
     return ev.DcpOpen(frame.key, _OPEN.unpack(frame.extras)[0], frame.value, opaque=frame.opaque)
 
 
@@ -307,56 +192,56 @@ def _encode_open(e: ev.DcpOpen) -> _Parts:
     return _OPEN.pack(e.flags), e.name, e.value
 
 
-def _decode_stream_request(frame: Frame) -> ev.StreamRequest:
-    flags, start, end, vbuuid, snap_start, snap_end = _STREAM_REQUEST.unpack(frame.extras)
-    return ev.StreamRequest(
-        frame.vbucket, flags, start, end, vbuuid, snap_start, snap_end, frame.value, **_stream(frame)
-    )
+_FROM_FRAME: dict[str, Callable[[Frame], Any]] = {
+    "vbid": lambda frame: frame.vbucket,
+    **{name: attrgetter(name) for name in ("key", "value", "cas", "datatype", "opaque", "stream_id")},
+    "name": lambda frame: frame.key,
+}
 
 
-def _encode_stream_request(e: ev.StreamRequest) -> _Parts:
-    extras = _STREAM_REQUEST.pack(e.flags, e.start_seqno, e.end_seqno, e.vbuuid, e.snap_start_seqno, e.snap_end_seqno)
-    return extras, b"", e.value
+def _row(event: type[Any], layout: str = "", *names: str, key: str = NONE, value: str = NONE) -> _Row:
+    """Return the row of a message whose extras are these fields; its others are those of the frame."""
+    extras = struct.Struct(f">{layout}")
+    own = [(each.name, _FROM_FRAME[each.name]) for each in fields(event) if each.name in _FROM_FRAME]
+    key_name = "name" if any(name == "name" for name, _ in own) else "key"
+
+    def decode_one(frame: Frame) -> Any:
+        numbers = dict(zip(names, extras.unpack(frame.extras), strict=True))
+        return event(**numbers, **{name: take(frame) for name, take in own})
+
+    def encode_one(e: Any) -> _Parts:
+        packed = extras.pack(*[getattr(e, name) for name in names])
+        return packed, getattr(e, key_name) if key != NONE else b"", e.value if value != NONE else b""
+
+    return _Row(event, ((extras.size,), key, value), decode_one, encode_one)
 
 
 _ROWS: dict[int, _Row] = {
-    Opcode.DCP_OPEN: _Row(ev.DcpOpen, (8,), _MUST, _MAY, _decode_open, _encode_open),
-    Opcode.DCP_CLOSE_STREAM: _Row(
-        ev.CloseStream, (0,), _NONE, _NONE, lambda f: ev.CloseStream(f.vbucket, **_stream(f)), _nothing
+    Opcode.DCP_OPEN: _Row(ev.DcpOpen, ((8,), MUST, MAY), _decode_open, _encode_open),
+    Opcode.DCP_CLOSE_STREAM: _row(ev.CloseStream),
+    Opcode.DCP_STREAM_REQ: _row(
+        ev.StreamRequest, "I4xQQQQQ",
+        "flags", "start_seqno", "end_seqno", "vbuuid", "snap_start_seqno", "snap_end_seqno", value=MAY,
     ),
-    Opcode.DCP_STREAM_REQ: _Row(ev.StreamRequest, (48,), _NONE, _MAY, _decode_stream_request, _encode_stream_request),
-    Opcode.DCP_GET_FAILOVER_LOG: _Row(
-        ev.GetFailoverLog, (0,), _NONE, _NONE, lambda f: ev.GetFailoverLog(f.vbucket, opaque=f.opaque), _nothing
+    Opcode.DCP_GET_FAILOVER_LOG: _row(ev.GetFailoverLog),
+    Opcode.DCP_STREAM_END: _row(ev.StreamEnd, "I", "reason"),
+    Opcode.DCP_SNAPSHOT_MARKER: _Row(ev.SnapshotMarker, ((20, 1), NONE, MAY), _decode_marker, _encode_marker),
+    Opcode.DCP_MUTATION: _Row(ev.Mutation, ((31,), MUST, MAY), _decode_mutation, _encode_mutation),
+    Opcode.DCP_DELETION: _Row(ev.Deletion, ((18, 21), MUST, MAY), _decode_deletion, _encode_deletion),
+    Opcode.DCP_EXPIRATION: _row(ev.Expiration, "QQI", "seqno", "rev_seqno", "delete_time", key=MUST, value=MAY),
+    Opcode.DCP_NOOP: _row(ev.DcpNoop),
+    Opcode.DCP_BUFFER_ACK: _row(ev.BufferAck, "I", "count"),
+    Opcode.DCP_CONTROL: _row(ev.DcpControl, key=MUST, value=MUST),
+    Opcode.DCP_SYSTEM_EVENT: _row(ev.SystemEvent, "QIB", "seqno", "event", "version", key=MAY, value=MAY),
+    Opcode.DCP_PREPARE: _row(
+        ev.Prepare, "QQIIIBBB",
+        "seqno", "rev_seqno", "flags", "expiry", "lock_time", "nru", "deleted", "durability", key=MUST, value=MAY,
     ),
-    Opcode.DCP_STREAM_END: _number_row(ev.StreamEnd, _U32, "reason"),
-    Opcode.DCP_SNAPSHOT_MARKER: _Row(ev.SnapshotMarker, (20, 1), _NONE, _MAY, _decode_marker, _encode_marker),
-    Opcode.DCP_MUTATION: _Row(ev.Mutation, (31,), _MUST, _MAY, _decode_mutation, _encode_mutation),
-    Opcode.DCP_DELETION: _Row(ev.Deletion, (18, 21), _MUST, _MAY, _decode_deletion, _encode_deletion),
-    Opcode.DCP_EXPIRATION: _Row(ev.Expiration, (20,), _MUST, _MAY, _decode_expiration, _encode_expiration),
-    Opcode.DCP_NOOP: _Row(ev.DcpNoop, (0,), _NONE, _NONE, lambda f: ev.DcpNoop(opaque=f.opaque), _nothing),
-    Opcode.DCP_BUFFER_ACK: _Row(
-        ev.BufferAck,
-        (4,),
-        _NONE,
-        _NONE,
-        lambda f: ev.BufferAck(_U32.unpack(f.extras)[0], f.vbucket, opaque=f.opaque),
-        lambda e: (_U32.pack(e.count), b"", b""),
-    ),
-    Opcode.DCP_CONTROL: _Row(
-        ev.DcpControl,
-        (0,),
-        _MUST,
-        _MUST,
-        lambda f: ev.DcpControl(f.key, f.value, opaque=f.opaque),
-        lambda e: (b"", e.name, e.value),
-    ),
-    Opcode.DCP_SYSTEM_EVENT: _Row(ev.SystemEvent, (13,), _MAY, _MAY, _decode_system_event, _encode_system_event),
-    Opcode.DCP_PREPARE: _Row(ev.Prepare, (31,), _MUST, _MAY, _decode_prepare, _encode_prepare),
-    Opcode.DCP_COMMIT: _Row(ev.Commit, (16,), _MUST, _NONE, _decode_commit, _encode_commit_or_abort),
-    Opcode.DCP_ABORT: _Row(ev.Abort, (16,), _MUST, _NONE, _decode_abort, _encode_commit_or_abort),
-    Opcode.DCP_SEQNO_ADVANCED: _number_row(ev.SeqnoAdvanced, _U64, "seqno"),
-    Opcode.DCP_OSO_SNAPSHOT: _number_row(ev.OsoSnapshot, _U32, "flags"),
-}
+    Opcode.DCP_COMMIT: _row(ev.Commit, "QQ", "prepared_seqno", "seqno", key=MUST),
+    Opcode.DCP_ABORT: _row(ev.Abort, "QQ", "prepared_seqno", "seqno", key=MUST),
+    Opcode.DCP_SEQNO_ADVANCED: _row(ev.SeqnoAdvanced, "Q", "seqno"),
+    Opcode.DCP_OSO_SNAPSHOT: _row(ev.OsoSnapshot, "I", "flags"),
+}  # fmt: skip
 
 DECODED = frozenset(map(int, _ROWS))
 """Opcodes of these requests. The other opcodes of DCP are for the nodes of a cluster, or unused."""
@@ -365,68 +250,25 @@ _OPCODE_OF = {row.event: int(opcode) for opcode, row in _ROWS.items()}
 _WITH_CAS = frozenset(
     int(opcode) for opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_PREPARE)
 )
-_PRESENT = {_NONE: (False,), _MAY: (False, True), _MUST: (True,)}
 
 
 # Answers.
 
 
 def _decode_response(frame: Frame) -> ev.Response:
-    return ev.Response(
-        frame.opcode,
-        frame.status,
-        frame.value,
-        frame.extras,
-        frame.key,
-        frame.datatype,
-        frame.cas,
-        opaque=frame.opaque,
-    )
-
-
-def _decode_stream_response(frame: Frame) -> ev.Response:
-    log: ev.FailoverLog = ()
-    rollback_seqno = None
-    if frame.status == Status.SUCCESS:
-        log = tuple(decode_failover_log(frame.value))
-    elif frame.status == Status.ROLLBACK:
-        rollback_seqno = decode_rollback_seqno(frame.value)
-    return ev.StreamResponse(
-        frame.opcode,
-        frame.status,
-        frame.value,
-        frame.extras,
-        frame.key,
-        frame.datatype,
-        frame.cas,
-        None,
-        log,
-        rollback_seqno,
-        opaque=frame.opaque,
-    )
-
-
-def _decode_failover_log_response(frame: Frame) -> ev.Response:
-    log = tuple(decode_failover_log(frame.value)) if frame.status == Status.SUCCESS else ()
-    return ev.FailoverLogResponse(
-        frame.opcode,
-        frame.status,
-        frame.value,
-        frame.extras,
-        frame.key,
-        frame.datatype,
-        frame.cas,
-        None,
-        log,
-        opaque=frame.opaque,
-    )
-
-
-_RESPONSES: dict[int, Callable[[Frame], ev.Response]] = {
-    Opcode.DCP_STREAM_REQ: _decode_stream_response,
-    Opcode.DCP_GET_FAILOVER_LOG: _decode_failover_log_response,
-}
-"""Answers with a body of their own; all others decode to a plain Response."""
+    """Return the answer: one with a failover log has it taken apart, others have a plain body."""
+    common = {name: getattr(frame, name) for name in ("status", "value", "extras", "key", "datatype", "cas", "opaque")}
+    common["op"] = frame.opcode
+    accepted = frame.status == Status.SUCCESS
+    if frame.opcode == Opcode.DCP_STREAM_REQ:
+        log = tuple(decode_failover_log(frame.value)) if accepted else ()
+        seqno = decode_rollback_seqno(frame.value) if frame.status == Status.ROLLBACK else None
+        return ev.StreamResponse(**common, failover_log=log, rollback_seqno=seqno)
+    if frame.opcode == Opcode.DCP_GET_FAILOVER_LOG:
+        return ev.FailoverLogResponse(
+            **common, failover_log=tuple(decode_failover_log(frame.value)) if accepted else ()
+        )
+    return ev.Response(**common)
 
 
 def _response_body(e: ev.Response) -> bytes:
@@ -444,16 +286,10 @@ def decode(frame: Frame) -> ev.DcpEvent:
     """Return a frame's event. Unknown opcodes and shapes are a RemoteProtocolError."""
     row = _ROWS.get(frame.opcode)
     if row is None or frame.magic in (Magic.SERVER_REQUEST, Magic.SERVER_RESPONSE):
-        raise _error(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)
+        raise refusal(frame, f"not a message of DCP (opcode 0x{frame.opcode:02x})", Status.UNKNOWN_COMMAND)
     if frame.is_response:
-        return _RESPONSES.get(frame.opcode, _decode_response)(frame)
-    if len(frame.extras) not in row.extras:
-        expected = " or ".join(map(str, row.extras))
-        raise _error(frame, f"extras of {len(frame.extras)} bytes, not {expected}")
-    if bool(frame.key) not in _PRESENT[row.key]:
-        raise _error(frame, f"a key of {len(frame.key)} bytes: there {row.key} be one")
-    if bool(frame.value) not in _PRESENT[row.value]:
-        raise _error(frame, f"a value of {len(frame.value)} bytes: there {row.value} be one")
+        return _decode_response(frame)
+    check_shape(frame, row.shape)
     event: ev.DcpEvent = row.decode(frame)
     return event
 
@@ -484,8 +320,8 @@ def to_frame(event: ev.Event, *, opaque: int | None = None) -> Frame:
         raise LocalProtocolError(f"a field does not fit: {error}", op=opcode) from None
     if len(value) > BODY_LENGTH_MAX:
         raise LocalProtocolError(f"a value of {len(value)} bytes", op=opcode)
-    if bool(key) not in _PRESENT[row.key] or bool(value) not in _PRESENT[row.value]:
-        raise LocalProtocolError(f"there {row.key} be a key and {row.value} be a value", op=opcode)
+    if not (fits(key, row.shape[1]) and fits(value, row.shape[2])):
+        raise LocalProtocolError(f"this message has {row.shape[1]} key and {row.shape[2]} value", op=opcode)
     cas, datatype = (event.cas, event.datatype) if opcode in _WITH_CAS else (0, 0)  # type: ignore[attr-defined]
     return fr.request(
         opcode,
@@ -555,12 +391,12 @@ def encode_all_vb_seqnos_request(state: int | None = None, collection_id: int | 
 
 def decode_all_vb_seqnos_request(frame: Frame) -> tuple[int, int | None]:
     if len(frame.extras) not in (0, 4, 8) or frame.key or frame.value:
-        raise _error(frame, f"extras of {len(frame.extras)} bytes, not 0, 4 or 8, or a key or a value")
+        raise refusal(frame, f"extras of {len(frame.extras)} bytes, not 0, 4 or 8, or a key or a value")
     state, collection_id = int(VbucketRole.ALIVE), None
     if frame.extras:
         state = _U32.unpack_from(frame.extras)[0]
     if len(frame.extras) == 8:
         collection_id = _U32.unpack_from(frame.extras, 4)[0]
     if state not in frozenset(VbucketRole):
-        raise _error(frame, f"no such vbucket state: {state}")
+        raise refusal(frame, f"no such vbucket state: {state}")
     return state, collection_id

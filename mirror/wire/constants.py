@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-
 HEADER_SIZE = 24
 
 BODY_LENGTH_MAX = 32 * 1024 * 1024

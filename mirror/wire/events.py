@@ -13,40 +13,6 @@ from dataclasses import dataclass, field
 
 from mirror.wire.constants import MarkerVersion
 
-__all__ = [
-    "Abort",
-    "BufferAck",
-    "CloseStream",
-    "CollectionCreated",
-    "CollectionDropped",
-    "CollectionModified",
-    "Commit",
-    "DcpControl",
-    "DcpEvent",
-    "DcpNoop",
-    "DcpOpen",
-    "Deletion",
-    "Event",
-    "Expiration",
-    "FailoverLog",
-    "FailoverLogResponse",
-    "GetFailoverLog",
-    "Mutation",
-    "OsoSnapshot",
-    "Prepare",
-    "Response",
-    "ScopeCreated",
-    "ScopeDropped",
-    "SeqnoAdvanced",
-    "SnapshotMarker",
-    "StreamEnd",
-    "StreamEvent",
-    "StreamRequest",
-    "StreamResponse",
-    "SystemEvent",
-    "SystemEventContent",
-]
-
 FailoverLog = tuple[tuple[int, int], ...]
 """(vbuuid, seqno) pairs, newest first."""
 

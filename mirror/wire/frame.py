@@ -185,16 +185,19 @@ def refusal(frame: Frame, detail: str, status: int = Status.EINVAL) -> RemotePro
     return RemoteProtocolError(detail, op=frame.opcode, vbid=vbid, status=status)
 
 
+def fits(part: bytes, presence: str) -> bool:
+    return presence == MAY or bool(part) == (presence == MUST)
+
+
 def check_shape(frame: Frame, shape: Shape) -> None:
     """Raise RemoteProtocolError unless extras, key and value have possible lengths."""
     lengths, key, value = shape
     if len(frame.extras) not in lengths:
         raise refusal(frame, f"extras of {len(frame.extras)} bytes, not {' or '.join(map(str, lengths))}")
     for name, part, presence in (("key", frame.key, key), ("value", frame.value, value)):
-        if part and presence == NONE:
-            raise refusal(frame, f"unexpected {name} of {len(part)} bytes; this message has none")
-        if not part and presence == MUST:
-            raise refusal(frame, f"missing {name}; this message needs one")
+        if not fits(part, presence):
+            fault = f"unexpected {name} of {len(part)} bytes" if part else f"missing {name}"
+            raise refusal(frame, f"{fault}; this message has {presence} {name}")
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:

@@ -533,8 +533,8 @@ MUTATIONS = (
     Mutation("storage/read/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
     Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
     Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
-    Mutation("mirror/serve/kv/outbox.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"),
-    Mutation("mirror/serve/kv/outbox.py", "self._deferred.append(data)", "self._transport.write(data)", _OF_KV_LARGE),
+    Mutation("mirror/serve/kv/unsent.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"),
+    Mutation("mirror/serve/kv/unsent.py", "self._deferred.append(data)", "self._transport.write(data)", _OF_KV_LARGE),
     Mutation("mirror/document/judge.py", "if len(inside) >= DEPTH_MAX:", "if False:", "tests/document/test_judge.py"),
     Mutation("mirror/serve/kv/large.py", "await asyncio.wait({self._granted})", "pass", _OF_KV_LARGE),
     # --- what a compaction of a Delta table copies, and what it says to streams that read the table

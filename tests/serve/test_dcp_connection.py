@@ -84,7 +84,7 @@ async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store:
     await client.send(STREAM)
     (connection,) = endpoint.server.connections
     await until(lambda: connection.paused_s is not None)
-    assert connection.outbox.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
+    assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
     sent = endpoint.server.dcp_counters.sent_bytes
     await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
@@ -104,11 +104,11 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
     await client.send(STREAM)
     (connection,) = endpoint.server.connections
     await until(lambda: connection.paused_s is not None)
-    held = connection.outbox.unsent_bytes
+    held = connection.unsent.unsent_bytes
     for _ in range(40):
         await client.send(*[fr.request(Opcode.GET_CLUSTER_CONFIG, opaque=9)] * 20)
         await asyncio.sleep(0.005)
-    assert connection.outbox.unsent_bytes < held + 10_000 + 200_000
+    assert connection.unsent.unsent_bytes < held + 10_000 + 200_000
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     answers = 0
     seqno = 0

@@ -285,7 +285,7 @@ async def test_a_reader_who_takes_nothing_is_not_read_on_and_holds_little(store:
         await other.ask(get())
         await until(lambda: any(each.paused_s is not None for each in endpoint.server.connections))
         (connection,) = [each for each in endpoint.server.connections if each.paused_s is not None]
-        assert connection.outbox.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
+        assert connection.unsent.unsent_bytes < HIGH_WATER_BYTES + 2_000_000
         served = endpoint.server.counters.requests
         await other.ask(get())
         assert endpoint.server.counters.requests == served + 1

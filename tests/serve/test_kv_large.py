@@ -196,7 +196,7 @@ async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_t
     for client in clients:
         assert (await client.get(b"small")).value == b"{}"
     for connection in endpoint.server.connections:
-        connection.transport = Counted(connection.transport)  # type: ignore[assignment]
+        connection.unsent._transport = Counted(connection.transport)  # type: ignore[assignment]
     answers = [asyncio.create_task(client.ask(get(b"large"))) for client in clients]
     while not all(each.done() for each in answers):
         iteration += 1
@@ -218,7 +218,7 @@ async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, s
     await client.send(get(b"large", 1), lookup(b"large", (Opcode.GET, b"", 0), opaque=2), get(b"small", 3))
     async with asyncio.timeout(WAIT_S):
         while True:
-            if connection.outbox.is_sending:
+            if connection.unsent.is_sending:
                 break
             await asyncio.sleep(0)
     connection.push(kv_client.noop(opaque=77))
@@ -261,7 +261,7 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         monkeypatch.setattr(server.large.reads, "pieces", counted)
         slow = [await slow_reader(endpoint) for _ in range(2)]
         assert server.large.budget.out_bytes == 2 * len(body)
-        assert all(connection.outbox.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
+        assert all(connection.unsent.unsent_bytes > 4 * LARGE_BYTES for _, connection in slow)
         other = await endpoint.connect()
         answer = asyncio.create_task(other.ask(get(b"large")))
         await until(lambda: server.large.budget.waiting_count == 1)

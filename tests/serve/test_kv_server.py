@@ -87,7 +87,7 @@ async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
     async with serving(store.path, limits=limits) as endpoint:
         for _ in range(8):
             await greedy(endpoint)
-            held = sum(each.outbox.unsent_bytes for each in endpoint.server.connections)
+            held = sum(each.unsent.unsent_bytes for each in endpoint.server.connections)
             assert held <= limits.unsent_bytes_max
         await asyncio.sleep(0.01)
         assert endpoint.server.dropped_count >= 4

@@ -78,10 +78,13 @@ def test_no_message_has_extras_of_these_lengths(opcode: int, length: int) -> Non
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (request(0x57, extras=bytes(31), value=b"v"), "a key of 0 bytes"),
-        (request(0x62, extras=bytes(16), key=b"k", value=b"v"), "a value of 1 bytes"),
-        (request(0x55, extras=bytes(4), key=b"k"), "a key of 1 bytes"),
-        (request(0x5E, key=b"k"), "a value of 0 bytes"),
+        (request(0x57, extras=bytes(31), value=b"v"), "missing key; this message has a key"),
+        (
+            request(0x62, extras=bytes(16), key=b"k", value=b"v"),
+            "unexpected value of 1 bytes; this message has no value",
+        ),
+        (request(0x55, extras=bytes(4), key=b"k"), "unexpected key of 1 bytes; this message has no key"),
+        (request(0x5E, key=b"k"), "missing value"),
         (request(0x57, extras=bytes(28) + b"\0\2\0", key=b"k", value=b"v"), "metadata of 2 bytes in 1"),
         (request(0x58, extras=bytes(16) + b"\0\2", key=b"k", value=b"v"), "metadata of 2 bytes in 1"),
         (request(0x50, extras=bytes(8), key=b"n" * 201), "a name of 201 bytes"),

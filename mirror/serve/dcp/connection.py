@@ -161,21 +161,21 @@ class DcpConnection(KvConnection):
 
     def write(self, data: bytes) -> None:
         if not (self._ended or self.transport.is_closing()):
-            self.outbox.write(data)
+            self.unsent.write(data)
 
     async def writable(self) -> None:
-        await self.outbox.writable.wait()
+        await self.unsent.writable.wait()
 
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
         """Send a message whose value is `pieces`, each when the client takes it and has its turn."""
-        await self.outbox.write_in_pieces(head, pieces)
+        await self.unsent.write_in_pieces(head, pieces)
         if self._goodbye:
             self.hang_up()
 
     # -- work
 
     def _flush(self, out: list[bytes]) -> None:
-        if not self.outbox.takes.is_set() and self.producer is not None:
+        if not self.unsent.takes.is_set() and self.producer is not None:
             self._answer_bytes += sum(map(len, out))
             if self._answer_bytes > ANSWERS_BYTES_MAX:
                 self._paused = True

@@ -30,8 +30,8 @@ from mirror.serve.access.tls import certified_reader
 from mirror.serve.kv import documents as kv_documents
 from mirror.serve.kv import scans as kv_scans
 from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv.outbox import Outbox
 from mirror.serve.kv.session import KvSession
+from mirror.serve.kv.unsent import Unsent
 from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests, requests
@@ -96,7 +96,7 @@ class KvConnection(asyncio.Protocol):
         self.unsent_seen = 0
         """Unsent bytes at the host's last look."""
         self.transport: asyncio.Transport
-        self.outbox: Outbox
+        self.unsent: Unsent
         self.session = self._new_session(host)
         self._host = host
         self._loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ class KvConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.outbox = Outbox(transport, self._host.turns, self._host.counters)
+        self.unsent = Unsent(transport, self._host.turns, self._host.counters)
         self.session.certified(certified_reader(self.session.users, transport))
         self.slot.abort = self.abort
         self._host.opened(self)
@@ -159,15 +159,15 @@ class KvConnection(asyncio.Protocol):
         self._takes_nothing()
 
     def _takes_nothing(self) -> None:
-        self.outbox.pause()
+        self.unsent.pause()
         self.paused_s = self._host.now_s
-        self.unsent_seen = self.outbox.unsent_bytes
+        self.unsent_seen = self.unsent.unsent_bytes
         self._host.paused(self)
 
     def resume_writing(self) -> None:
         self._paused = False
         self.paused_s = None
-        self.outbox.resume()
+        self.unsent.resume()
         if not (self._ended or self._waiting or self._held):
             self._work()
             self._read_on()
@@ -185,7 +185,7 @@ class KvConnection(asyncio.Protocol):
 
     def hang_up(self) -> None:
         """Send what is written, to the end of an answer in pieces, then close."""
-        if self.outbox.is_sending and not self.transport.is_closing():
+        if self.unsent.is_sending and not self.transport.is_closing():
             self._goodbye = True
             self.transport.pause_reading()
             return
@@ -261,7 +261,7 @@ class KvConnection(asyncio.Protocol):
         if out:
             sent = out[0] if len(out) == 1 else b"".join(out)
             out.clear()
-            self.outbox.write(sent)
+            self.unsent.write(sent)
 
     def _answer_all(self, data: bytes, pos: int, out: list[bytes]) -> int:
         """Answer requests from `pos` on; returns where it stopped, and sets what it waits for."""
@@ -394,7 +394,7 @@ class KvConnection(asyncio.Protocol):
                     if later.pause_s:
                         await asyncio.sleep(later.pause_s)
                     await self._host.turns.turn()
-                await self.outbox.writable.wait()
+                await self.unsent.writable.wait()
                 if self.session.reader != reader:
                     found: Reply | Later | None = self.session.refuse(Status.EACCESS, RIGHTS_CHANGED)
                 else:
@@ -405,7 +405,7 @@ class KvConnection(asyncio.Protocol):
                     reply = found
             if reply.pieces:
                 assert isinstance(reply.pieces, list)
-                await self.outbox.write_in_pieces(self._count(frame, reply, began), reply.pieces)
+                await self.unsent.write_in_pieces(self._count(frame, reply, began), reply.pieces)
             elif not self._ended:
                 self._flush([self._count(frame, reply, began)])
             if not self._ended:

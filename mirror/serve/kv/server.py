@@ -150,11 +150,11 @@ class KvServer:
     def paused(self, connection: KvConnection) -> None:
         """If clients that take nothing hold too much together, hang up on the one with most."""
         paused = [each for each in self.connections if each.paused_s is not None]
-        total = sum(each.outbox.unsent_bytes for each in paused)
+        total = sum(each.unsent.unsent_bytes for each in paused)
         while total > self._limits.unsent_bytes_max and paused:
-            worst = max(paused, key=lambda each: each.outbox.unsent_bytes)
+            worst = max(paused, key=lambda each: each.unsent.unsent_bytes)
             paused.remove(worst)
-            total -= worst.outbox.unsent_bytes
+            total -= worst.unsent.unsent_bytes
             self._drop(worst, "readers take too little, and it has most to take")
 
     # -- the sweep
@@ -181,7 +181,7 @@ class KvServer:
                 if self.now_s - connection.last_received_s > self._limits.idle_timeout_s:
                     self._drop(connection, "silent for too long")
                 continue
-            unsent = connection.outbox.unsent_bytes
+            unsent = connection.unsent.unsent_bytes
             if unsent < connection.unsent_seen:
                 connection.paused_s, connection.unsent_seen = self.now_s, unsent
             elif self.now_s - connection.paused_s > send_timeout_s:

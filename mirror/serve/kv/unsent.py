@@ -13,7 +13,7 @@ from mirror.serve.large import Pieces
 from mirror.serve.turns import Turns
 
 
-class Outbox:
+class Unsent:
     def __init__(self, transport: asyncio.Transport, turns: Turns, counters: Counters) -> None:
         self.takes = asyncio.Event()
         """Set while the client takes what is written."""
