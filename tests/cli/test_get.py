@@ -10,6 +10,7 @@ from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import Time
 from tests.cli.conftest import call
+from tests.sandbox.past import state_at
 
 
 def test_the_value_comes_byte_for_byte(mirrored: Path) -> None:
@@ -32,7 +33,7 @@ def test_every_field_is_that_of_the_source(mirrored: Path, source: SandboxThread
 
     def at_source() -> dict[str, int]:
         vbucket = source.cluster.vbucket(found["vbid"])
-        item = vbucket.state_at(vbucket.high_seqno)[wire_key]
+        item = state_at(vbucket, vbucket.high_seqno)[wire_key]
         return {name: getattr(item, name) for name in ("seqno", "rev_seqno", "cas", "flags", "expiry")}
 
     expected = source.call(at_source)

@@ -15,6 +15,7 @@ from mirror.wire import leb128
 from storage.admin.check import check
 from storage.model import Document
 from storage.read.view import View, open_view
+from tests.sandbox.past import state_at
 
 Version = tuple[Any, ...]
 
@@ -52,7 +53,7 @@ def differences(source: SandboxCluster, view: View, vbid: int, seqno: int, *, pi
     purge_seqno = view.state(vbid).local_purge_seqno
     expected = {
         key: version_of_item(item)
-        for key, item in source.vbucket(vbid).state_at(seqno, tombstones=True).items()
+        for key, item in state_at(source.vbucket(vbid), seqno, tombstones=True).items()
         if key in found
         or not item.deleted
         or item.seqno > purge_seqno  # the mirror forgets old tombstones, and says so

@@ -28,6 +28,7 @@ from storage.read.view import Change, Token, open_view
 from storage.read.wait import MutationToken
 from tests.feed.gated_rig import GatedVbucket
 from tests.feed.harness import Mirror
+from tests.sandbox.past import state_at
 
 VBUCKETS = 4
 
@@ -116,7 +117,7 @@ def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
     assert check(mirror.path).problems == []
     with open_view(mirror.path) as view:
         for vbid in range(VBUCKETS):
-            source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
+            source = state_at(cluster.vbucket(vbid), view.state(vbid).published_seqno)
             seen = {b"\0" + document.key: document.seqno for document in view.scan(vbid, now=0)}
             assert seen == {key: item.seqno for key, item in source.items()}, f"vb {vbid}"
 

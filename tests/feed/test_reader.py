@@ -28,6 +28,7 @@ from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason
 from storage.env.map_record import MapRecord
 from storage.model import Kind
+from tests.sandbox.past import state_at
 
 VBUCKETS = 8
 WAIT_S = 30.0
@@ -94,7 +95,7 @@ class Copy:
 
     def assert_equal(self, source: SandboxThread) -> None:
         for vbid, position in self.positions.items():
-            state = source.call(source.cluster.vbucket(vbid).state_at, position.seqno)
+            state = source.call(state_at, source.cluster.vbucket(vbid), position.seqno)
             expected = {key: (item.seqno, item.cas, item.rev_seqno, False) for key, item in state.items()}
             assert {key: version for key, version in self.keys[vbid].items() if not version[3]} == expected
 

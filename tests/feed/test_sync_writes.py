@@ -12,6 +12,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
+from tests.sandbox.past import state_at
 
 VBUCKETS = 2
 
@@ -48,7 +49,7 @@ def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
     assert check(mirror.path).problems == []
     with open_view(mirror.path) as view:
         for vbid in range(VBUCKETS):
-            source = cluster.vbucket(vbid).state_at(view.state(vbid).published_seqno)
+            source = state_at(cluster.vbucket(vbid), view.state(vbid).published_seqno)
             seen = {b"\0" + each.key: (each.seqno, each.cas, each.rev_seqno) for each in view.scan(vbid, now=0)}
             assert seen == {key: (item.seqno, item.cas, item.rev_seqno) for key, item in source.items()}
 

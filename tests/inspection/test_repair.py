@@ -15,6 +15,7 @@ from storage.admin.check import check
 from storage.errors import Locked
 from storage.read.view import open_view
 from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, states, verified, write
+from tests.sandbox.past import state_at
 
 __all__ = ["cluster"]
 
@@ -71,7 +72,7 @@ async def test_a_source_that_refuses_leaves_the_old_copy_and_a_resync_to_go_on_w
     with pytest.raises(MirrorError, match="vb 1 and 0 more are not whole"):
         await asyncio.to_thread(resync_now, mirror.path, cluster.connection_string, mirror.settings, [1], timeout_s=0.5)
     with open_view(mirror.path, stale_reads=True) as view:
-        assert view.count(1) == sum(1 for _ in cluster.vbucket(1).state_at())
+        assert view.count(1) == sum(1 for _ in state_at(cluster.vbucket(1)))
     cluster.faults.clear()
     mirror.start(cluster.connection_string)
     await mirror.until(lambda: mirror.row(1)["branch"] > 1 and mirror.row(1)["state"] == "streaming", "resynced")

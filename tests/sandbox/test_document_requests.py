@@ -14,6 +14,7 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from tests.oracle import kv_client
+from tests.sandbox.past import state_at
 
 from .client import FEATURES, Client
 
@@ -37,7 +38,7 @@ async def test_a_client_without_features_gets_plain_answers() -> None:
         assert (stored.status, stored.extras) == (0, b"")
         refused = await client.ask(get(b"nope"))
         assert (refused.status, refused.value) == (Status.KEY_ENOENT, b"")
-        assert cluster.vbucket(0).state_at()[b"\0k"].datatype == 1
+        assert state_at(cluster.vbucket(0))[b"\0k"].datatype == 1
 
 
 async def test_quiet_forms_answer_only_what_matters() -> None:

@@ -13,6 +13,7 @@ from mirror.sandbox.data.documents import LOCKED_CAS, DocumentError, Mode
 from mirror.sandbox.data.item import ABORT, EXPIRATION, PREPARE, CommitItem
 from mirror.wire.constants import Status
 from tests.manual_clock import ManualClock
+from tests.sandbox.past import state_at
 
 
 class World:
@@ -135,7 +136,7 @@ def test_a_durable_write_is_a_prepare_and_a_commit(world: World) -> None:
     assert world.documents.get(world.vbucket, b"\0k").value == b"1"
     assert world.vbucket.high_completed_seqno(2) == 1
     assert world.vbucket.high_completed_seqno(4) == 3
-    assert world.vbucket.state_at().keys() == {b"\0k"}
+    assert state_at(world.vbucket).keys() == {b"\0k"}
 
 
 def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are_refused(world: World) -> None:

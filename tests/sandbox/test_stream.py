@@ -21,6 +21,7 @@ from mirror.wire.frame import Frame
 from mirror.wire.scan import Run, scan
 from mirror.wire.system_events import decode_system_event
 from tests.recordings import frames
+from tests.sandbox.past import state_at
 
 from .client import DATA, ENDLESS, Client
 from .recorded import fill
@@ -89,7 +90,7 @@ async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> No
         for event in client.of(*DATA, ev.SnapshotMarker):
             if isinstance(event, ev.SnapshotMarker):
                 if end is not None:
-                    state = cluster.vbucket(0).state_at(end)
+                    state = state_at(cluster.vbucket(0), end)
                     assert found == {key: item.value for key, item in state.items()}
                 end = event.end_seqno
             elif isinstance(event, ev.Mutation):
@@ -157,7 +158,7 @@ async def test_a_cursor_that_is_dropped_continues_from_disk_and_returns_to_memor
             cluster.set(f"k{index % 30}", {"n": -index})
         await client.until_seqno(0, 201)
         assert 2 in [flags & 3 for _, _, flags in client.markers()[2:]]
-        state = cluster.vbucket(0).state_at()
+        state = state_at(cluster.vbucket(0))
         assert client.state(0) == {key: item.value for key, item in state.items()}
 
 
@@ -582,7 +583,7 @@ async def test_change_streams_get_every_version_behind_a_second_marker_with_the_
         await plain.stream(0)
         await plain.until_seqno(0, 10)
         assert (plain.markers(), data(plain)) == ([(0, 10, 6)], [8, 9, 10])
-        assert plain.state(0) == {key: item.value for key, item in cluster.vbucket(0).state_at().items()}
+        assert plain.state(0) == {key: item.value for key, item in state_at(cluster.vbucket(0)).items()}
 
 
 async def test_the_part_without_history_ends_before_the_snapshot_does() -> None:

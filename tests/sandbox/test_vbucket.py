@@ -12,6 +12,7 @@ from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import FAILOVER_LOG_MAX, Vbucket
 from tests.manual_clock import ManualClock
+from tests.sandbox.past import state_at
 
 
 def bucket(*, bounded: bool = False, **options: int) -> Bucket:
@@ -58,9 +59,9 @@ def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool
     for key, _ in writes[:5]:
         source.set(key, {"again": vbucket.high_seqno})
     for last in range(1, vbucket.high_seqno + 1):
-        assert shown(vbucket, last) == vbucket.state_at(last)
+        assert shown(vbucket, last) == state_at(vbucket, last)
     newest = {key: item for key, item in vbucket.newest[0].items() if not item.deleted}
-    assert newest == vbucket.state_at()
+    assert newest == state_at(vbucket)
 
 
 steps = st.lists(
@@ -96,8 +97,8 @@ def test_a_bounded_vbucket_is_the_same_as_one_that_forgets_nothing(taken: list[t
         assert len(bounded.log) <= 2 * 10 + 3 * (6 + 10)
     for last in range(bounded.forgotten_seqno, bounded.high_seqno + 1):
         found = {key: item.frame for key, item in shown(bounded, last).items()}
-        assert found == {key: item.frame for key, item in model.state_at(last).items()}
-        assert {key: item.frame for key, item in bounded.state_at(last).items()} == found
+        assert found == {key: item.frame for key, item in state_at(model, last).items()}
+        assert {key: item.frame for key, item in state_at(bounded, last).items()} == found
         assert bounded.max_visible_seqno(last) == model.max_visible_seqno(last)
     assert (bounded.memory_floor_seqno, bounded.lost) == (model.memory_floor_seqno, [])
 
@@ -121,19 +122,19 @@ def test_a_failover_with_loss_keeps_the_lost_history() -> None:
     vbucket = source.vbuckets[0]
     for index in range(10):
         source.set("k", {"n": index})
-    old, lost_state = vbucket.vbuuid, vbucket.state_at(9)
+    old, lost_state = vbucket.vbuuid, state_at(vbucket, 9)
     assert vbucket.failover(4) == 6
     assert [entry.seqno for entry in vbucket.failover_log] == [6, 0]
     source.set("other", {})
     assert vbucket.high_seqno == 7
-    assert vbucket.state_at(9, old) == lost_state
-    assert vbucket.state_at(6, old) == vbucket.state_at(6)
+    assert state_at(vbucket, 9, old) == lost_state
+    assert state_at(vbucket, 6, old) == state_at(vbucket, 6)
     with pytest.raises(LookupError, match="0 to 7"):
-        vbucket.state_at(9)
+        state_at(vbucket, 9)
     with pytest.raises(LookupError, match="no history"):
-        vbucket.state_at(8, vbucket.vbuuid)
+        state_at(vbucket, 8, vbucket.vbuuid)
     with pytest.raises(LookupError, match="no history"):
-        vbucket.state_at(1, 4711)
+        state_at(vbucket, 1, 4711)
 
 
 def test_histories_lost_one_after_the_other_stay_apart() -> None:
@@ -143,10 +144,10 @@ def test_histories_lost_one_after_the_other_stay_apart() -> None:
     for round_ in range(4):
         for index in range(10):
             source.set(f"k{index}", {"round": round_})
-        seen[vbucket.vbuuid, vbucket.high_seqno] = vbucket.state_at()
+        seen[vbucket.vbuuid, vbucket.high_seqno] = state_at(vbucket)
         vbucket.failover(15 if round_ else 5)
     for (uuid, seqno), state in seen.items():
-        assert vbucket.state_at(seqno, uuid) == state
+        assert state_at(vbucket, seqno, uuid) == state
 
 
 def test_a_failover_drops_the_entries_that_it_undoes_and_keeps_so_many() -> None:
@@ -181,10 +182,10 @@ def test_tombstones_are_purged_but_not_the_newest_change() -> None:
         source.set(key, {})
     for key in "abc":
         source.delete(key)
-    before = vbucket.state_at(5, tombstones=True)
+    before = state_at(vbucket, 5, tombstones=True)
     assert vbucket.purge() == 5
     assert sorted(vbucket.newest[0]) == [b"\0c"]
-    assert vbucket.state_at(5, tombstones=True) == before
+    assert state_at(vbucket, 5, tombstones=True) == before
     source.set("a", {})
     assert source.get("a") is not None
     assert vbucket.find(b"\0a", 0).rev_seqno == 3  # type: ignore[union-attr]
@@ -214,15 +215,15 @@ def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_again() -> None:
     source.set("k", {}, collection="s.c")
     source.set("k", {})
     source.flush_collection("s.c")
-    assert sorted(vbucket.state_at()) == [b"\0k"]
+    assert sorted(state_at(vbucket)) == [b"\0k"]
     source.set("k2", {}, collection="s.c")
-    assert sorted(vbucket.state_at()) == [b"\0k", b"\x08k2"]
+    assert sorted(state_at(vbucket)) == [b"\0k", b"\x08k2"]
     source.drop_collection("s.c")
-    assert sorted(vbucket.state_at()) == [b"\0k"]
+    assert sorted(state_at(vbucket)) == [b"\0k"]
     assert shown(vbucket, vbucket.high_seqno).keys() >= {b"\0k"}
     assert 8 not in vbucket.newest
     vbucket.failover(1)
-    assert sorted(vbucket.state_at()) == [b"\0k", b"\x08k2"]
+    assert sorted(state_at(vbucket)) == [b"\0k", b"\x08k2"]
     assert vbucket.find(b"\x08k2", 8) is not None
 
 
@@ -283,7 +284,7 @@ def test_aborts_are_superseded_by_the_next_prepare_and_purged_like_tombstones() 
     source.prepare("k", {})
     assert vbucket.log[3].next_seqno == 4
     source.commit("open")
-    assert vbucket.state_at().keys() == {b"\0open"}
+    assert state_at(vbucket).keys() == {b"\0open"}
 
 
 def test_what_is_prepared_goes_with_its_collection() -> None:

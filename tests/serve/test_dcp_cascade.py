@@ -22,6 +22,7 @@ from mirror.server.session import Later, Reply
 from storage.admin.check import check
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
+from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
 from tests.serve.kv_rig import Store
 
@@ -101,7 +102,7 @@ def assert_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -> None
     for vbid in range(VBUCKETS):
         source = {
             item.key: (item.seqno, item.cas)
-            for item in cluster.vbucket(vbid).state_at(cluster.vbucket(vbid).high_seqno).values()
+            for item in state_at(cluster.vbucket(vbid), cluster.vbucket(vbid).high_seqno).values()
         }
         seen = {bytes([cid]) + key: (found[0], found[2]) for (cid, key), found in two[vbid].items()}
         assert seen == source, f"vb {vbid}"

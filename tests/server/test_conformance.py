@@ -24,6 +24,7 @@ from mirror.wire.constants import Feature, Opcode, Status, StreamEndReason, Stre
 from storage.format import seal
 from storage.history.purge import Window
 from tests.feed.harness import Mirror
+from tests.sandbox.past import state_at
 from tests.serve.dcp_rig import ALL, TIMES, DcpClient, serving_dcp
 from tests.storage.test_seal import flip
 
@@ -364,7 +365,7 @@ async def test_a_backfill_has_the_open_prepares_and_the_aborts(server: Server) -
     assert 0 < abort.prepared_seqno < abort.seqno == high - 1
     assert not any(isinstance(each, ev.Commit) for each in events)
     held = {each.key: each.seqno for each in events if isinstance(each, ev.Mutation)}
-    assert held == {item.key: item.seqno for item in vbucket.state_at(high).values()}
+    assert held == {item.key: item.seqno for item in state_at(vbucket, high).values()}
     assert [each.seqno for each in events] == sorted({each.seqno for each in events})  # type: ignore[union-attr]
     counted = client.counted - before
     await client.send(codec_dcp.to_frame(ev.BufferAck(counted)))
@@ -407,7 +408,7 @@ async def test_out_of_order_snapshots_are_permitted_and_not_promised(server: Ser
     advanced = sum(isinstance(each, ev.SeqnoAdvanced) for each in events)
     assert advanced == (high != vbucket.collection_high_seqno[0])
     held = {each.key: each.seqno for each in events if isinstance(each, ev.Mutation)}
-    assert held == {item.key: item.seqno for key, item in vbucket.state_at(high).items() if key[0] == 0}
+    assert held == {item.key: item.seqno for key, item in state_at(vbucket, high).items() if key[0] == 0}
 
 
 async def test_closing(server: Server) -> None:
@@ -544,7 +545,7 @@ async def test_a_bounded_stream_has_everything_and_ends(
             held[each.key] = each.seqno
         elif isinstance(each, ev.Deletion):
             held.pop(each.key, None)
-    assert held == {item.key: item.seqno for item in vbucket.state_at(high).values()}
+    assert held == {item.key: item.seqno for item in state_at(vbucket, high).values()}
     assert await client.event() == ev.StreamEnd(vbid, int(StreamEndReason.OK), opaque=0x77)
 
 
@@ -557,14 +558,14 @@ async def test_a_client_of_a_lost_history_goes_back_and_holds_the_same_in_the_en
     assert answer.rollback_seqno is not None
     assert answer.rollback_seqno <= newest.seqno
     back = answer.rollback_seqno
-    held = {item.key: item.seqno for item in vbucket.state_at(back).values()} if back else {}
+    held = {item.key: item.seqno for item in state_at(vbucket, back).values()} if back else {}
     assert (await client.stream(1, back, vbuuid=first.vbuuid if back else 0)).status == OK
     for event in await client.until_end(vbucket.high_seqno):
         if isinstance(event, ev.Mutation):
             held[event.key] = event.seqno
         elif isinstance(event, ev.Deletion):
             held.pop(event.key, None)
-    assert held == {item.key: item.seqno for item in vbucket.state_at(vbucket.high_seqno).values()}
+    assert held == {item.key: item.seqno for item in state_at(vbucket, vbucket.high_seqno).values()}
 
 
 async def test_seqnos_and_failover_logs(server: Server) -> None:

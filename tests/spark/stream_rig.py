@@ -25,6 +25,7 @@ from storage.env import directory
 from storage.read.view import open_view
 from tests.cli.conftest import COMMAND
 from tests.crash.service import gone, until
+from tests.sandbox.past import state_at
 from tests.spark.standalone import spark_environment
 
 LIMIT_S = 240.0
@@ -166,7 +167,7 @@ def documents_of(cluster: SandboxCluster) -> dict[bytes, tuple[int, bytes]]:
     found: dict[bytes, Any] = {}
     for vbid in range(len(cluster.vbuckets)):
         vbucket = cluster.vbucket(vbid)
-        found |= {key: (item.seqno, item.cas) for key, item in vbucket.state_at(vbucket.high_seqno).items()}
+        found |= {key: (item.seqno, item.cas) for key, item in state_at(vbucket, vbucket.high_seqno).items()}
     return found
 
 

@@ -26,6 +26,7 @@ from storage.read.view import View, open_view
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service, until
+from tests.sandbox.past import state_at
 
 VBUCKETS, RATE, KEYS, SEED = 16, 150, 1000, 11
 LINKS = ("first", "second", "third")
@@ -195,7 +196,7 @@ class Chain:
         def found() -> dict[int, dict[bytes, int]]:
             cluster = self.cluster
             states = {
-                vbid: cluster.vbucket(vbid).state_at(cluster.vbucket(vbid).high_seqno) for vbid in range(VBUCKETS)
+                vbid: state_at(cluster.vbucket(vbid), cluster.vbucket(vbid).high_seqno) for vbid in range(VBUCKETS)
             }
             return {vbid: {key: item.seqno for key, item in state.items()} for vbid, state in states.items()}
 

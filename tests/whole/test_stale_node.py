@@ -18,6 +18,7 @@ from mirror.sandbox.data.bucket import Bucket
 from storage.read.view import open_view
 from tests.cli.conftest import call
 from tests.crash.service import Service, until
+from tests.sandbox.past import state_at
 
 VBUCKETS = 8
 FLAGS = ("--groups", "2", "--workers", "2", "--set", "map_poll_interval_s=0.2")
@@ -59,7 +60,7 @@ def assert_true_to_the_cluster(source: SandboxThread, data: Path) -> None:
     with open_view(str(data)) as view:
         for vbid in range(VBUCKETS):
             vbucket = source.cluster.vbucket(vbid)
-            expected = set(source.call(vbucket.state_at, vbucket.high_seqno))
+            expected = set(source.call(state_at, vbucket, vbucket.high_seqno))
             assert {b"\0" + each.key for each in view.scan(vbid, now=0)} == expected, f"vb {vbid}"
 
 

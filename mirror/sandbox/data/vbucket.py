@@ -5,14 +5,14 @@ callers hand in CAS and times. Invariants: `log` has the versions of the current
 above `forgotten_seqno` one for each; a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above
 E, which makes *any* cut of the log a consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a
 group written at once is never cut. Only a `bounded` vbucket forgets anything: without it the superseded versions and
-the logs of lost histories stay, so that tests can ask `state_at`.
+the logs of lost histories stay, so that tests can look up any past state.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
@@ -420,53 +420,6 @@ class Vbucket:
 
     def changes(self, first_seqno: int, last_seqno: int) -> Sequence[Item]:
         return self.log[self._count_up_to(first_seqno - 1) : self._count_up_to(last_seqno)]
-
-    # --- what tests ask
-
-    def state_at(
-        self, seqno: int | None = None, vbuuid: int | None = None, *, tombstones: bool = False
-    ) -> dict[bytes, Item]:
-        """Wire key -> version, as the vbucket was at a seqno of the current history or of the one named.
-
-        Purging changes nothing here: the past is the past. With `tombstones` deleted keys are there, too.
-        """
-        seqno = self.high_seqno if seqno is None else seqno
-        state: dict[bytes, Item] = {}
-        for item in self._history_log(seqno, vbuuid):
-            if item.seqno > seqno:
-                break
-            kind = item.kind
-            if kind == SYSTEM_EVENT:
-                if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
-                    id_ = system_id(item)
-                    for key in [key for key, old in state.items() if old.collection_id == id_]:
-                        del state[key]
-            elif kind in (PREPARE, ABORT):
-                continue
-            elif item.deleted and not tombstones:
-                state.pop(item.key, None)
-            else:
-                state[item.key] = item
-        return state
-
-    def _history_log(self, seqno: int, vbuuid: int | None) -> list[Item]:
-        if vbuuid is None:
-            if not self.forgotten_seqno <= seqno <= self.high_seqno:
-                raise LookupError(
-                    f"vb {self.vbid}: seqno {seqno} is not in {self.forgotten_seqno} to {self.high_seqno}"
-                )
-            return self.log
-        for history in self._histories():
-            upper = len(history.log)
-            for entry in history.failover_log:
-                if entry.vbuuid == vbuuid and seqno <= upper:
-                    return history.log
-                upper = entry.seqno
-        raise LookupError(f"vb {self.vbid}: no history {vbuuid} with seqno {seqno}")
-
-    def _histories(self) -> Iterator[PastHistory]:
-        yield PastHistory(self.log, self.failover_log)
-        yield from reversed(self.lost)
 
 
 def system_key(*, about_scope: bool = False, id_: int, modified: bool = False) -> bytes:

@@ -18,6 +18,7 @@ from mirror.spark.source.options import Options, parse
 from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
 from storage.format.records import encode_deletion, encode_mutation
 from storage.model import Manifest
+from tests.sandbox.past import state_at
 
 VBUCKETS = 4
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
@@ -50,7 +51,7 @@ def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
     def look() -> dict[str, tuple[int, bytes]]:
         found = {}
         for vbid in range(VBUCKETS):
-            for key, item in source.cluster.vbucket(vbid).state_at().items():
+            for key, item in state_at(source.cluster.vbucket(vbid)).items():
                 found[key[1:].decode()] = (item.seqno, item.value)
         return found
 

@@ -24,6 +24,7 @@ from mirror.spark.source.failures import MirrorSourceError
 from storage.format.records import VALUE_LENGTH_MAX
 from storage.read.view import open_view
 from tests.crash.service import Service, until
+from tests.sandbox.past import state_at
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +96,7 @@ def is_a_past_of(source: SandboxThread, vbid: int, rows: dict[bytes, tuple[int, 
     vbucket = source.cluster.vbucket(vbid)
     newest = max(seqno for seqno, *_ in rows.values())
     for seqno in range(newest, vbucket.high_seqno + 1):
-        state = vbucket.state_at(seqno)
+        state = state_at(vbucket, seqno)
         past = {key: (item.seqno, item.cas, item.rev_seqno, item.value) for key, item in state.items()}
         if past == rows:
             return True

@@ -1,0 +1,48 @@
+"""What a vbucket of the embedded source held at any seqno of any of its histories."""
+
+from __future__ import annotations
+
+from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
+from mirror.sandbox.data.vbucket import PastHistory, Vbucket, system_id
+from mirror.wire.constants import SystemEventId
+
+
+def state_at(
+    vbucket: Vbucket, seqno: int | None = None, vbuuid: int | None = None, *, tombstones: bool = False
+) -> dict[bytes, Item]:
+    """Wire key -> version at a seqno of the current history, or of the one named. A purge changes nothing here. With
+    `tombstones` deleted keys are there, too.
+    """
+    seqno = vbucket.high_seqno if seqno is None else seqno
+    state: dict[bytes, Item] = {}
+    for item in _log(vbucket, seqno, vbuuid):
+        if item.seqno > seqno:
+            break
+        if item.kind == SYSTEM_EVENT:
+            if item.event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
+                id_ = system_id(item)
+                for key in [key for key, old in state.items() if old.collection_id == id_]:
+                    del state[key]
+        elif item.kind in (PREPARE, ABORT):
+            continue
+        elif item.deleted and not tombstones:
+            state.pop(item.key, None)
+        else:
+            state[item.key] = item
+    return state
+
+
+def _log(vbucket: Vbucket, seqno: int, vbuuid: int | None) -> list[Item]:
+    if vbuuid is None:
+        if not vbucket.forgotten_seqno <= seqno <= vbucket.high_seqno:
+            raise LookupError(
+                f"vb {vbucket.vbid}: seqno {seqno} is not in {vbucket.forgotten_seqno} to {vbucket.high_seqno}"
+            )
+        return vbucket.log
+    for history in (PastHistory(vbucket.log, vbucket.failover_log), *reversed(vbucket.lost)):
+        upper = len(history.log)
+        for entry in history.failover_log:
+            if entry.vbuuid == vbuuid and seqno <= upper:
+                return history.log
+            upper = entry.seqno
+    raise LookupError(f"vb {vbucket.vbid}: no history {vbuuid} with seqno {seqno}")
