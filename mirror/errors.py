@@ -73,13 +73,6 @@ class ClusterError(MirrorError):
 
     retryable = True
 
-    def __init__(
-        self, what: str, *, hint: str | None = None, retryable: bool | None = None, node: str | None = None
-    ) -> None:
-        """`node` is the host and port."""
-        super().__init__(what, hint=hint, retryable=retryable)
-        self.node = node
-
 
 class ConnectFailed(ClusterError):
     """The address does not answer, or the connection broke."""

@@ -28,13 +28,7 @@ from dataclasses import replace
 
 from mirror.ingest import collections
 from mirror.ingest.events import Row
-from mirror.ingest.instructions import (
-    Advance,
-    Instruction,
-    PublishSnapshot,
-    StageRows,
-    StageSystemEvent,
-)
+from mirror.ingest.instructions import Advance, Instruction, PublishSnapshot, StageRows, StageSystemEvent
 from mirror.ingest.offset import is_resumable
 from mirror.ingest.selection import StreamFilter
 from mirror.wire.codec_dcp import encode
@@ -42,7 +36,7 @@ from mirror.wire.constants import SnapshotFlag
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Abort, Commit, OsoSnapshot, Prepare, SeqnoAdvanced, SnapshotMarker, SystemEvent
 from mirror.wire.system_events import decode_system_event
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Manifest, Seqno, SnapshotRange, VbucketState
 
 _DISK = int(SnapshotFlag.DISK)  # a plain int: an IntFlag takes a microsecond per test
 
@@ -69,7 +63,7 @@ class Assembler:
         "position_seqno",
     )
 
-    def __init__(self, vbid: Vbid) -> None:
+    def __init__(self, vbid: int) -> None:
         self._vbid = vbid
         self._collections = True
         self._filter: StreamFilter | None = None

@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from mirror.ingest.events import Row
 from mirror.ingest.offset import StreamOffset
-from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid
+from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange
 
 
 class VbucketStatus(StrEnum):
@@ -51,7 +51,7 @@ class RetryReason(StrEnum):
 
 @dataclass(slots=True)
 class InstructionFields:
-    vbid: Vbid
+    vbid: int
     cause: str
 
 

@@ -55,10 +55,7 @@ class StreamOffset:
 
 
 def resume_offset(
-    boundary_seqno: Seqno,
-    staged_seqno: Seqno,
-    open_snapshot: SnapshotRange | None,
-    failover_log: FailoverLog,
+    boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None, failover_log: FailoverLog
 ) -> StreamOffset:
     """Derive the offset from what is held: a newest complete boundary, and perhaps part of the snapshot after it.
 

@@ -93,8 +93,7 @@ REFUSALS: dict[int, Reaction] = {
     Status.ERANGE: Reaction(Action.GO_BACK, "the source calls the position out of range"),
     Status.ROLLBACK: Reaction(Action.GO_BACK, "the source demands a rollback without saying where to"),
     Status.EACCESS: Reaction(
-        Action.REFUSED,
-        "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader)",
+        Action.REFUSED, "the user may not stream this bucket; grant it DcpProducer and DcpStream (role data_dcp_reader)"
     ),
     Status.ENOMEM: Reaction(Action.RETRY, "the source is short of memory and starts no backfills; asking again", _BUSY),
     Status.EBUSY: Reaction(Action.RETRY, "the source is busy; asking again", _BUSY),

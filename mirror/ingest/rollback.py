@@ -90,11 +90,7 @@ class CommonHistory:
     """The consumer's log from that history on: what is newer is not the source's past."""
 
 
-def common_history(
-    own_log: FailoverLog,
-    own_seqno: int,
-    source_log: FailoverLog,
-) -> CommonHistory | None:
+def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
     """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
 
     Our entries are tried newest first, also where several share a seqno: after a failover without loss the newest

@@ -26,7 +26,7 @@ from mirror.ingest.instructions import (
 )
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import Action, Reaction
-from storage.model import Vbid, VbucketState, Vbuuid
+from storage.model import VbucketState, Vbuuid
 
 _STREAMING_TEXTS = {
     VbucketStatus.RESYNCING: "fetching the vbucket again next to the old copy",
@@ -106,7 +106,7 @@ class MachineState:
         "vbid",
     )
 
-    def __init__(self, vbid: Vbid, state: VbucketState) -> None:
+    def __init__(self, vbid: int, state: VbucketState) -> None:
         self.vbid = vbid
         self.phase = Phase.IDLE
         self.shown = Shown()

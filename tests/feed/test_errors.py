@@ -32,6 +32,6 @@ def test_what_the_source_refuses_is_exit_4_and_another_bucket_is_exit_3() -> Non
         assert refused("x").hint
     assert errors.BucketChanged("x").exit_code == 3
     assert errors.ConfigError("x", setting="workers").exit_code == 2
-    assert errors.ConnectFailed("x", node="a:1").exit_code == 1
+    assert errors.ConnectFailed("x").exit_code == 1
     assert errors.ConnectFailed("x").retryable
     assert not errors.ConnectFailed("x", retryable=False).retryable

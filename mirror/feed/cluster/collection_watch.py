@@ -111,7 +111,6 @@ class CollectionWatch:
                 raise NotSupported(
                     f"{session.address} knows no collections, and {self.selection} is to be mirrored",
                     hint="Couchbase Server 7.0 or newer has them; mirror the whole bucket into a new data directory",
-                    node=str(session.address),
                 )
             try:
                 manifest = await fetch_manifest(session.link, self._settings)

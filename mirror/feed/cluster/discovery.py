@@ -143,7 +143,6 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
         raise NotSupported(
             f"the cluster of {address} advertises no addresses of the network {found.network}",
             hint="have alternate addresses set at its nodes, or use network=default",
-            node=str(address),
         )
     if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
         kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
@@ -151,5 +150,4 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
         raise NotSupported(
             f"the cluster of {address} offers its data service nowhere {kind}{where}",
             hint=f"have it enabled, or use {remedy}" + ("" if not where else ", or another network"),
-            node=str(address),
         )

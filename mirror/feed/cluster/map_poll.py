@@ -223,7 +223,7 @@ class MapPoller:
             node.link.on_push = partial(self.on_notice, node.address)
             node.config = b""
             if node.link.closed:
-                raise HandshakeFailed(f"{node.address} hung up after the login", node=str(node.address))
+                raise HandshakeFailed(f"{node.address} hung up after the login")
         return node.link, node.handshake
 
     async def _drop(self, nodes: Iterable[_Node]) -> None:

@@ -225,7 +225,6 @@ class PersistencePoller:
             raise NotSupported(
                 f"{address} does not say what it has persisted: {status_name(frame.status)}",
                 hint="set publish to received; persisted needs Couchbase Server 4.0 or newer, or a mirror that has it",
-                node=str(address),
             )
         if frame.status == Status.NOT_MY_VBUCKET:
             self._copies.refresh_map(frame.value, vbid)

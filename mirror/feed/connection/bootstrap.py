@@ -159,7 +159,6 @@ async def _ask_for_map(link: Link, extras: bytes, timeout_s: float) -> bytes:
         raise HandshakeFailed(
             f"{link.address} gives no cluster map: {status_name(answer.status)}",
             hint="the node is not ready yet, or not part of the cluster any more",
-            node=str(link.address),
         )
     return answer.value
 
@@ -175,14 +174,13 @@ def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network
             chosen = network_of(config, address.host, address.port)
         found = parse_cluster_map(config, address.host, network=chosen)
     except MalformedClusterMap as error:
-        raise HandshakeFailed(f"invalid cluster map from {address}: {error}", node=str(address)) from None
+        raise HandshakeFailed(f"invalid cluster map from {address}: {error}") from None
     if settings.source_hosts is not None:
         for node in found.nodes:
             if node.host != address.host and not host_allowed(node.host, settings.source_hosts):
                 raise HandshakeFailed(
                     f"the cluster map of {address} names the host {node.host}, which source_hosts does not allow",
                     hint="add it to source_hosts if it is a node of the cluster",
-                    node=str(address),
                 )
     return found
 
@@ -224,14 +222,12 @@ async def fetch_high_seqnos(
         if answer.status == Status.UNKNOWN_COLLECTION and collection_ids is not None:
             continue
         if answer.status != Status.SUCCESS:
-            raise HandshakeFailed(
-                f"{link.address} gives no high seqnos: {status_name(answer.status)}", node=str(link.address)
-            )
+            raise HandshakeFailed(f"{link.address} gives no high seqnos: {status_name(answer.status)}")
         try:
             for vbid, seqno in decode_all_vb_seqnos(answer.value):
                 highest[vbid] = max(seqno, highest.get(vbid, 0))
         except RemoteProtocolError as error:
-            raise HandshakeFailed(f"{link.address} broke the protocol: {error}", node=str(link.address)) from None
+            raise HandshakeFailed(f"{link.address} broke the protocol: {error}") from None
     return highest
 
 
@@ -247,9 +243,7 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
             raise ValueError(status_name(answer.status))
         return {int(vbid): int(silent_ms) for vbid, silent_ms in json.loads(answer.value).items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise HandshakeFailed(
-            f"{link.address} does not say whether it has contact with its source: {error}", node=str(link.address)
-        ) from None
+        raise HandshakeFailed(f"{link.address} does not say whether it has contact with its source: {error}") from None
 
 
 async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
@@ -258,12 +252,11 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
         raise HandshakeFailed(
             f"{link.address} gives no collections: {status_name(answer.status)}",
             hint="the bucket may still be warming up",
-            node=str(link.address),
         )
     try:
         return SourceManifest.parse(answer.value)
     except MalformedManifest as error:
-        raise HandshakeFailed(f"invalid collections from {link.address}: {error}", node=str(link.address)) from None
+        raise HandshakeFailed(f"invalid collections from {link.address}: {error}") from None
 
 
 # -- the steps ----------------------------------------------------------------------------------------------------
@@ -295,16 +288,10 @@ async def _hello(link: Link, settings: Settings, name: str) -> frozenset[int]:
         timeout_s=settings.connect_timeout_s,
     )
     if answer.status != Status.SUCCESS or len(answer.value) % 2:
-        raise HandshakeFailed(
-            f"{link.address} does not take HELLO: {status_name(answer.status)}", node=str(link.address)
-        )
+        raise HandshakeFailed(f"{link.address} does not take HELLO: {status_name(answer.status)}")
     features = frozenset(code for (code,) in struct.iter_unpack(">H", answer.value))
     if Feature.SELECT_BUCKET not in features:
-        raise NotSupported(
-            f"{link.address} knows no SELECT_BUCKET",
-            hint="Couchbase Server 5.0 or newer is needed",
-            node=str(link.address),
-        )
+        raise NotSupported(f"{link.address} knows no SELECT_BUCKET", hint="Couchbase Server 5.0 or newer is needed")
     return features & frozenset(FEATURES)
 
 
@@ -332,7 +319,6 @@ async def _authenticate(link: Link, access: Access) -> None:
         raise AuthRejected(
             f"{link.address} knows us by our client certificate, and takes no other user than the certificate's",
             hint=f"take {user}@ out of the connection string, or tls_client_cert_file out of the settings",
-            node=str(link.address),
         )
     if answer.status != Status.SUCCESS:
         _refuse_login(link, user, answer)
@@ -366,7 +352,6 @@ async def _by_certificate(link: Link, settings: Settings) -> None:
         raise AuthRejected(
             f"{link.address} takes our client certificate for nobody it knows: {status_name(answer.status)}",
             hint=CERTIFICATE_HINT,
-            node=str(link.address),
         )
 
 
@@ -385,10 +370,8 @@ async def _scram(link: Link, settings: Settings, mechanism: str, user: str, pass
 
 def _refuse_login(link: Link, user: str, answer: Frame) -> NoReturn:
     if answer.status in (Status.AUTH_ERROR, Status.AUTH_STALE, Status.KEY_ENOENT, Status.EACCESS):
-        raise AuthRejected(f"{link.address} refused user {user}: wrong user or password", node=str(link.address))
-    raise HandshakeFailed(
-        f"{link.address} cannot authenticate now: {status_name(answer.status)}", node=str(link.address)
-    )
+        raise AuthRejected(f"{link.address} refused user {user}: wrong user or password")
+    raise HandshakeFailed(f"{link.address} cannot authenticate now: {status_name(answer.status)}")
 
 
 async def _select_bucket(link: Link, access: Access) -> None:
@@ -398,20 +381,14 @@ async def _select_bucket(link: Link, access: Access) -> None:
         return
     if access.source.user is None and answer.status in (Status.EACCESS, Status.AUTH_ERROR):
         raise AuthRejected(
-            f"{link.address} knows no user of our client certificate who may use bucket {bucket}",
-            hint=CERTIFICATE_HINT,
-            node=str(link.address),
+            f"{link.address} knows no user of our client certificate who may use bucket {bucket}", hint=CERTIFICATE_HINT
         )
     if answer.status in (Status.KEY_ENOENT, Status.NO_BUCKET):
-        raise BucketMissing(f"{link.address} has no bucket {bucket}", node=str(link.address))
+        raise BucketMissing(f"{link.address} has no bucket {bucket}")
     if answer.status == Status.EACCESS:
-        raise BucketMissing(
-            f"{link.address} has no bucket {bucket} that user {access.source.user} may use", node=str(link.address)
-        )
-    raise HandshakeFailed(
-        f"{link.address} does not select bucket {bucket}: {status_name(answer.status)}", node=str(link.address)
-    )
+        raise BucketMissing(f"{link.address} has no bucket {bucket} that user {access.source.user} may use")
+    raise HandshakeFailed(f"{link.address} does not select bucket {bucket}: {status_name(answer.status)}")
 
 
 def privilege_missing(link: Link, what: str, bucket: str) -> PrivilegeMissing:
-    return PrivilegeMissing(f"{link.address} does not let this user {what} on bucket {bucket}", node=str(link.address))
+    return PrivilegeMissing(f"{link.address} does not let this user {what} on bucket {bucket}")

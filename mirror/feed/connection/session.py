@@ -33,15 +33,7 @@ from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
-from mirror.wire.constants import (
-    ControlKey,
-    DcpOpenFlag,
-    Feature,
-    Magic,
-    Opcode,
-    Status,
-    status_name,
-)
+from mirror.wire.constants import ControlKey, DcpOpenFlag, Feature, Magic, Opcode, Status, status_name
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
@@ -171,14 +163,13 @@ class NodeSession:
             self._link = link
             link.receiver = self
             if link.closed:
-                raise HandshakeFailed(f"{self.address} hung up after the negotiation", node=str(self.address))
+                raise HandshakeFailed(f"{self.address} hung up after the negotiation")
             self.ready = True
             self._watch = asyncio.create_task(self._keep_watch(link))
             return
         raise NotSupported(
             f"{self.address} does not open a DCP connection of ours: EINVAL",
             hint="Couchbase Server 5.5 or newer is needed",
-            node=str(self.address),
         )
 
     @staticmethod
@@ -212,7 +203,6 @@ class NodeSession:
             raise HandshakeFailed(
                 f"{self.address} does not open DCP: {status_name(answer.status)}",
                 hint="the bucket may still be warming up",
-                node=str(self.address),
             )
         return True
 
@@ -261,11 +251,8 @@ class NodeSession:
             raise NotSupported(
                 f"{self.address} does not take {name.decode()}={value.decode()}",
                 hint="Couchbase Server 5.5 or newer is needed",
-                node=str(self.address),
             )
-        raise HandshakeFailed(
-            f"{self.address} does not take {name.decode()}: {status_name(answer.status)}", node=str(self.address)
-        )
+        raise HandshakeFailed(f"{self.address} does not take {name.decode()}: {status_name(answer.status)}")
 
     # -- what the owner asks for ----------------------------------------------------------------------------------
 
@@ -346,7 +333,7 @@ class NodeSession:
 
     def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
         """Ask; a node that does not answer in time has its connection closed, whatever else it says."""
-        error = SourceTimeout(f"{self.address} did not answer {what}", node=str(self.address))
+        error = SourceTimeout(f"{self.address} did not answer {what}")
         timeout_s = self._access.settings.request_timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
 
@@ -403,7 +390,7 @@ class NodeSession:
                 rows = item.rows if self.handshake.collections else [_with_collection(row) for row in item.rows]
                 stream.on_rows(item.opaque, rows, item.byte_count)
         except RemoteProtocolError as error:
-            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
             return
         self.ledger.received(byte_count)
         self._ack(force=False)
@@ -449,7 +436,7 @@ class NodeSession:
         try:
             event = decode(frame)
         except RemoteProtocolError as error:
-            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
             return
         assert isinstance(event, ev.StreamResponse)
         if event.status == Status.SUCCESS:
@@ -489,7 +476,7 @@ class NodeSession:
             now = self._clock.monotonic()
             if now >= limit:
                 silence_s = now - link.last_received
-                link.close(SourceTimeout(f"{self.address} was silent for {silence_s:.1f} s", node=str(self.address)))
+                link.close(SourceTimeout(f"{self.address} was silent for {silence_s:.1f} s"))
                 return
             noops_come = self._streams and self.controls.get(ControlKey.SET_NOOP_INTERVAL.decode())
             if now - link.last_received >= interval_s / 2 and not noops_come:

@@ -105,7 +105,6 @@ def tls_failure(error: ssl.SSLError, where: str, settings: Settings) -> TlsFaile
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
         return TlsFailed(
             f"{where} speaks no TLS version that is allowed (at least {settings.tls_minimum_version})",
-            node=where,
             hint="have the cluster allow a newer version, or set tls_minimum_version to 1.2 where it is 1.3",
         )
     if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
@@ -118,28 +117,24 @@ def tls_failure(error: ssl.SSLError, where: str, settings: Settings) -> TlsFaile
         return _refused_by_node(what, where, settings)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
         return hung_up("during", where, settings)
-    return TlsFailed(f"TLS with {where} failed: {reason.replace('_', ' ').lower()}", node=where)
+    return TlsFailed(f"TLS with {where} failed: {reason.replace('_', ' ').lower()}")
 
 
 def _refused_by_us(error: ssl.SSLCertVerificationError, where: str, settings: Settings) -> TlsFailed:
     head = f"the certificate of {where} is refused"
     if error.verify_code == _EXPIRED:
-        return TlsFailed(f"{head}: it has expired", node=where, hint="have the cluster's certificate renewed")
+        return TlsFailed(f"{head}: it has expired", hint="have the cluster's certificate renewed")
     if error.verify_code == _NOT_YET_VALID:
-        return TlsFailed(
-            f"{head}: it is not valid yet", node=where, hint="check this machine's clock, and the certificate's dates"
-        )
+        return TlsFailed(f"{head}: it is not valid yet", hint="check this machine's clock, and the certificate's dates")
     if error.verify_code in _NAME_MISMATCH:
         host = where.rpartition(":")[0]
         return TlsFailed(
             f"{head}: it is not for the name {host}",
-            node=where,
             hint="use a name that the certificate carries in the connection string, or have one made that carries this",
         )
     known = "of this machine" if settings.tls_ca_file is None else f"in {settings.tls_ca_file}"
     return TlsFailed(
         f"{head}: none of the authorities {known} vouches for it ({error.verify_message})",
-        node=where,
         hint="give the cluster's CA certificate as tls_ca_file",
     )
 
@@ -149,7 +144,7 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
         hint = "give a client certificate as tls_client_cert_file and tls_client_key_file"
     else:
         hint = f"check {settings.tls_client_cert_file}, and that the cluster trusts the authority which signed it"
-    return TlsFailed(f"{where} refused us: {what}", node=where, hint=hint)
+    return TlsFailed(f"{where} refused us: {what}", hint=hint)
 
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
@@ -158,7 +153,6 @@ def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
     ours = "takes no client certificate of ours" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(
         f"{where} hung up {when} the TLS handshake",
-        node=where,
         hint=f"it is starting, or {ours} (tls_client_cert_file), or allows {version}; its log says which",
         retryable=True,
     )
@@ -166,14 +160,13 @@ def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
 
 def not_tls(where: str) -> TlsFailed:
     return TlsFailed(
-        f"{where} does not speak TLS", node=where, hint="use its TLS port (usually 11207), or couchbase:// without TLS"
+        f"{where} does not speak TLS", hint="use its TLS port (usually 11207), or couchbase:// without TLS"
     )
 
 
 def only_tls(where: str) -> TlsFailed:
     return TlsFailed(
         f"{where} speaks TLS, and the connection string says couchbase://",
-        node=where,
         hint="write couchbases://, or the port without TLS (usually 11210)",
     )
 

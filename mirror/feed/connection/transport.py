@@ -137,7 +137,7 @@ class Link(asyncio.BufferedProtocol):
         try:
             self._dispatch(self._scan(b"".join((*self._pieces, data))))
         except RemoteProtocolError as error:
-            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}", node=str(self.address)))
+            self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
 
     def _scan(self, data: bytes) -> list[Run | Frame]:
         """Scan `data`, keep the rest, and return the items. `data` is not kept while they are worked on."""
@@ -153,7 +153,7 @@ class Link(asyncio.BufferedProtocol):
             self.close(self._tls.failure(exc, str(self.address)))
             return
         why = f": {exc}" if exc else ""
-        self.close(ConnectFailed(f"the connection to {self.address} was closed{why}", node=str(self.address)))
+        self.close(ConnectFailed(f"the connection to {self.address} was closed{why}"))
 
     # -- our side -------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Link(asyncio.BufferedProtocol):
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
-            self.close(SourceTimeout(f"{self.address} does not read what it is sent", node=str(self.address)))
+            self.close(SourceTimeout(f"{self.address} does not read what it is sent"))
             return
         if self.tap is not None:
             self.tap.passed(self, data, ours=True)
@@ -246,9 +246,7 @@ class Link(asyncio.BufferedProtocol):
                 return await answer
         except TimeoutError:
             self._pending.pop(opaque, None)
-            raise SourceTimeout(
-                f"{self.address} did not answer {opcode_name(opcode)} within {timeout_s:g} s", node=str(self.address)
-            ) from None
+            raise SourceTimeout(f"{self.address} did not answer {opcode_name(opcode)} within {timeout_s:g} s") from None
 
     def close(self, error: ClusterError | None = None) -> None:
         """End the connection; every request gets the error as its answer."""
@@ -292,12 +290,7 @@ class Link(asyncio.BufferedProtocol):
 
 
 async def open_link(
-    address: NodeAddress,
-    *,
-    tls: Tls | None,
-    timeout_s: float,
-    clock: Clock,
-    opaques: Opaques | None = None,
+    address: NodeAddress, *, tls: Tls | None, timeout_s: float, clock: Clock, opaques: Opaques | None = None
 ) -> Link:
     """Connect; the name is resolved again each time. Raises ConnectFailed (retryable) or TlsFailed."""
     loop = asyncio.get_running_loop()
@@ -315,7 +308,7 @@ async def open_link(
             )
             return link
     except TimeoutError:
-        raise ConnectFailed(f"{where} did not take the connection within {timeout_s:g} s", node=where) from None
+        raise ConnectFailed(f"{where} did not take the connection within {timeout_s:g} s") from None
     except ssl.SSLError as error:
         assert tls is not None
         failure = tls.failure(error, where)
@@ -323,14 +316,13 @@ async def open_link(
     except socket.gaierror as error:
         raise ConnectFailed(
             f"the name {address.host} cannot be resolved: {error.strerror}",
-            node=where,
             hint="check the host in the connection string and the machine's DNS",
         ) from None
     except UnicodeError as error:
-        raise ConnectFailed(f"{address.host!r:.100} cannot be a host's name: {error}", node=where) from None
+        raise ConnectFailed(f"{address.host!r:.100} cannot be a host's name: {error}") from None
     except OSError as error:
         if tls is not None and isinstance(error, ConnectionResetError):
             plain = await speaks_plain_kv(address)
             raise (not_tls(where) if plain else hung_up("during", where, tls.settings)) from None
         reason = error.strerror or str(error)
-        raise ConnectFailed(f"{where} cannot be reached: {reason}", node=where) from None
+        raise ConnectFailed(f"{where} cannot be reached: {reason}") from None

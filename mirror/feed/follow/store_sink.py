@@ -13,14 +13,7 @@ from typing import Protocol
 
 from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.ingest import instructions as ins
-from mirror.ingest.events import (
-    Abandoned,
-    NoBoundary,
-    ResyncOpened,
-    ResyncRefused,
-    RolledBack,
-    StagingRefused,
-)
+from mirror.ingest.events import Abandoned, NoBoundary, ResyncOpened, ResyncRefused, RolledBack, StagingRefused
 from storage.errors import SeqnoOrder
 from storage.model import VbucketState
 from storage.write.writer import GroupWriter, RollbackResult
@@ -80,12 +73,7 @@ class StoreSink:
     def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
         try:
             self.writer.system_event(
-                self.vbid,
-                event.seqno,
-                event.row_value,
-                event.manifest,
-                event.open_snapshot,
-                event.change,
+                self.vbid, event.seqno, event.row_value, event.manifest, event.open_snapshot, event.change
             )
         except SeqnoOrder as error:
             return self._refused(error)

@@ -23,7 +23,6 @@ from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, 
 from mirror.ingest.selection import StreamFilter
 from mirror.wire import events as ev
 from storage.errors import StorageError
-from storage.model import Vbid
 from storage.write.writer import GroupWriter, RollbackResult
 
 ERROR_STATES = frozenset(
@@ -191,7 +190,7 @@ class MirroredVbucket(VbucketHost):
         self.handle(events.Published(seqno))
         if self.sink.abandon_due:
             self.sink.abandon_due = False
-            self.execute([AbandonStaged(Vbid(self.vbid), "the snapshot before it is published")])
+            self.execute([AbandonStaged(self.vbid, "the snapshot before it is published")])
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         machine, session, group = self.machine, self.session, self.group

@@ -151,8 +151,7 @@ class SourceWatch:
             session.close(
                 SourceTimeout(
                     f"{session.address} answers and does not stream vb {vbucket.vbid}: nothing for {silence_s:.0f} s, "
-                    f"it is at {high}",
-                    node=str(session.address),
+                    f"it is at {high}"
                 )
             )
         else:

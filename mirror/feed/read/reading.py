@@ -141,9 +141,7 @@ class ReadVbucket(VbucketHost):
         position = self.sink.position
         end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
         return events.Start(
-            collections=session.handshake.collections,
-            sends_purge_seqno=session.sends_purge_seqno,
-            end_seqno=end_seqno,
+            collections=session.handshake.collections, sends_purge_seqno=session.sends_purge_seqno, end_seqno=end_seqno
         )
 
     @property

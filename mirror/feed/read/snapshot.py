@@ -32,16 +32,7 @@ class Snapshot:
     and system events.
     """
 
-    __slots__ = (
-        "_on_close",
-        "_spool",
-        "end_seqno",
-        "manifest",
-        "purge_seqno",
-        "start_seqno",
-        "vbid",
-        "vbuuid",
-    )
+    __slots__ = ("_on_close", "_spool", "end_seqno", "manifest", "purge_seqno", "start_seqno", "vbid", "vbuuid")
 
     def __init__(
         self,

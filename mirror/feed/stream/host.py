@@ -31,7 +31,7 @@ from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
-from storage.model import FailoverLog, Vbid
+from storage.model import FailoverLog
 
 MachineEvent = events.LocalEvent | ev.Event
 NOT_CONNECTED = "there is no connection to the node"
@@ -82,7 +82,7 @@ class VbucketHost(ABC):
     def start_machine(self) -> None:
         """Make a machine from what the sink holds, and forget the one before it."""
         self.drop_machine()
-        self.machine = VbucketMachine(Vbid(self.vbid), self.sink.state())
+        self.machine = VbucketMachine(self.vbid, self.sink.state())
 
     def drop_machine(self) -> None:
         if self.session is not None and self.opaque is not None:
