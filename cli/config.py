@@ -24,28 +24,19 @@ INTRODUCTION = f"""\
 
 # Settings
 
-A setting comes from the first of these that has it:
+A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for every setting), the environment
+variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `dcp-mirror config show` prints values and origins.
+Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the command with exit code 2.
 
-1. a flag of the command: `--set NAME=VALUE` works for every setting, and some have a flag of their own
-   (`dcp-mirror run --help`);
-2. the environment variable `{ENV_PREFIX}` and its name in upper case (`{ENV_PREFIX}WORKERS=2`);
-3. the TOML file that `--config` names (`workers = 2`);
-4. its default.
+The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
+`secrets_dir`, in this order.
 
-`dcp-mirror config show` prints the values in force and where each comes from. A wrong value, or a name that does not
-exist, ends the command with exit code 2 and names the setting. The password is not a setting: it comes from
-`{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in `secrets_dir`, in this order.
+Each setting ends with when a change takes effect:
 
-A running service reads its settings again on SIGHUP (`systemctl reload`). "Takes effect" says for each setting what
-that does:
-
-- **reload**: at once;
-- **reload, which restarts workers** (or servers, or both): these processes are stopped cleanly and started again, which
-  takes a second or two. Workers commit first and resume at their last commit; clients of servers have to reconnect;
-- **reload, which restarts its servers**: the processes of this listener alone, which is opened, moved or closed. Where
-  a new address cannot be had, all new settings are refused, and everything goes on as it was;
-- **restart**: the service must be stopped and started;
-- **new data directory**: fixed when the directory is created; another value is refused at start.
+- **reload**: at SIGHUP (`systemctl reload`). Restarted workers commit first; clients of restarted servers reconnect. If a
+  new address cannot be had, no setting changes;
+- **restart**: at the next start of the service;
+- **new data directory**: never; another value is refused at start.
 """
 
 LINE_LENGTH = 120
@@ -109,7 +100,7 @@ def markdown_page(settings: list[Description]) -> str:
         for each in members:
             short = facts(each)
             default = short["default"] if " " in short["default"] else f"`{short['default']}`"
-            line = f"Values: {short['values']}. Default: {default}. Takes effect: {short['takes effect']}."
+            line = f"{short['values']}; default {default}; {short['takes effect']}."
             parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n\n{_wrapped(line)}\n")
     return "".join(parts)
 
