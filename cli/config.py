@@ -24,8 +24,8 @@ INTRODUCTION = f"""\
 
 # Settings
 
-A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for every setting), the environment
-variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `dcp-mirror config show` prints values and origins.
+A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for all), the environment
+variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
 Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the command with exit code 2.
 
 The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
@@ -33,8 +33,8 @@ The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_f
 
 Each setting ends with when a change takes effect:
 
-- **reload**: at SIGHUP (`systemctl reload`). Restarted workers commit first; clients of restarted servers reconnect. If a
-  new address cannot be had, no setting changes;
+- **reload**: at SIGHUP (`systemctl reload`). Restarted workers commit first, clients of restarted servers reconnect. A
+  new address that cannot be had leaves all settings as they were;
 - **restart**: at the next start of the service;
 - **new data directory**: never; another value is refused at start.
 """
