@@ -48,21 +48,6 @@ class Violation(Exception):
 class Assembler:
     """Assembles the snapshots of one vbucket, over any number of streams."""
 
-    __slots__ = (
-        "_collections",
-        "_filter",
-        "_held_snapshot",
-        "_purge_seqno",
-        "_replaces_end",
-        "_resumed_end",
-        "_scope_names",
-        "_vbid",
-        "boundary_seqno",
-        "manifest",
-        "open_snapshot",
-        "position_seqno",
-    )
-
     def __init__(self, vbid: int) -> None:
         self._vbid = vbid
         self._collections = True

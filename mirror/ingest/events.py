@@ -175,29 +175,6 @@ class KeyRefused:
     text: str
 
 
-LocalEvent = (
-    Start
-    | Stop
-    | ConnectionLost
-    | NoActiveNode
-    | RetryDue
-    | HighSeqno
-    | StreamRequested
-    | StreamAccepted
-    | StreamRollback
-    | StreamRefused
-    | FailoverLogReceived
-    | FailoverLogRefused
-    | Published
-    | RolledBack
-    | NoBoundary
-    | Abandoned
-    | ResyncOpened
-    | ResyncRefused
-    | StagingRefused
-    | KeyRefused
-)
-
 Answer = (
     StreamRequested
     | ConnectionLost
@@ -210,3 +187,6 @@ Answer = (
     | StagingRefused
 )
 """The answers that the execution of an instruction can have at once."""
+
+FromTheSource = StreamAccepted | StreamRollback | StreamRefused | FailoverLogReceived | FailoverLogRefused | KeyRefused
+LocalEvent = Start | Stop | NoActiveNode | RetryDue | HighSeqno | FromTheSource | Answer

@@ -31,8 +31,6 @@ from mirror.wire.events import (
 class VbucketMachine(MachineState):
     """Decides for one vbucket. Made from the stored state, and again when the store had to drop its batch."""
 
-    __slots__ = ()
-
     def handle(self, event: ev.LocalEvent | Event) -> list[Instruction]:
         """Take one event; return the instructions that follow, in order."""
         move = TRANSITIONS[self.phase].get(type(event))

@@ -80,32 +80,6 @@ class HandshakeState:
 class MachineState:
     """The state that one vbucket's decisions share."""
 
-    __slots__ = (
-        "assembler",
-        "attempt",
-        "connected",
-        "durable_seqno",
-        "empty_reported",
-        "failover_log",
-        "features",
-        "handshake",
-        "high_seqno",
-        "idle_text",
-        "marker_acks",
-        "marker_purge_seqno",
-        "missing_seqno",
-        "no_node",
-        "offset",
-        "opaque",
-        "phase",
-        "resyncing",
-        "retry_reason",
-        "shown",
-        "source_purge_seqno",
-        "stored_filter",
-        "vbid",
-    )
-
     def __init__(self, vbid: int, state: VbucketState) -> None:
         self.vbid = vbid
         self.phase = Phase.IDLE

@@ -68,19 +68,6 @@ class CommitPace:
 class Group:
     """A group environment of this worker, and its waiting commit."""
 
-    __slots__ = (
-        "commit_waits",
-        "commits",
-        "count",
-        "error",
-        "full_count",
-        "reopen_count",
-        "retry_timer",
-        "vbuckets",
-        "waiting_since",
-        "writer",
-    )
-
     def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
         self.commits = commits
