@@ -75,6 +75,11 @@ class LargeDocument:
             raise seal.damaged(self._head, self._row_key, reader.vbid, reader.environment.path)
 
 
+def about(found: Document | LargeDocument) -> Document:
+    """Return the document, without its value if that is large."""
+    return found.document if isinstance(found, LargeDocument) else found
+
+
 def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_max: int) -> LargeDocument | None:
     """Return the document of a mutation's row if its value, stored or decompressed, has more than `bytes_max`. Only
     some bytes of the row are read. Raises CorruptedError.

@@ -26,7 +26,7 @@ from storage.format.tokens import AsOf, CollectionName, collection_id_of
 from storage.history import chain
 from storage.model import Branch, Document, Manifest
 from storage.read.groups import Groups
-from storage.read.large import HEAD_BYTES_MAX, LargeDocument, large_row
+from storage.read.large import HEAD_BYTES_MAX, LargeDocument, about, large_row
 from storage.read.vbucket_reader import VbucketReader, Visible, end_of_references
 
 _unpack_dup = keys.DUP.unpack
@@ -37,15 +37,13 @@ SEAL_BYTES = seal.SIZE
 class Found(NamedTuple):
     """The result of a lookup by wire key."""
 
-    document: Document | None
+    document: Document | LargeDocument | None
     collection_exists: bool
     """False: the key's collection is unknown, or was dropped."""
     published_seqno: int
     stale: bool
     """True while the vbucket is being resynced next to what is served."""
     manifest: Manifest
-    large: LargeDocument | None = None
-    """In place of a `document` that is too large to be read in one step."""
 
 
 class _Options(NamedTuple):
@@ -177,7 +175,6 @@ class PointReads:
         self.reader = groups.reader
         self._readers = groups.readers
         self._path = groups.path
-        self._group_count = groups.count
         self._vbucket_count = groups.vbucket_count
 
     def get(
@@ -330,19 +327,14 @@ class PointReads:
         """As `get`, but a document whose value has more than `bytes_max`, stored or decompressed, is read in pieces."""
         reader = self.reader(((crc32(key) >> 16) & 0x7FFF) % self._vbucket_count)
         options = _Options(collection, as_of, None, raw)
-        txn = reader.begin_read()
-        try:
-            found = self._reference(reader, Transaction(reader.environment, txn), key, options)
-        except (struct.error, IndexError, lmdb.Error) as error:
-            raise reader.damaged(error) from error
-        finally:
-            reader.environment.end(txn)
+        with reader.environment.read() as txn:
+            found = self._reference(reader, txn, key, options)
         if found is None:
             return None
         document = document_or_large(reader, found[0], found[1], bytes_max, raw)
         if document is None:  # it was purged meanwhile: there is a newer version
             return self.get(key, collection, as_of=as_of, raw=raw)
-        expiry = (document.document if isinstance(document, LargeDocument) else document).expiry
+        expiry = about(document).expiry
         return None if expiry and expiry <= found[2] else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
@@ -357,13 +349,8 @@ class PointReads:
         branch = next((each.branch for each in links if each.base_seqno < seqno <= each.cut), None)
         if branch is None:
             return None
-        views = reader.environment.begin(buffers=True)
-        try:
-            stored = views.get(keys.ROW.pack(branch, seqno), None, reader.rows)
-            head = b"" if stored is None else bytes(stored[:HEAD_BYTES_MAX])
-            del stored
-        finally:
-            reader.environment.end(views)
+        with reader.environment.read(buffers=True) as views:
+            head = bytes(views.raw.get(keys.ROW.pack(branch, seqno), b"", reader.rows)[:HEAD_BYTES_MAX])
         return records.key_of(head) if head and not records.is_system_event(head) else None
 
     def find(
@@ -399,14 +386,11 @@ class PointReads:
             document = document_or_large(reader, wire_key, unread, large_bytes, True)
             if document is None:
                 return self.find(wire_key, deletions=deletions, now=now)
-        large = document if isinstance(document, LargeDocument) else None
-        small = document if isinstance(document, Document) else None
-        described = small if large is None else large.document
-        if described is not None and described.expiry and not described.deleted:
+        if document is not None and (expiry := about(document).expiry) and not about(document).deleted:
             now = time.time() if now is None else now
-            if described.expiry <= now:
-                small = large = None
-        return Found(small, collection is not None, seqno, stale, manifest, large)
+            if expiry <= now:
+                document = None
+        return Found(document, collection is not None, seqno, stale, manifest)
 
 
 def document_or_large(

@@ -17,7 +17,7 @@ from storage.format.records import MUTATION
 from storage.format.tokens import AsOf, CollectionName, Pin, collection_id_of
 from storage.model import SEQNO_MAX, Document, Manifest
 from storage.read import validity
-from storage.read.large import LargeDocument
+from storage.read.large import LargeDocument, about
 from storage.read.point_reads import document_or_large
 from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
@@ -154,7 +154,7 @@ def page_or_large(
         row = document_or_large(reader, wire_key, reference, large_bytes, True)
         if row is None:
             raise ViewInvalidated("the document was purged meanwhile", vbid=at.vbid, hint="start the read again")
-        document = row.document if isinstance(row, LargeDocument) else row
+        document = about(row)
         if document.expiry and document.expiry * 1000 <= at.now_ms:
             continue
         byte_count += len(document.value)

@@ -12,12 +12,9 @@ part of the service needs take `View.reader(vbid)`.
 from __future__ import annotations
 
 import os
-import struct
 import time
 import weakref
 from collections.abc import Iterator
-
-import lmdb
 
 from storage.env.environment import MAP_SIZE
 from storage.format.keys import PUB_STALE, vbid_of
@@ -238,13 +235,8 @@ class View(PointReads):
     def stale(self, vbid: int) -> bool:
         """Return True while a resync is under way next to what is served."""
         reader = self.reader(vbid)
-        txn = reader.begin_read()
-        try:
-            return bool(reader.served_in(txn)[5] & PUB_STALE)
-        except (struct.error, lmdb.Error) as error:
-            raise reader.damaged(error) from error
-        finally:
-            reader.environment.end(txn)
+        with reader.environment.read() as txn:
+            return bool(reader.served_in(txn.raw)[5] & PUB_STALE)
 
     def boundaries(self, vbid: int) -> list[Boundary]:
         """Return the kept boundaries of the served history, newest first."""

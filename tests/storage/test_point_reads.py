@@ -10,7 +10,7 @@ import pytest
 from storage.env.environment import Environment
 from storage.errors import UnknownCollection
 from storage.format import keys, records, seal
-from storage.model import Collection, Seqno
+from storage.model import Collection, Document, Seqno
 from storage.read.point_reads import ReadRun
 from storage.read.view import View
 from storage.write.writer import GroupWriter
@@ -125,10 +125,10 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     put(writer, B, 4, b"gone", expiry=50)
     commit(writer, 4)
     found = view.find(b"\0" + A)
-    assert found.document is not None
+    assert isinstance(found.document, Document)
     assert (found.document.value, found.published_seqno, found.manifest.uid) == (b"old", 4, 2)
     order = view.find(b"\xac\x02" + A).document
-    assert order is not None
+    assert isinstance(order, Document)
     assert (order.value, order.collection_id) == (b"order", 300)
     assert view.find(b"\0" + B, now=49).document is not None
     assert view.find(b"\0" + B, now=50).document is None
@@ -140,11 +140,11 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     commit(writer, 5)
     assert view.find(b"\0" + A).document is None
     tombstone = view.find(b"\0" + A, deletions=True).document
-    assert tombstone is not None
+    assert isinstance(tombstone, Document)
     assert tombstone.deleted
     writer.rollback(0, 4)
     again = view.find(b"\0" + A).document
-    assert again is not None
+    assert isinstance(again, Document)
     assert again.value == b"old"
     system_event(writer, 6, DEFAULT, scopes={0: "_default"})
     commit(writer, 6)
@@ -175,7 +175,7 @@ def test_a_reference_that_is_not_visible_is_not_followed(
         for tree, key, value in hidden:
             txn.put(key, value, db=environment.db(tree))
     try:
-        found = [view.get(A), view.get_many([A])[A], view.find(wire_key).document]
+        found: list[Any] = [view.get(A), view.get_many([A])[A], view.find(wire_key).document]
         with ReadRun() as run:
             rows = [run.row(view.reader(0), b"\0" + key, 1000) for key in (A, B)]
     finally:

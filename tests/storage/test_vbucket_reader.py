@@ -9,7 +9,6 @@ import pytest
 
 from storage.errors import NoSuchBoundary
 from storage.format import keys
-from storage.model import Document
 from storage.read.vbucket_reader import VbucketReader, Visible
 from storage.read.view import Time, View
 from storage.write.writer import GroupWriter
@@ -51,7 +50,7 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
 
     monkeypatch.setattr(VbucketReader, "look", counted)
 
-    ways: list[Callable[[], Document | None]] = [
+    ways: list[Callable[[], Any]] = [
         lambda: view.get(A),
         lambda: view.get_many([A])[A],
         lambda: view.find(keys.encode_collection_id(0) + A).document,

@@ -24,7 +24,7 @@ from storage.env import directory
 from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalidated
 from storage.model import Document, Manifest, VbucketState
 from storage.read import scan, states, stream
-from storage.read.large import LargeDocument
+from storage.read.large import LargeDocument, about
 from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
@@ -108,12 +108,11 @@ class KvBucket:
             _check_collection(_collection_of(wire_key), found.manifest, reader)
         if found.stale and not self._stale_allowed:
             raise Refused(Status.ETMPFAIL, "the vbucket is being resynced")
-        document = found.document if found.large is None else found.large.document
-        if document is None:
+        if found.document is None:
             if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
                 raise Refused(Status.ETMPFAIL, "nothing of the vbucket is published yet")
             return None
-        return found.large or document if vbid is None or vbid == document.vbid else None
+        return found.document if vbid is None or vbid == about(found.document).vbid else None
 
     def ready(self, vbid: int) -> bool:
         """Return False before a vbucket's first snapshot is complete."""
@@ -191,8 +190,7 @@ class KvBucket:
             found = self.view.find(wire_key, deletions=True, large_bytes=LARGE_BYTES)
         except StorageError as error:
             raise self.failed(error) from error
-        document = found.document if found.large is None else found.large.document
-        return document is not None and document.seqno == seqno
+        return found.document is not None and about(found.document).seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
         """Return the seqno of a collection's newest event, and where to look on (0: at the end); None if the vbucket
