@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from storage.env.transaction import Transaction
 from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
-from storage.history import chain, index
-from storage.model import Branch, Document, Seqno, Vbid, Vbuuid
+from storage.history import branches, chain, index
+from storage.model import Branch, Document, Manifest, Seqno, Vbid, Vbuuid
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -105,6 +106,30 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
         before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
         validity.check_tombstones(reader, txn, served, after, before)
     return Range(served, lost, after, before)
+
+
+def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
+    """Raise ViewInvalidated unless everything on the way is still as it was when the range was resolved."""
+    validity.check(reader, txn, way.served)
+    validity.check_tombstones(reader, txn, way.served, way.after_seqno, way.purged_before)
+    if way.lost:
+        validity.check_unmoved(reader, txn, way.lost)
+    for link in way.lost:
+        if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > way.after_seqno:
+            raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
+
+
+def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
+    """Return the collections as of a position on the way; for one below what was purged when the range was resolved,
+    those that rows down there can be of. Raises ViewInvalidated.
+    """
+    with reader.environment.read() as txn:
+        check_kept(reader, txn, way)
+        served = reader.served(txn)
+        if chain.sees(served.links, branch, seqno):
+            seqno = max(seqno, reader.purge_row(txn).local_purge_seqno)
+            branch = served.branch
+        return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
 
 
 def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) -> Seqno:

@@ -139,16 +139,6 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
 # -- collections ------------------------------------------------------------------------------------------------------
 
 
-def manifest_at(reader: VbucketReader, branch: int, seqno: int) -> Manifest:
-    """Return the collections as of a position; of one below what was purged, those that rows down there can be of."""
-    with reader.environment.read() as txn:
-        served = reader.served(txn)
-        if chain.sees(served.links, branch, seqno):
-            seqno = max(seqno, reader.purge_row(txn).local_purge_seqno)
-            branch = served.branch
-        return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
-
-
 def newest_of(
     reader: VbucketReader, pin: Pin, collection_id: int, *, below: int | None = None, rows_max: int = 2_000
 ) -> tuple[int, int]:

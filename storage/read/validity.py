@@ -43,7 +43,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
     """Raise ViewInvalidated unless everything that `pinned` sees is kept and, unless it survives rollbacks, served."""
     pub = txn.pub(reader.vbid)
-    _check_unmoved(reader, txn, pinned.links)
+    check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
         served = reader.chain_at(txn, pub.branch, pub.seqno)
         return _check_kept(reader, txn, pinned, pub.floor_seqno, chain.common_seqno(served, pinned.links))
@@ -85,7 +85,7 @@ def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_
     return reader.purge_row(txn).local_purge_seqno
 
 
-def _check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -> None:
+def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -> None:
     """Raise ViewInvalidated if branches of a chain were merged or removed since it was read."""
     try:
         whole = reader.whole_chain(txn, links[0].branch)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from storage.format import keys, records
-from storage.model import Document, FailoverLog, Identity, Seqno, SnapshotRange, Vbid
+from storage.model import Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange, Vbid
+from storage.read import changes
 from storage.read.view import View
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
@@ -48,6 +49,12 @@ def events(view: View, vbid: int = 0, *, raw: bool = False) -> Iterator[Document
     for change in view.changes(vbid, raw=raw):
         assert change.document is not None
         yield change.document
+
+
+def manifest_at(view: View, branch: int, seqno: int) -> Manifest:
+    """The collections of vbucket 0 as of a position."""
+    reader = view.reader(0)
+    return changes.manifest_at(reader, changes.resolve_range(reader, None, None), branch, seqno)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from storage.env import directory
 from storage.errors import ViewInvalidated
 from storage.history import branches
 from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
-from storage.read import states
+from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row
@@ -216,6 +216,23 @@ def test_a_commit_that_was_undone_leaves_no_position_behind(path: str, event: st
         now = view.token(0, 1, 4)
     fill(path, range(6, 8))
     assert refused(path, seen[1], now) == [False, False]
+
+
+def test_a_lease_of_a_lost_position_makes_it_none_of_the_new_history(path: str) -> None:
+    """A lease names branch and seqno alone: it holds what is there under these numbers, and its reader is refused."""
+    fill(path, range(1, 3))
+    before = data_of(path).read_bytes()
+    fill(path, range(3, 6))
+    with open_view(path) as view:
+        token, pin = view.token(0), view.pin(0)
+    data_of(path).write_bytes(before)
+    fill(path, range(3, 6))
+    writer = open_writer(path)
+    writer.lease("reader", {0: (token.branch, token.seqno)}, 2**50)
+    assert refused(path, token) == [True]
+    with open_view(path) as view, pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
+        list(bulk.documents(view, pin))
+    writer.close()
 
 
 def test_a_reader_that_stays_open_gives_positions_of_the_new_history(writer: GroupWriter, view: View) -> None:

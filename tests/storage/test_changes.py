@@ -12,6 +12,7 @@ import pytest
 from storage.errors import ViewInvalidated
 from storage.history.purge import Window
 from storage.model import Branch, Seqno, Vbid
+from storage.read.changes import manifest_at, resolve_range
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, Token, View
 from storage.write.writer import GroupWriter
@@ -101,13 +102,18 @@ def test_a_tombstone_that_was_purged_before_its_reader_saw_it_ends_the_read(
     if purged_before:
         purge(writer, Window(boundaries=4))
         assert view.state(0).local_purge_seqno == 2
-    changes = view.changes(0, since=view.token(0, 1, since) if since else None, pieces=Pieces(1))
+    token = view.token(0, 1, since) if since else None
+    way = resolve_range(view.reader(0), token, None)
+    assert manifest_at(view.reader(0), way, 1, 4).collections
+    changes = view.changes(0, since=token, pieces=Pieces(1))
     while next(changes).token.seqno < 4:
         pass
     purge(writer, Window(boundaries=1))
     assert view.state(0).local_purge_seqno == 5
     with pytest.raises(ViewInvalidated, match="tombstones above seqno 4 are gone") as refused:
         next(changes)
+    with pytest.raises(ViewInvalidated, match="are gone"):
+        manifest_at(view.reader(0), way, 1, 4)
     assert "lease" in (refused.value.hint or "")
     assert [change.token.seqno for change in view.changes(0)] == [4, 6]
 

@@ -6,10 +6,9 @@ import pytest
 
 from storage.admin.check import check
 from storage.model import Collection, Seqno
-from storage.read import states
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, row, span
+from tests.storage.model import keys_of, log, manifest_at, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
 from tests.storage.test_writer import (
     crash,
@@ -120,5 +119,5 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
     assert writer.state(0).staged_seqno == 1
     publish(writer, 0, [(key, b"2", 2)])
     with open_view(path) as view:
-        assert sorted(states.manifest_at(view.reader(0), 1, 2).collections) == [0]
+        assert sorted(manifest_at(view, 1, 2).collections) == [0]
     writer.close()

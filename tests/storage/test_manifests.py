@@ -19,10 +19,10 @@ from storage.format import keys
 from storage.history import branches
 from storage.history.purge import Window
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
-from storage.read import bulk, states
+from storage.read import bulk
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, row, span
+from tests.storage.model import keys_of, log, manifest_at, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import purge
 from tests.storage.test_writer import Clock
@@ -169,7 +169,7 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
         if rng.random() < 0.1:
             with open_view(path) as fresh:
                 for boundary in fresh.boundaries(0):
-                    found = states.manifest_at(fresh.reader(0), boundary.branch, boundary.seqno)
+                    found = manifest_at(fresh, boundary.branch, boundary.seqno)
                     assert found == expected[boundary.seqno]
                     pin = fresh.pin(0, boundary.seqno)
                     assert sorted(bulk.collection_names(fresh, pin)) == sorted(expected[boundary.seqno].collections)
@@ -199,5 +199,5 @@ def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: Gr
     for change in view.changes(0):  # from the beginning nothing is missing
         document = change.document
         assert document is not None
-        names = states.manifest_at(view.reader(0), document.branch, document.seqno).collections
+        names = manifest_at(view, document.branch, document.seqno).collections
         assert document.kind is Kind.SYSTEM_EVENT or document.collection_id in names

@@ -81,10 +81,10 @@ def test_a_file_that_has_outgrown_its_map_is_opened_and_grows_on(path: str, monk
     begin = Environment.begin
     full = [lmdb.MapFullError("full"), lmdb.MapFullError("full")]
 
-    def begin_full(self: Environment, *, write: bool = False) -> Any:
+    def begin_full(self: Environment, *, write: bool = False, **more: bool) -> Any:
         if write and full:
             raise full.pop()
-        return begin(self, write=write)
+        return begin(self, write=write, **more)
 
     monkeypatch.setattr(Environment, "begin", begin_full)
     writer = open_writer(path, map_size=1 << 20)

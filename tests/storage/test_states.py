@@ -9,7 +9,7 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of
+from tests.storage.model import keys_of, manifest_at
 from tests.storage.one_vbucket import A, B, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
@@ -130,5 +130,5 @@ def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) 
     put(writer, A, 1)
     system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"})
     commit(writer, 2)
-    assert sorted(states.manifest_at(view.reader(0), 1, 1).collections) == [0]
-    assert sorted(states.manifest_at(view.reader(0), 1, 2).collections) == [0, 8]
+    assert sorted(manifest_at(view, 1, 1).collections) == [0]
+    assert sorted(manifest_at(view, 1, 2).collections) == [0, 8]

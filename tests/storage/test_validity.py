@@ -70,7 +70,7 @@ def test_a_branch_that_is_not_there_any_more_ends_a_read(writer: GroupWriter, vi
     reader = view.reader(0)
     with reader.environment.read() as txn:
         links = reader.served(txn).links
-        validity._check_unmoved(reader, txn, links)
+        validity.check_unmoved(reader, txn, links)
         for other in ((links[0], links[0]), (type(links[0])(9, 0, 3),)):
             with pytest.raises(ViewInvalidated, match="merged or removed"):
-                validity._check_unmoved(reader, txn, other)
+                validity.check_unmoved(reader, txn, other)

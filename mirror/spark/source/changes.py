@@ -29,6 +29,7 @@ from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
 from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
 from storage.read import states
+from storage.read.changes import manifest_at, resolve_range
 from storage.read.view import Token, View, open_view
 
 
@@ -296,11 +297,13 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
     elif way.start.seqno:
         since = token(view, vbid, way.start)
     until_token = token(view, vbid, end)
-    base_seqno = view.check_way(since, until_token)
-    boundaries = states.boundaries_between(view.reader(vbid), end.branch, base_seqno, end.seqno)
+    reader = view.reader(vbid)
+    passed = resolve_range(reader, since, until_token)
+    base_seqno = int(passed.after_seqno)
+    boundaries = states.boundaries_between(reader, end.branch, base_seqno, end.seqno)
     ahead = iter(boundaries)
     until = next(ahead, None)
-    names = states.manifest_at(view.reader(vbid), end.branch, base_seqno).names()
+    names = manifest_at(reader, passed, end.branch, base_seqno).names()
     names_lost: dict[int, str] = {}
     at = (end.branch, base_seqno)
     vbuuids = (way.start.vbuuid, end.vbuuid)
@@ -310,12 +313,12 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             assert change.rollback is not None
             at = (change.rollback.to_branch, change.rollback.to_seqno)
             vbuuids = (way.start.vbuuid, change.rollback.to_vbuuid)
-            names_lost = states.manifest_at(view.reader(vbid), way.start.branch, way.start.seqno).names()
+            names_lost = manifest_at(reader, passed, way.start.branch, way.start.seqno).names()
         elif change.kind in ("retraction", "restoration"):
             retracted = change.kind == "retraction"
             if retracted and document.collection_id not in names_lost:  # it began and ended in the void history
                 where = int(document.branch), int(document.seqno)
-                names_lost |= states.manifest_at(view.reader(vbid), *where).names()
+                names_lost |= manifest_at(reader, passed, *where).names()
             name = name_of(names_lost if retracted else names, document.collection_id)
             here = (at[0], 0) if retracted else at
             yield change_row(document, name, change.kind, vbuuids[not retracted], at[1], here)
@@ -326,14 +329,14 @@ def rows_between(view: View, way: Way) -> Iterator[tuple[Any, ...]]:
             here = (int(document.branch), int(document.seqno))
             if change.kind == "system_event":
                 # Compared with the event before, so that no event is given twice.
-                before = states.manifest_at(view.reader(vbid), end.branch, document.seqno - 1)
-                after = states.manifest_at(view.reader(vbid), *here)
+                before = manifest_at(reader, passed, end.branch, document.seqno - 1)
+                after = manifest_at(reader, passed, *here)
                 for kind, name in gone_collections(before, after):
                     yield control_row(kind, vbid, name, *here, vbuuid, ends)
                 names = after.names()
             else:
                 if document.collection_id not in names:
-                    names = states.manifest_at(view.reader(vbid), *here).names()
+                    names = manifest_at(reader, passed, *here).names()
                 name = name_of(names, document.collection_id)
                 yield change_row(document, name, change.kind, vbuuid, ends, here)
 
