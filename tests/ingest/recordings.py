@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import cramjam
 
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
 from mirror.ingest.state import Phase
 from mirror.wire.codec_dcp import decode, decode_failover_log, decode_rollback_seqno
-from mirror.wire.constants import Datatype, Feature, Opcode, Status
-from mirror.wire.events import Mutation, StreamEvent, StreamRequest
+from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.events import StreamEvent, StreamRequest
 from mirror.wire.frame import Frame
-from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.scan import is_data, row_of
-from mirror.wire.xattr import body_of
 from storage.model import FailoverLog
 from tests import recordings
 from tests.ingest.toy_store import Rig, ToyStore
@@ -40,8 +34,6 @@ class Replay:
 
     name: str
     run_rows_max: int = 1_000_000
-    stores: dict[int, ToyStore] = field(default_factory=dict)
-    """What is held before, where a recording goes on from another one."""
     rigs: dict[tuple[int, int | None], Rig] = field(default_factory=dict)
     accepted: int = 0
     unasked: list[StreamRequest] = field(default_factory=list)
@@ -97,7 +89,7 @@ class Replay:
         stream_id = stream_id_of(request)
         rig = self.rigs.get((request.vbid, stream_id))
         if rig is None:
-            store = self.stores.pop(request.vbid, None) or store_before(request, frame)
+            store = store_before(request, frame)
             rig = self.rigs[(request.vbid, stream_id)] = Rig(store)
         machine = rig.machine
         if machine.phase in (Phase.IDLE, Phase.REFUSED):
@@ -151,53 +143,3 @@ def store_before(request: StreamRequest, answer: Frame) -> ToyStore:
 
 def _with_opaque(event: StreamEvent, opaque: int) -> StreamEvent:
     return replace(event, opaque=opaque)
-
-
-# --- what the engine itself said afterwards ---
-
-
-def recorded_states(name: str) -> dict[int, dict[str, Any]]:
-    """Per vbucket: what may be compared, joined with the engine's own account of its keys."""
-    comparable = recordings.notes("comparable").get(name)
-    state = recordings.notes(name).get("state")
-    return {
-        int(vbid): {"comparable": row, "keys": (state if "keys" in state else state[vbid])["keys"]}
-        for vbid, row in (comparable or {}).items()
-        if state is not None
-    }
-
-
-def state_key(wire_key: bytes, *, with_collection: bool) -> str:
-    """A stored key as the recorded states write it."""
-    collection_id, size = decode_leb128(wire_key)
-    key = text_of(wire_key[size:])
-    return f"{collection_id:x}:{key}" if with_collection else key
-
-
-def text_of(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return f"hex:{raw.hex()}"
-
-
-def compare(event: StreamEvent, state: dict[str, Any]) -> str:
-    """One of: live, tombstone, without_value, differs."""
-    if not isinstance(event, Mutation):
-        same = (event.cas, event.rev_seqno) == (state["cas"], state["rev"])  # type: ignore[attr-defined]
-        return "tombstone" if same and state["deleted"] else "differs"
-    if state["deleted"] or (event.cas, event.rev_seqno, event.flags, event.expiry) != tuple(
-        state[field] for field in ("cas", "rev", "flags", "expiry")
-    ):
-        return "differs"
-    if "disk" in state and state["disk"]["cas"] == str(event.cas) and state["disk"]["seq"] != event.seqno:
-        return "differs"
-    value = event.value
-    if value and event.datatype & Datatype.SNAPPY:
-        value = bytes(cramjam.snappy.decompress_raw(value))
-    body = body_of(value, event.datatype & ~Datatype.SNAPPY) if value else b""
-    if state["value"] in (text_of(body), f"hex:{body.hex()}"):
-        return "live"
-    if isinstance(state["value"], dict) and state["value"]["sha256"] == hashlib.sha256(body).hexdigest():
-        return "live"
-    return "differs" if body else "without_value"
