@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 import typer
 
@@ -79,7 +79,7 @@ def to_tar(
     return summary
 
 
-def summary_object(summary: store_backup.Summary) -> dict[str, Any]:
+def summary_object(summary: store_backup.Summary) -> dict[str, object]:
     return {
         "bucket": summary.identity.bucket_name,
         "bucket_uuid": summary.identity.bucket_uuid,

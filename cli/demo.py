@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from cli.exits import CommandEnded, end_by_sigterm
 from cli.stage import Stage
 from cli.status import DocumentCounter
 from mirror.errors import ConfigError, ExitCode, SupervisionError
+from mirror.messages import Status
 from storage.admin import check as storage_check
 from storage.env import directory
 from storage.read.view import open_view
@@ -46,7 +47,7 @@ class Story:
         self._stage = stage
         self._began_s = time.monotonic()
         self._length_s = length_s
-        self._status: dict[str, Any] = {}
+        self._status: Status = {}
         self._steps = self._story_steps()
         next(self._steps)
 
@@ -57,7 +58,7 @@ class Story:
     def say(self, line: str) -> None:
         self.lines.append(f"{self.elapsed_s:5.1f} s  {line}")
 
-    def go_on(self, status: dict[str, Any]) -> None:
+    def go_on(self, status: Status) -> None:
         self._status = status
         if not self.finished:
             try:
@@ -139,8 +140,8 @@ class Story:
         workers = self._status["workers"]
         return bool(workers) and all(worker["phase"] == "running" for worker in workers)
 
-    def _replaced(self, victim: dict[str, Any]) -> bool:
-        worker: dict[str, Any] = self._status["workers"][victim["slot"]]
+    def _replaced(self, victim: Mapping[str, Any]) -> bool:
+        worker: Mapping[str, Any] = self._status["workers"][victim["slot"]]
         return bool(worker["phase"] == "running" and worker["pid"] != victim["pid"])
 
     def _requests(self, vbid: int) -> list[int]:

@@ -7,7 +7,6 @@ another bucket's, 2 for settings, 1 for the rest.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import typer
 
@@ -55,7 +54,7 @@ def doctor(
         raise CommandEnded(int(failed[0].exit_code))
 
 
-def finding_object(finding: Finding) -> dict[str, Any]:
+def finding_object(finding: Finding) -> dict[str, str | None]:
     return {
         "step": finding.step,
         "verdict": str(finding.verdict),

@@ -24,7 +24,7 @@ import typer
 from cli import options
 from cli.doctor import say
 from cli.exits import CommandEnded
-from mirror.config import PasswordSource, Settings
+from mirror.config import PasswordSource, Settings, Values
 from mirror.config_reader import describe, validated
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
@@ -67,7 +67,7 @@ def init(
         raise ConfigError(f"--systemd {systemd!r} cannot be a unit's instance", hint="give a plain name")
     else:
         to, data = root / "etc" / "dcp-mirror" / f"{systemd}.toml", None  # the unit gives --data
-    given: dict[str, Any] = {"source": source, "data": data, "http": http, "kv": kv, "tls_ca_file": tls_ca_file}
+    given: Values = {"source": source, "data": data, "http": http, "kv": kv, "tls_ca_file": tls_ca_file}
     given = {name: value for name, value in given.items() if value is not None}
     settings = validated(given)
     password = password_for(settings, bucket)

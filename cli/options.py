@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from mirror import client, units
-from mirror.config import Settings
+from mirror.config import Settings, Values
 from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.messages import GetSource
@@ -91,9 +91,9 @@ def setting_names() -> list[str]:
     return list(NAMES)
 
 
-def flags_from(pairs: list[str] | None) -> dict[str, Any]:
+def flags_from(pairs: list[str] | None) -> Values:
     """Parse `--set name=value`. Raises ConfigError."""
-    flags: dict[str, Any] = {}
+    flags: Values = {}
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
         if not separator or not name.strip():
@@ -102,9 +102,7 @@ def flags_from(pairs: list[str] | None) -> dict[str, Any]:
     return flags
 
 
-def settings_from(
-    flags: dict[str, Any], *, config: Path | None = None, pairs: list[str] | None = None
-) -> LoadedSettings:
+def settings_from(flags: Values, *, config: Path | None = None, pairs: list[str] | None = None) -> LoadedSettings:
     """Return the settings in force. Raises ConfigError."""
     return load(
         flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config

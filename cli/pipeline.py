@@ -605,7 +605,7 @@ def backfill(
     )
 
 
-def compared_object(done: Compared) -> dict[str, Any]:
+def compared_object(done: Compared) -> dict[str, object]:
     rows = []
     for each in done.vbuckets:
         row = {name: value for name, value in asdict(each).items() if name != "differences"}

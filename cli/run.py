@@ -13,17 +13,19 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror.clock import SystemClock
+from mirror.config import Values
 from mirror.config_reader import LoadedSettings
 from mirror.errors import ExitCode
 from mirror.feed.connection.connection_string import parse
 from mirror.log import get_logger, set_up_logs
+from mirror.messages import Status
 from mirror.ownership import refuse_files_of_others
 from mirror.supervise.setup import look_up_with, set_aside_another_bucket
 from mirror.supervise.supervisor import Supervisor
@@ -108,10 +110,10 @@ def run(
         if set_aside is not None:
             typer.echo(f"the data of the old bucket is at {set_aside} now", err=True)
     began_s = time.monotonic()
-    last: dict[str, Any] = {}
+    last: Status = {}
     with render.Screen(to_stderr=True) if until_caught_up else contextlib.nullcontext() as screen:
 
-        def progress(document: dict[str, Any]) -> None:
+        def progress(document: Status) -> None:
             last.update(document)
             if screen is not None:
                 screen.show(render.progress_view(document), render.progress_line(document))
@@ -151,7 +153,7 @@ def end_with(code: ExitCode) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def settings_in_force(flags: dict[str, Any], config: Path | None, pairs: list[str] | None) -> LoadedSettings:
+def settings_in_force(flags: Values, config: Path | None, pairs: list[str] | None) -> LoadedSettings:
     """Read and check the settings, and set up the logs by them. Raises ConfigError."""
     loaded = options.settings_from(flags, config=config, pairs=pairs)
     settings = loaded.settings
@@ -162,7 +164,7 @@ def settings_in_force(flags: dict[str, Any], config: Path | None, pairs: list[st
     return loaded
 
 
-def caught_up_object(data: Path | None, status: dict[str, Any], code: int, elapsed_s: float) -> dict[str, Any]:
+def caught_up_object(data: Path | None, status: Status, code: int, elapsed_s: float) -> dict[str, object]:
     totals = status.get("totals") or {}
     return {
         "caught_up": code == 0,

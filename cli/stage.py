@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from mirror import client
 from mirror.errors import MirrorError, SupervisionError
-from mirror.messages import GetStatus
+from mirror.messages import GetStatus, Status
 from mirror.sandbox.control import server as control
 from mirror.supervise.processes.life import die_with_parent
 from mirror.supervise.processes.table import exit_words
@@ -127,11 +127,11 @@ class Stage:
                     hint=f"start the demo again; its log: {self._last_log_line(name)}",
                 )
 
-    def status(self) -> dict[str, Any] | None:
+    def status(self) -> Status | None:
         """Return the mirror's status; None until the service answers. Raises SupervisionError as `check` does."""
         self.check()
         answer = client.ask(self.data, GetStatus())
-        status: dict[str, Any] | None = answer["status"] if answer else None
+        status: Status | None = answer["status"] if answer else None
         return status
 
     def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:

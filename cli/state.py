@@ -18,7 +18,7 @@ from storage.model import Boundary, VbucketState
 from storage.read.view import open_view
 
 
-def boundary_object(boundary: Boundary) -> dict[str, Any]:
+def boundary_object(boundary: Boundary) -> dict[str, object]:
     return {
         "branch": boundary.branch,
         "seqno": boundary.seqno,
@@ -119,7 +119,7 @@ def check(
         report = storage_check.check(path, progress=progress)
     found: list[str] = [str(problem) for problem in report.problems]
     if as_json:
-        shape: dict[str, Any] = {"data": path, "ok": not found, "problems": found}
+        shape: dict[str, object] = {"data": path, "ok": not found, "problems": found}
         looked_at = {name: getattr(report, name) for name in ("vbuckets", "rows", "key_rows", "boundaries")}
         output.print_json(shape | looked_at)
     else:

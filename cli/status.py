@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,7 +17,7 @@ from cli.exits import CommandEnded
 from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
-from mirror.messages import GetStatus
+from mirror.messages import GetStatus, Status, VbucketRow
 from mirror.supervise.status import stored_status, summed_if_known, totals
 from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
@@ -38,7 +38,7 @@ class DocumentCounter:
         self._view: View | None = None
         self._counted: dict[int, tuple[tuple[int, int], int]] = {}
 
-    def fill(self, document: dict[str, Any]) -> None:
+    def fill(self, document: Status) -> None:
         """Write `documents` into rows and totals."""
         rows = document["vbuckets"]
         moved = sum(row["published_seqno"] for row in rows if self._position(row) != self._known(row["vbid"]))
@@ -60,19 +60,19 @@ class DocumentCounter:
         document["warnings"] += failures[:1]
         document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
 
-    def _position(self, row: dict[str, Any]) -> tuple[int, int]:
+    def _position(self, row: VbucketRow) -> tuple[int, int]:
         return row["branch"], row["published_seqno"]
 
     def _known(self, vbid: int) -> tuple[int, int] | None:
         return self._counted[vbid][0] if vbid in self._counted else None
 
 
-def current_status(data: Path) -> dict[str, Any]:
+def current_status(data: Path) -> Status:
     """Return the service's status completed from the store, or the store's alone."""
     answer = client.ask(data, GetStatus())
     if answer is None:
         return stored_status(data)
-    document: dict[str, Any] = answer["status"]
+    document: Status = answer["status"]
     known = {row["vbid"] for row in document["vbuckets"]}
     if document["vbuckets_held"] and len(known) < document["vbuckets_held"]:
         stored = stored_status(data)["vbuckets"]
@@ -83,7 +83,7 @@ def current_status(data: Path) -> dict[str, Any]:
     return document
 
 
-def ready_status(data: Path, timeout_s: float | None) -> dict[str, Any]:
+def ready_status(data: Path, timeout_s: float | None) -> Status:
     """Return the status once the mirror is ready, or the last one after `timeout_s`."""
     until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:

@@ -175,7 +175,7 @@ def totals(results: list[VbucketResult]) -> dict[str, Any]:
     return sums | {name: sum(getattr(result, name) for result in results) for name in COUNTED}
 
 
-def vbucket_object(result: VbucketResult) -> dict[str, Any]:
+def vbucket_object(result: VbucketResult) -> dict[str, object]:
     return {
         "vbid": result.vbid,
         "state": result.state,
@@ -190,7 +190,7 @@ def vbucket_object(result: VbucketResult) -> dict[str, Any]:
     }
 
 
-def difference_object(difference: Difference) -> dict[str, Any]:
+def difference_object(difference: Difference) -> dict[str, object]:
     collection_id, key = keys.split_key(difference.key)
     return {
         "kind": difference.verdict.value,
@@ -202,7 +202,7 @@ def difference_object(difference: Difference) -> dict[str, Any]:
     }
 
 
-def version_object(version: Fingerprint | None) -> dict[str, Any] | None:
+def version_object(version: Fingerprint | None) -> dict[str, object] | None:
     if version is None:
         return None
     fields = {name: getattr(version, name) for name in ("seqno", "rev_seqno", "cas", "deleted")}

@@ -13,10 +13,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from mirror.errors import ExitCode, MirrorError, SupervisionError
-from mirror.messages import ControlCommand, encode
+from mirror.messages import ControlCommand, Reply, encode
 
 SOCKET_NAME = "control.sock"
 TIMEOUT_S = 35.0
@@ -41,13 +40,13 @@ def socket_address(directory: Path) -> Iterator[str]:
 class ServiceSaidNo(MirrorError):
     """The service refused a command; carries its message and exit code."""
 
-    def __init__(self, answer: dict[str, Any]) -> None:
+    def __init__(self, answer: Reply) -> None:
         super().__init__(str(answer.get("error") or "the service refused"))
         self.exit_code = ExitCode(answer.get("exit_code") or ExitCode.FAILED)
         self.retryable = bool(answer.get("retryable"))
 
 
-def ask(directory: Path, command: ControlCommand) -> dict[str, Any] | None:
+def ask(directory: Path, command: ControlCommand) -> Reply | None:
     """Send a command to the service of `directory`. Returns None if no service runs."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(TIMEOUT_S)
@@ -74,7 +73,7 @@ def ask(directory: Path, command: ControlCommand) -> dict[str, Any] | None:
     return answer
 
 
-def _read_line(line: socket.socket) -> dict[str, Any]:
+def _read_line(line: socket.socket) -> Reply:
     chunks: list[bytes] = []
     length = 0
     while chunk := line.recv(1 << 20):

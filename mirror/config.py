@@ -26,6 +26,8 @@ MIB = 1024 * 1024
 PASSWORD_BYTES_MAX = 4096
 
 T = TypeVar("T")
+Values = dict[str, Any]
+"""Setting -> value of its own type, or a text that stands for it."""
 
 
 class Effect(StrEnum):
@@ -278,7 +280,7 @@ OF_SOURCE = (
 """Settings that say how to reach the source: commands take them from a running service. None of them is a secret."""
 
 
-def to_wire(settings: Settings) -> dict[str, Any]:
+def to_wire(settings: Settings) -> Values:
     """Return the settings as plain values, for another process."""
     values = {each.name: getattr(settings, each.name) for each in fields(Settings)}
     for name, value in values.items():

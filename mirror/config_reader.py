@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from mirror import config, units
-from mirror.config import PasswordSource, Settings, to_wire, vbucket_range
+from mirror.config import PasswordSource, Settings, Values, to_wire, vbucket_range
 from mirror.errors import ConfigError
 
 ENV_PREFIX = "DCP_MIRROR_"
@@ -90,11 +90,11 @@ class _Checks(BaseModel):
 
 
 _HINTS = get_type_hints(Settings, vars(config) | {"Field": Field}, include_extras=True)
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Values = {
     each.name: each.default if each.default_factory is MISSING else Field(default_factory=each.default_factory)
     for each in fields(Settings)
 }
-_FIELDS: dict[str, Any] = {name: (_HINTS[name], _DEFAULTS[name]) for name in NAMES}
+_FIELDS: Values = {name: (_HINTS[name], _DEFAULTS[name]) for name in NAMES}
 _CheckedSettings = create_model("_CheckedSettings", __base__=_Checks, **_FIELDS)
 
 
@@ -214,13 +214,13 @@ class LoadedSettings:
 
 def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = None) -> LoadedSettings:
     """Read the settings. Flags that are None count as not given. Raises ConfigError."""
-    layers: list[tuple[str, dict[str, Any]]] = [
+    layers: list[tuple[str, Values]] = [
         ("flag", {name: value for name, value in (flags or {}).items() if value is not None}),
         ("environment", _from_environment()),
     ]
     if config_file is not None:
         layers.append((f"file {config_file}", _from_file(config_file)))
-    merged: dict[str, Any] = {}
+    merged: Values = {}
     provenance = dict.fromkeys(NAMES, "default")
     for origin, values in layers:
         for name, value in values.items():
@@ -242,7 +242,7 @@ def load(flags: Mapping[str, Any] | None = None, *, config_file: Path | None = N
     return LoadedSettings(settings, provenance)
 
 
-def _from_environment() -> dict[str, Any]:
+def _from_environment() -> Values:
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in NOT_SETTINGS:
             setting = name[len(ENV_PREFIX) :].lower()
@@ -252,7 +252,7 @@ def _from_environment() -> dict[str, Any]:
     return {name: value for name, value in given.items() if value}
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path) -> Values:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)

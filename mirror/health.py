@@ -83,7 +83,7 @@ class Trouble:
             return "operations.md#the-disk-is-full"
         return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """The trouble in the shape of cli/JSON.md."""
         lags = [row["lag_s"] for row in self.rows]
         return {

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, TypedDict, cast, get_args, get_origin, get_type_hints
 
+from mirror.config import Values
 from mirror.errors import ConfigError, SupervisionError
 
 # commands: of clients to a service, and of a service to its workers and servers
@@ -130,7 +131,7 @@ class StartWorker:
     op: ClassVar[str] = "start-worker"
     slot: int
     groups: list[int]
-    settings: dict[str, Any]
+    settings: Values
     """As `config.to_wire` makes them."""
     leases: list[HoldPositions] = field(default_factory=list)
     """Granted before the worker began."""
@@ -152,7 +153,7 @@ class StartServer:
 
     op: ClassVar[str] = "start-server"
     slot: int
-    settings: dict[str, Any]
+    settings: Values
     kind: str
     revision: int
     """Revision of the map that a KV server gives its clients."""
@@ -210,7 +211,7 @@ class Answer:
 
     op: ClassVar[str] = "answer"
     id: int
-    value: dict[str, Any] | None = None
+    value: Reply | None = None
     error: str | None = None
 
 
@@ -235,6 +236,10 @@ Message = ControlCommand | ProcessCommand | PipeMessage
 # reports
 
 
+Rows = list[dict[str, Any]]
+"""Rows of a report. The process that makes them knows their keys."""
+
+
 class GroupFailure(TypedDict):
     group: int
     message: str
@@ -244,10 +249,9 @@ class GroupFailure(TypedDict):
 class ProcessReport(TypedDict, total=False):
     """The report of a worker or server."""
 
-    vbuckets: list[dict[str, Any]]
-    """A worker's; `supervise.status.reported_row` reads them."""
-    groups: list[dict[str, Any]]
-    nodes: list[dict[str, Any]]
+    vbuckets: Rows
+    groups: Rows
+    nodes: Rows
     counters: dict[str, int]
     """They only rise."""
     map: dict[str, int | None]
@@ -255,9 +259,9 @@ class ProcessReport(TypedDict, total=False):
     error: str | None
     selection: str
     warnings: list[str]
-    readers: list[dict[str, Any]]
+    readers: Rows
     failed_groups: list[GroupFailure]
-    request_seconds: dict[str, Any]
+    request_seconds: Mapping[str, object]
     connections: int
     """Of an HTTP server, like the next three."""
     streams: int
@@ -265,10 +269,84 @@ class ProcessReport(TypedDict, total=False):
     unsent_bytes: int
 
 
+# the status, in the shape of cli/JSON.md; unknown values are None
+
+
+class HistoryFields(TypedDict):
+    """The history of a vbucket, in a worker's report and in the status alike."""
+
+    persisted_seqno: int | None
+    held_snapshots: int | None
+    stale: bool | None
+    history_floor_seqno: int | None
+    history_floor_ms: int | None
+    boundaries: int | None
+    versions: int | None
+    row_bytes: int | None
+    key_bytes: int | None
+    local_purge_seqno: int | None
+    resync_count: int | None
+    last_resync_ms: int | None
+
+
+class VbucketRow(HistoryFields):
+    vbid: int
+    group: int
+    worker: int | None
+    report_age_s: float | None
+    state: str
+    detail: str | None
+    branch: int
+    vbuuid: str | None
+    published_seqno: int
+    staged_seqno: int
+    source_high_seqno: int | None
+    lag_seqnos: int | None
+    lag_s: float | None
+    documents: int | None
+    rollback_count: int
+    last_rollback_ms: int | None
+    last_rollback: tuple[int, int] | None
+    """From seqno, to seqno."""
+    resyncs_begun: int | None
+    resync_why: str | None
+    seqnos_per_s: float | None
+    requested_again_bytes: int | None
+    stalls: int | None
+    node: str | None
+    silent_ms: int | None
+    last_error: str | None
+
+
+class ProcessFigures(TypedDict):
+    cpu_percent: float | None
+    """Share of one core since the previous look."""
+    private_bytes: int | None
+    resident_bytes: int | None
+    """Includes shared pages, so also the part of the store that is in memory."""
+    threads: int | None
+    open_files: int | None
+
+
+class ShownEvent(TypedDict):
+    """An event; its own fields follow."""
+
+    number: int
+    time_ms: int
+    event: str
+    level: str
+    text: str
+
+
+Status = dict[str, Any]
+"""The whole document of a mirror."""
+Reply = dict[str, Any]
+"""The answer to a command, which names its keys."""
+
 # the wire
 
 
-def encode(message: Message) -> dict[str, Any]:
+def encode(message: Message) -> Reply:
     """Return the object that a message travels as."""
     values = {each.name: _encoded(getattr(message, each.name)) for each in fields(message)}
     return {"op": message.op} | values
@@ -327,7 +405,7 @@ def _decoded(hint: Any, value: Any, place: str) -> Any:
 
 
 @cache
-def _by_op(kinds: Any) -> dict[str, Any]:
+def _by_op(kinds: Any) -> Mapping[str, Any]:
     return {kind.op: kind for kind in get_args(kinds)}
 
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mirror.clock import Clock
 from mirror.errors import ConfigError
@@ -98,7 +98,7 @@ class Recorder:
     def _t(self) -> float:
         return round(self._clock.monotonic() - self._started, 6)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, ValueError) as error:

@@ -23,6 +23,7 @@ from mirror.messages import (
     Ping,
     ReleaseLease,
     ReloadSettings,
+    Reply,
     Resync,
     RollBack,
     StopService,
@@ -52,7 +53,7 @@ class Commands:
         self._reports = reports
         self._signalled = signalled
 
-    async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, message: Mapping[str, Any]) -> Reply:
         """Execute a command; returns the answer. Raises MirrorError."""
         command = control_command(message)
         match command:
@@ -80,7 +81,7 @@ class Commands:
             case _:
                 assert_never(command)
 
-    async def _ask_owner(self, command: RollBack | Resync) -> dict[str, Any]:
+    async def _ask_owner(self, command: RollBack | Resync) -> Reply:
         identity, vbid = self._context.identity, command.vbid
         if identity is None or vbid not in identity.vbids:
             raise ConfigError(f"there is no vbucket {vbid} here", hint="see `dcp-mirror state`")
@@ -89,7 +90,7 @@ class Commands:
             raise SupervisionError(f"no worker has vbucket {vbid} at this moment", hint="try again in a second")
         return await owner.request(command, OWNER_TIMEOUT_S)
 
-    async def _grant_lease(self, request: GrantLease) -> dict[str, Any]:
+    async def _grant_lease(self, request: GrantLease) -> Reply:
         """Grant or renew a lease at every worker that owns a part of it, or at none."""
         identity, book = self._context.identity, self._context.leases
         if identity is None or book is None:
@@ -112,7 +113,7 @@ class Commands:
         book.enter(record)  # a worker that died meanwhile gets a renewed one when it starts again
         return {"id": record.id, "until_ms": record.until_ms}
 
-    async def _release_lease(self, command: ReleaseLease) -> dict[str, Any]:
+    async def _release_lease(self, command: ReleaseLease) -> Reply:
         record = self._context.leases.remove(command.id) if self._context.leases is not None else None
         if record is not None:
             await self._release_at_workers(record)

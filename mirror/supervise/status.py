@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from mirror.health import assess_stored
 from mirror.ingest.selection import Selection
+from mirror.messages import HistoryFields, ProcessFigures, Status, VbucketRow
 from mirror.supervise.events.log import newest_events
 from storage.env import directory
 from storage.errors import StorageError
@@ -20,43 +21,25 @@ from storage.history.extent import History
 from storage.model import Identity, VbucketState
 from storage.read.view import View, open_view
 
-Row = dict[str, Any]
+HISTORY_FIELDS = tuple(HistoryFields.__annotations__)
 
 
-HISTORY_FIELDS = (
-    "persisted_seqno",
-    "held_snapshots",
-    "stale",
-    "history_floor_seqno",
-    "history_floor_ms",
-    "boundaries",
-    "versions",
-    "row_bytes",
-    "key_bytes",
-    "local_purge_seqno",
-    "resync_count",
-    "last_resync_ms",
-)
-"""Fields of a vbucket's history, the same in a worker's report and in the status."""
+def history_fields(state: VbucketState, history: History | None) -> dict[str, int | None]:
+    return {
+        "stale": state.staging_branch != state.branch and state.published_seqno > 0,
+        "history_floor_seqno": int(state.history_floor_seqno),
+        "history_floor_ms": history and history.floor_ms,
+        "boundaries": history and history.boundaries,
+        "versions": history and history.versions,
+        "row_bytes": history and history.row_bytes,
+        "key_bytes": history and history.key_bytes,
+        "local_purge_seqno": int(state.local_purge_seqno),
+        "resync_count": history and history.resync_count,
+        "last_resync_ms": history and history.last_resync_ms,
+    }
 
 
-def history_fields(state: VbucketState, history: History | None) -> Row:
-    known: Row = dict.fromkeys(HISTORY_FIELDS)
-    known["stale"] = state.staging_branch != state.branch and state.published_seqno > 0
-    known["history_floor_seqno"] = int(state.history_floor_seqno)
-    known["local_purge_seqno"] = int(state.local_purge_seqno)
-    if history is not None:
-        known["history_floor_ms"] = history.floor_ms
-        known["boundaries"] = history.boundaries
-        known["versions"] = history.versions
-        known["row_bytes"] = history.row_bytes
-        known["key_bytes"] = history.key_bytes
-        known["resync_count"] = history.resync_count
-        known["last_resync_ms"] = history.last_resync_ms
-    return known
-
-
-def bucket_fields(identity: Identity | None) -> dict[str, Any]:
+def bucket_fields(identity: Identity | None) -> dict[str, int | str | None]:
     """Fields of the bucket and of the part that is mirrored; None if unknown."""
     return {
         "bucket": identity.bucket_name if identity else None,
@@ -69,7 +52,7 @@ def bucket_fields(identity: Identity | None) -> dict[str, Any]:
     }
 
 
-def stored_row(state: VbucketState, group: int, history: History | None = None) -> Row:
+def stored_row(state: VbucketState, group: int, history: History | None = None) -> VbucketRow:
     known = {
         "vbid": state.vbid,
         "state": "stored",
@@ -83,43 +66,23 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
     return reported_row(history_fields(state, history) | known, group)
 
 
-def unreadable_row(vbid: int, group: int, error: str) -> Row:
+def unreadable_row(vbid: int, group: int, error: str) -> VbucketRow:
     return reported_row({"vbid": vbid, "state": "damaged", "detail": error}, group)
 
 
-def reported_row(report: Mapping[str, Any], group: int) -> Row:
+def reported_row(report: Mapping[str, Any], group: int) -> VbucketRow:
     """Return a worker's report of a vbucket in the shape of cli/JSON.md."""
-    high = report.get("source_high_seqno")
-    published = int(report.get("published_seqno") or 0)
     log = report.get("failover_log") or ()
     vbuuid = report.get("vbuuid") or (log[0][0] if log else None)
-    return {name: report.get(name) for name in HISTORY_FIELDS} | {
-        "vbid": int(report["vbid"]),
+    counts = ("branch", "published_seqno", "staged_seqno", "rollback_count")
+    row = {name: report.get(name) for name in VbucketRow.__annotations__}
+    row |= {name: report.get(name) or 0 for name in counts} | {
         "group": group,
-        "worker": None,
-        "report_age_s": None,
-        "state": str(report.get("state") or "starting"),
+        "state": report.get("state") or "starting",
         "detail": report.get("text") or report.get("detail") or None,
-        "branch": int(report.get("branch") or 0),
         "vbuuid": f"{vbuuid:012x}" if isinstance(vbuuid, int) and vbuuid else None,
-        "published_seqno": published,
-        "staged_seqno": int(report.get("staged_seqno") or 0),
-        "source_high_seqno": high,
-        "lag_seqnos": report.get("lag_seqnos"),
-        "lag_s": None,
-        "documents": report.get("documents"),
-        "rollback_count": int(report.get("rollback_count") or 0),
-        "last_rollback_ms": report.get("last_rollback_ms"),
-        "last_rollback": report.get("last_rollback"),
-        "resyncs_begun": report.get("resyncs_begun"),
-        "resync_why": report.get("resync_why"),
-        "seqnos_per_s": None,
-        "requested_again_bytes": report.get("requested_again_bytes"),
-        "stalls": report.get("stalls"),
-        "node": report.get("node"),
-        "silent_ms": report.get("silent_ms"),
-        "last_error": report.get("last_error"),
     }
+    return cast(VbucketRow, row)
 
 
 def summed_if_known(values: Sequence[int | float | None]) -> int | float | None:
@@ -133,7 +96,7 @@ def summed(values: Iterable[int | float | None]) -> int | float | None:
     return sum(known) if known else None
 
 
-def totals(rows: Sequence[Row]) -> dict[str, Any]:
+def totals(rows: Sequence[VbucketRow]) -> dict[str, Any]:
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1
@@ -146,7 +109,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
         "staged_seqnos": sum(row["staged_seqno"] for row in rows),
         "source_high_seqnos": summed_if_known([row["source_high_seqno"] for row in rows]),
         "lag_seqnos": summed_if_known([row["lag_seqnos"] for row in rows]),
-        "lag_s": max(lags) if lags and None not in lags else None,
+        "lag_s": max((lag for lag in lags if lag is not None), default=None) if None not in lags else None,
         "rollback_count": sum(row["rollback_count"] for row in rows),
         "last_rollback_ms": _newest(rows, "last_rollback_ms"),
         "resync_count": summed(row["resync_count"] for row in rows),
@@ -163,11 +126,11 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _newest(rows: Sequence[Row], name: str) -> int | None:
-    return max((row[name] for row in rows if row[name] is not None), default=None)
+def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_resync_ms"]) -> int | None:
+    return max((moment for row in rows if (moment := row[name]) is not None), default=None)
 
 
-def stored_status(data: Path) -> dict[str, Any]:
+def stored_status(data: Path) -> Status:
     identity = directory.load(str(data))
     with open_view(str(data)) as view:
         rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
@@ -188,7 +151,7 @@ def stored_status(data: Path) -> dict[str, Any]:
         **bucket_fields(identity),
         "sync": None,
         "warnings": [],
-        "supervisor": dict.fromkeys(("cpu_percent", "private_bytes", "resident_bytes", "threads", "open_files")),
+        "supervisor": dict.fromkeys(ProcessFigures.__annotations__),
         "workers": [],
         "servers": [],
         "listeners": {},
@@ -201,7 +164,7 @@ def stored_status(data: Path) -> dict[str, Any]:
     }
 
 
-def _row(view: View, vbid: int, group: int) -> Row:
+def _row(view: View, vbid: int, group: int) -> VbucketRow:
     try:
         return stored_row(view.state(vbid), group, view.history(vbid))
     except StorageError as error:

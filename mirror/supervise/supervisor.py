@@ -24,7 +24,7 @@ from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
-from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Turned, UseKvNodes
+from mirror.messages import Answer, Beat, ExitReport, NewClusterMap, Ready, Status, Turned, UseKvNodes
 from mirror.ownership import readers_gid
 from mirror.supervise.commands import Commands
 from mirror.supervise.context import ServiceContext
@@ -72,7 +72,7 @@ class Tick:
 
 Event = Signalled | TaskFinished | Tick | ChildMessage | ChildExited
 
-Progress = Callable[[dict[str, Any]], None]
+Progress = Callable[[Status], None]
 
 
 class Supervisor:
@@ -201,7 +201,7 @@ class Supervisor:
             if self._failure is None or workers:  # else the error alone says all
                 log.info("stopping", workers=workers)
 
-    def status_document(self) -> dict[str, Any]:
+    def status_document(self) -> Status:
         return self._reports.document()
 
     def _check_place(self, lock: ServiceLock) -> None:

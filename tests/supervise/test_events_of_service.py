@@ -46,7 +46,7 @@ async def test_what_happens_is_logged_shown_handed_on_and_kept(
         assert names(tmp_path / "data") == ["first-fill-done"]
         rolled_back |= {"rollback_count": 1, "last_rollback": [9, 5]}
         await eventually(lambda: len(list(read_events(tmp_path / "data"))) == 2)
-        [found] = read_events(tmp_path / "data", after=1)
+        [found] = ({**each} for each in read_events(tmp_path / "data", after=1))
         assert (found["number"], found["event"], found["vbuckets"], found["seqnos"]) == (2, "rollback", 8, 32)
         started[0].send_signal(9)
         await eventually(lambda: len(started) == 2)

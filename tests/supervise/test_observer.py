@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
@@ -19,7 +20,7 @@ from mirror.supervise.events.kinds import (
     VbucketsRolledBack,
 )
 from mirror.supervise.reports.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
-from mirror.supervise.status import Row, reported_row
+from mirror.supervise.status import reported_row
 
 VBUCKETS = 64
 
@@ -29,12 +30,12 @@ class Mirror:
 
     def __init__(self, **more: Any) -> None:
         self.observer = Observer()
-        self.rows: list[Row] = [self.row(vbid, **more) for vbid in range(VBUCKETS)]
+        self.rows: list[VbucketRow] = [self.row(vbid, **more) for vbid in range(VBUCKETS)]
         self.groups: list[dict[str, Any]] = []
         self.now_ms = 0
 
     @staticmethod
-    def row(vbid: int, **more: Any) -> Row:
+    def row(vbid: int, **more: Any) -> VbucketRow:
         common = {
             "vbid": vbid, "state": "streaming", "published_seqno": 5, "source_high_seqno": 5, "lag_seqnos": 0,
             "node": "db1:11210",
@@ -44,7 +45,7 @@ class Mirror:
 
     def change(self, vbids: range, **more: Any) -> None:
         for vbid in vbids:
-            self.rows[vbid] |= more
+            self.rows[vbid].update(cast(Any, more))
 
     def look(self, passed_ms: int = COLLECT_MS) -> list[Event]:
         self.now_ms += passed_ms

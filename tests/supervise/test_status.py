@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from mirror.messages import VbucketRow
 from mirror.supervise.reports.progress import TREND_REPORTS_MAX, CatchUp, Trend
-from mirror.supervise.status import Row, reported_row, stored_row, totals
+from mirror.supervise.status import reported_row, stored_row, totals
 from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
 
 
-def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> Row:
+def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> VbucketRow:
     report = {"vbid": vbid, "state": "streaming", "published_seqno": published, "source_high_seqno": high}
     report["lag_seqnos"] = None if high is None else high - published
     return reported_row(report | more, group=0)
@@ -64,12 +65,11 @@ def test_the_lag_in_total_is_not_known_while_that_of_one_vbucket_is_not() -> Non
 def test_lag_in_seconds_is_the_age_of_the_oldest_seqno_that_is_missing() -> None:
     trend = Trend()
 
-    def seconds(now_ms: int, published: int, high: int) -> float:
+    def seconds(now_ms: int, published: int, high: int) -> float | None:
         rows = [row(0, published, high)]
         trend.observe(rows, {}, now_ms)
         trend.fill(rows, now_ms)
-        lag: float = rows[0]["lag_s"]
-        return lag
+        return rows[0]["lag_s"]
 
     assert seconds(0, 5, 5) == 0.0
     assert seconds(1_000, 5, 8) == 0.0

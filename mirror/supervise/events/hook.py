@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
 
 from mirror.clock import Clock
 from mirror.errors import ConfigError
@@ -44,7 +44,7 @@ def words_of(command: str) -> list[str]:
 class Hook:
     def __init__(self, clock: Clock, command: str | None) -> None:
         self._clock = clock
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[Mapping[str, object]] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._failed = False
         self._dropped = False
@@ -58,7 +58,7 @@ class Hook:
     def idle(self) -> bool:
         return not self._running and not self._waiting
 
-    def put(self, event: dict[str, Any]) -> None:
+    def put(self, event: Mapping[str, object]) -> None:
         """Run the command for an event, now or after others have ended."""
         if self._words is None:
             return
@@ -82,7 +82,7 @@ class Hook:
             self._dropped = self._dropped and bool(self._waiting)
             self._start()
 
-    async def _run(self, words: list[str], event: dict[str, Any]) -> None:
+    async def _run(self, words: list[str], event: Mapping[str, object]) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         try:
             process = await asyncio.create_subprocess_exec(

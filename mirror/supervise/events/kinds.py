@@ -8,7 +8,9 @@ event, which counts them all and names the first; an event has no content of a d
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
+
+from mirror.messages import ShownEvent
 
 Level = Literal["info", "warning", "error"]
 
@@ -284,12 +286,12 @@ Event = (
 EVENTS: tuple[type[Any], ...] = get_args(Event)
 
 
-def fields_of(event: Event) -> dict[str, Any]:
+def fields_of(event: Event) -> dict[str, object]:
     """The fields of an event as plain values."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(event).items()}
 
 
-def to_json(event: Event, number: int, time_ms: int) -> dict[str, Any]:
+def to_json(event: Event, number: int, time_ms: int) -> ShownEvent:
     """Return an event in the shape of cli/JSON.md."""
     head = {"number": number, "time_ms": time_ms, "event": event.name, "level": event.level, "text": event.text}
-    return head | fields_of(event)
+    return cast(ShownEvent, head | fields_of(event))

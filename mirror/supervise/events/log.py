@@ -13,10 +13,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mirror.clock import Clock
 from mirror.log import get_logger
+from mirror.messages import ShownEvent
 from mirror.supervise.events.kinds import Event, fields_of, to_json
 
 EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
@@ -29,7 +29,7 @@ log = get_logger("events")
 
 
 class EventLog:
-    def __init__(self, clock: Clock, data: Path, forward: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, clock: Clock, data: Path, forward: Callable[[ShownEvent], None]) -> None:
         """`forward` gets each new event in the shape of cli/JSON.md."""
         self._clock = clock
         self._data = data
@@ -61,19 +61,19 @@ class EventLog:
         if size + len(line) > FILE_BYTES_MAX:
             path.replace(self._data / OLDER_EVENTS_FILE)
 
-    def newest(self) -> list[dict[str, Any]]:
+    def newest(self) -> list[ShownEvent]:
         return list(reversed(self._kept))
 
 
-def newest_events(data: Path) -> list[dict[str, Any]]:
+def newest_events(data: Path) -> list[ShownEvent]:
     """Return the newest stored events, newest first; empty if the files cannot be read."""
-    kept: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+    kept: deque[ShownEvent] = deque(maxlen=EVENTS_KEPT)
     with contextlib.suppress(OSError):
         kept.extend(read_events(data))
     return list(reversed(kept))
 
 
-def read_events(data: Path, after: int = 0) -> Iterator[dict[str, Any]]:
+def read_events(data: Path, after: int = 0) -> Iterator[ShownEvent]:
     """Yield the stored events of a mirror with a number above `after`, oldest first. Raises OSError."""
     for name in (OLDER_EVENTS_FILE, EVENTS_FILE):
         try:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
-from mirror.config import EFFECTS, Effect, Settings
+from mirror.config import EFFECTS, Effect, Settings, Values
 from mirror.errors import ConfigError
 from mirror.messages import StartServer
 from mirror.serve.access.admission import raise_descriptor_limit
@@ -120,7 +119,7 @@ class Listeners:
         held = self._held.get(kind_of(slot) or "", {})
         return [each.inherited for each in held.values() if each.inherited is not None]
 
-    def start_message(self, slot: int, settings: dict[str, Any]) -> StartServer:
+    def start_message(self, slot: int, settings: Values) -> StartServer:
         kind = kind_of(slot) or ""
         return StartServer(
             slot=slot,

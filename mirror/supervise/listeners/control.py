@@ -18,6 +18,7 @@ from typing import Any
 
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import MirrorError, SupervisionError
+from mirror.messages import Reply
 
 REQUEST_LENGTH_MAX = 1024 * 1024
 """A command is a name and a few numbers."""
@@ -29,7 +30,7 @@ SEND_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 """Limit for a whole request, counted from the connection or the answer before it."""
 
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Handler = Callable[[dict[str, Any]], Awaitable[Reply]]
 
 
 class ControlServer:
@@ -97,7 +98,7 @@ class ControlServer:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return await reader.readline()
 
-    async def _answer(self, line: bytes) -> dict[str, Any]:
+    async def _answer(self, line: bytes) -> Reply:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):

@@ -15,10 +15,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mirror.errors import SupervisionError
-from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Request
+from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Reply, Request
 from mirror.supervise.processes.channel import Channel
 from mirror.supervise.processes.figures import Gauge
 from mirror.supervise.processes.plan import Heartbeat, ProcessPhase, WorkerFacts
@@ -80,7 +79,7 @@ class Child:
         """The group that it works in; None for a server."""
         self._process = process
         self._channel = channel
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[Reply]] = {}
         self._request_count = 0
         self._watch: asyncio.Task[None] | None = None
 
@@ -106,13 +105,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
-    async def request(self, command: ProcessCommand, timeout_s: float) -> dict[str, Any]:
+    async def request(self, command: ProcessCommand, timeout_s: float) -> Reply:
         """Return the answer to a command. Raises WorkerRefused; SupervisionError if the process dies or hangs."""
         if self._channel.waiting_bytes > WAITING_BYTES_MAX:
             raise SupervisionError(f"worker {self.slot} takes no commands")
         self._request_count += 1
         number = self._request_count
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         self.send(Request(number, command))
         try:

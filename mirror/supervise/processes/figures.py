@@ -7,21 +7,13 @@ pages of the mapped store, which the kernel gives back whenever it likes. A proc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from mirror.messages import ProcessFigures
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    cpu_percent: float
-    """Share of one core since the previous look."""
-    private_bytes: int | None
-    resident_bytes: int
-    """Includes shared pages, so also the part of the store that is in memory."""
-    thread_count: int
-    open_files_count: int
+UNKNOWN = ProcessFigures(cpu_percent=None, private_bytes=None, resident_bytes=None, threads=None, open_files=None)
 
 
 class Gauge:
@@ -34,20 +26,21 @@ class Gauge:
         except psutil.Error:
             self._process = None
 
-    def read(self) -> Figures | None:
+    def read(self) -> ProcessFigures:
+        """Return the figures of now, or `UNKNOWN`."""
         if self._process is None:
-            return None
+            return UNKNOWN
         try:
             with self._process.oneshot():
-                return Figures(
+                return ProcessFigures(
                     cpu_percent=round(self._process.cpu_percent(), 1),
                     private_bytes=private_bytes(self._pid),
                     resident_bytes=self._process.memory_info().rss,
-                    thread_count=self._process.num_threads(),
-                    open_files_count=self._process.num_fds(),
+                    threads=self._process.num_threads(),
+                    open_files=self._process.num_fds(),
                 )
         except (psutil.Error, OSError):  # no descriptor may be left to look with
-            return None
+            return UNKNOWN
 
 
 def private_bytes(pid: int) -> int | None:

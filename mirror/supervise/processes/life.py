@@ -13,7 +13,7 @@ import ctypes
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from mirror.errors import MirrorError
@@ -28,6 +28,7 @@ from mirror.messages import (
     ProcessCommand,
     ProcessReport,
     Ready,
+    Reply,
     Request,
     StartMessage,
     StartServer,
@@ -56,14 +57,14 @@ class Work(Protocol):
         """Report `vbuckets` (rows) and `counters` (numbers that only rise)."""
         ...
 
-    async def request(self, command: ProcessCommand) -> dict[str, Any]: ...
+    async def request(self, command: ProcessCommand) -> Reply: ...
 
 
 @runtime_checkable
 class FollowsMaps(Protocol):
     """Work that streams from the source."""
 
-    def follow_map(self, found: dict[str, Any]) -> None:
+    def follow_map(self, found: Mapping[str, Any]) -> None:
         """Follow a recorded map, as `ClusterMap.to_wire` writes it."""
         ...
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import structlog
+from mirror.log import get_logger
+from mirror.messages import Rows
 
 SHOWN_S = 5.0
 """Shorter transactions are not shown."""
 
-log = structlog.get_logger("worker")
+log = get_logger("worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class PinnedPages:
                 self._warned.add(key)
                 log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """Readers in long transactions, as `status` shows them."""
         now_s = self._now_s()
         return [

@@ -11,13 +11,12 @@ import asyncio
 import gc
 import socket
 import sys
-from typing import Any
 
 from mirror.clock import SystemClock
 from mirror.config import Settings, from_wire
 from mirror.errors import ConfigError
 from mirror.log import get_logger, set_up_logs
-from mirror.messages import NoteContact, ProcessCommand, ProcessReport, StartMessage, StartServer, UseKvNodes
+from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer, UseKvNodes
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
 from mirror.serve.contact import SourceContact
@@ -80,7 +79,7 @@ class KvServing:
         latencies = self._server.counters.latencies.figures()
         return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 
-    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+    async def request(self, command: ProcessCommand) -> Reply:
         if not isinstance(command, UseKvNodes):
             raise ConfigError(f"a KV process knows no command {command.op!r}")
         self._server.change_map(self._map(command.kv_nodes, command.revision))
@@ -106,7 +105,7 @@ class DcpServing(KvServing):
         assert isinstance(self._server, DcpServer)
         self._contact = self._server.contact = SourceContact(self._bucket.view.vbids, SystemClock())
 
-    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+    async def request(self, command: ProcessCommand) -> Reply:
         if not isinstance(command, NoteContact):
             return await super().request(command)
         self._contact.note({each[0]: each[1] for each in command.lost})

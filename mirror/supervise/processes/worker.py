@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mirror.clock import SystemClock
@@ -30,6 +30,7 @@ from mirror.messages import (
     ProcessCommand,
     ProcessReport,
     ReleaseLease,
+    Reply,
     Resync,
     RollBack,
     StartMessage,
@@ -134,7 +135,7 @@ class MirrorWork:
         ]
         return report
 
-    async def request(self, command: ProcessCommand) -> dict[str, Any]:
+    async def request(self, command: ProcessCommand) -> Reply:
         match command:
             case HoldPositions():
                 self._hold(command)
@@ -147,7 +148,7 @@ class MirrorWork:
                 raise ConfigError(f"a worker knows no command {command.op!r}")
         return {}
 
-    def follow_map(self, found: dict[str, Any]) -> None:
+    def follow_map(self, found: Mapping[str, Any]) -> None:
         self._consumer.follow(ClusterMap.from_wire(found))
 
     def _hold(self, command: HoldPositions) -> None:

@@ -15,18 +15,18 @@ from typing import Any, cast
 from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
-from mirror.messages import GetStatus, NoteContact, ProcessReport
+from mirror.messages import GetStatus, NoteContact, ProcessReport, Status, VbucketRow
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
 from mirror.supervise.processes.child import Child
-from mirror.supervise.processes.figures import Gauge
+from mirror.supervise.processes.figures import UNKNOWN, Gauge
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes, ProcessSlot
 from mirror.supervise.reports.observer import Observer
 from mirror.supervise.reports.progress import CatchUp, Trend
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.status import Row, bucket_fields, reported_row, totals
+from mirror.supervise.status import bucket_fields, reported_row, totals
 
 REPORT_INTERVAL_S = 1.0
 """Shortest interval between full reports."""
@@ -72,7 +72,7 @@ class Reports:
         self._stop = stop
         self._until_caught_up = until_caught_up
         self._catch_up: CatchUp | None = None
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, VbucketRow] = {}
         self._pending: set[asyncio.Task[None]] = set()
         """Unanswered requests to processes."""
         self._turned = asyncio.Event()
@@ -128,7 +128,7 @@ class Reports:
 
     # collecting
 
-    async def run(self, progress: Callable[[dict[str, Any]], None] | None) -> None:
+    async def run(self, progress: Callable[[Status], None] | None) -> None:
         """Collect reports until cancelled; `progress` gets each new status."""
         requested_s = float("-inf")
         while True:
@@ -215,12 +215,12 @@ class Reports:
             row = reported_row(report, report["vbid"] % identity.group_count)
             self._rows[row["vbid"]] = row
 
-    def _sorted_rows(self) -> list[Row]:
+    def _sorted_rows(self) -> list[VbucketRow]:
         return sorted(self._rows.values(), key=lambda row: row["vbid"])
 
     # judging
 
-    def _judge(self, rows: list[Row], groups: Sequence[Mapping[str, Any]]) -> None:
+    def _judge(self, rows: list[VbucketRow], groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the state, and end a service that runs until it has caught up."""
         if self._context.stopping:
             return
@@ -244,7 +244,7 @@ class Reports:
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)
 
-    def _judge_catch_up(self, catch_up: CatchUp, rows: list[Row]) -> None:
+    def _judge_catch_up(self, catch_up: CatchUp, rows: list[VbucketRow]) -> None:
         failed = [group for child in self._processes.alive() for group in child.status.get("failed_groups") or ()]
         if failed:
             self._stop(ReportedFailure(failed[0]["message"], failed[0]["exit_code"]))
@@ -278,7 +278,7 @@ class Reports:
 
     # showing
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Status:
         """The status in the shape of cli/JSON.md."""
         context, clock = self._context, self._context.clock
         rows = self._sorted_rows()
@@ -301,7 +301,7 @@ class Reports:
             **bucket_fields(context.identity),
             "sync": context.settings.sync,
             "warnings": self._warnings(),
-            "supervisor": _figures(self._gauge),
+            "supervisor": self._gauge.read(),
             "workers": [self._process_row(number, slot) for number, slot in slots if kind_of(number) is None],
             "servers": [
                 {"kind": kind_of(number)} | self._process_row(number, slot)
@@ -329,7 +329,7 @@ class Reports:
         found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
         return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
 
-    def _process_row(self, number: int, slot: ProcessSlot) -> dict[str, Any]:
+    def _process_row(self, number: int, slot: ProcessSlot) -> dict[str, object]:
         child, now_ms = slot.child, self._context.now_ms()
         return {
             "slot": number,
@@ -344,20 +344,9 @@ class Reports:
             "last_error": slot.last_error,
             "counters": dict(child.status.get("counters") or {}) if child else {},
             "request_seconds": child.status.get("request_seconds") if child else None,
-            **_figures(child.gauge if child else None),
+            **(child.gauge.read() if child else UNKNOWN),
         }
 
 
-def _forget_lag(row: Row) -> None:
+def _forget_lag(row: VbucketRow) -> None:
     row["source_high_seqno"] = row["lag_seqnos"] = row["lag_s"] = None
-
-
-def _figures(gauge: Gauge | None) -> dict[str, Any]:
-    figures = gauge.read() if gauge is not None else None
-    return {
-        "cpu_percent": figures.cpu_percent if figures else None,
-        "private_bytes": figures.private_bytes if figures else None,
-        "resident_bytes": figures.resident_bytes if figures else None,
-        "threads": figures.thread_count if figures else None,
-        "open_files": figures.open_files_count if figures else None,
-    }

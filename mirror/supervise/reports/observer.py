@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
@@ -26,7 +27,6 @@ from mirror.supervise.events.kinds import (
     SourceUnreachable,
     VbucketsRolledBack,
 )
-from mirror.supervise.status import Row
 
 VBIDS_NAMED = 10
 """Vbuckets that an event names; it counts the others."""
@@ -71,7 +71,7 @@ class Observer:
         """Report the first fill of a new mirror, however short."""
         self._filling = True
 
-    def forget(self, groups: Iterable[int], rows: Iterable[Row]) -> None:
+    def forget(self, groups: Iterable[int], rows: Iterable[VbucketRow]) -> None:
         """Forget the counters and contacts of a worker that ended: the next one begins at 0."""
         gone = set(groups)
         for row in rows:
@@ -89,7 +89,7 @@ class Observer:
         return [SourceReached(after_s=(now_ms - since_ms) / 1000)] if since_ms is not None else []
 
     def observe(
-        self, rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
+        self, rows: Sequence[VbucketRow], groups: Sequence[Mapping[str, Any]], held_count: int | None, now_ms: int
     ) -> list[Event]:
         """Compare the rows of all vbuckets and the workers' reports of groups. Returns the due events."""
         for row in rows:
@@ -103,7 +103,7 @@ class Observer:
             del self._news[kind]
         return [_event(kind, news) for kind, news in found.items()]
 
-    def _look_at(self, row: Row, now_ms: int) -> None:
+    def _look_at(self, row: VbucketRow, now_ms: int) -> None:
         vbid = row["vbid"]
         begun = row["resyncs_begun"]
         known = self._known.get(vbid)
@@ -113,7 +113,7 @@ class Observer:
         if row["state"] == "starting":
             return  # its worker has not reported it
         if row["rollback_count"] > known.rollback_count:
-            self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(tuple(row["last_rollback"] or (0, 0)))
+            self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(row["last_rollback"] or (0, 0))
         if begun is not None and begun > (known.resyncs_begun or 0):
             self._add(ResyncBegun, vbid, now_ms, row["resync_why"] or "")
         if (row["resync_count"] or 0) > known.resync_count:
@@ -126,7 +126,7 @@ class Observer:
         if not damaged:
             self._look_at_contact(row, known, now_ms)
 
-    def _look_at_contact(self, row: Row, known: _Known, now_ms: int) -> None:
+    def _look_at_contact(self, row: VbucketRow, known: _Known, now_ms: int) -> None:
         if row["node"] is not None:
             if known.lost_since_ms is not None:
                 news = self._add(SourceBack, row["vbid"], now_ms)
@@ -147,7 +147,7 @@ class Observer:
         news.why = news.why or why
         return news
 
-    def _fill(self, rows: Sequence[Row], held_count: int | None) -> list[Event]:
+    def _fill(self, rows: Sequence[VbucketRow], held_count: int | None) -> list[Event]:
         if self._filling is False or not held_count or len(rows) < held_count:
             return []
         if any(row["state"] in ("starting", "damaged") for row in rows):

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
-from mirror.supervise.status import Row
+from mirror.messages import VbucketRow
 
 TREND_WINDOW_MS = 5_000
 """Rates cover this much time: short enough to follow a change, long enough not to flicker."""
@@ -25,7 +24,7 @@ class Trend:
         self._contact_ms: dict[int, int] = {}
         """Vbucket -> time when its node last sent something while the source's seqno was known."""
 
-    def observe(self, rows: Sequence[Row], counters: Mapping[str, int], now_ms: int) -> None:
+    def observe(self, rows: Sequence[VbucketRow], counters: Mapping[str, int], now_ms: int) -> None:
         """Add a report: rows of now, and counters that only rise while the workers live."""
         positions = {row["vbid"]: row["published_seqno"] for row in rows}
         self._reports.append((now_ms, positions, dict(counters)))
@@ -34,7 +33,7 @@ class Trend:
         for row in rows:
             self._observe_lag(row, now_ms)
 
-    def _observe_lag(self, row: Row, now_ms: int) -> None:
+    def _observe_lag(self, row: VbucketRow, now_ms: int) -> None:
         high = row["source_high_seqno"]
         waits = self._behind_since_ms.setdefault(row["vbid"], deque(maxlen=TREND_REPORTS_MAX))
         while waits and waits[0][1] <= row["published_seqno"]:
@@ -49,7 +48,7 @@ class Trend:
                 waits.pop()  # the oldest says how long; of the newer ones the last to come stands for the rest
             waits.append((now_ms, high))
 
-    def fill(self, rows: Sequence[Row], now_ms: int) -> None:
+    def fill(self, rows: Sequence[VbucketRow], now_ms: int) -> None:
         """Write rates and the lag in seconds into the rows. Without contact the lag counts from the last contact."""
         for row in rows:
             waits = self._behind_since_ms.get(row["vbid"])
@@ -109,7 +108,7 @@ class CatchUp:
         """Time and share done when all marks were known."""
         self._now_ms = 0
 
-    def observe(self, rows: Sequence[Row], now_ms: int = 0) -> None:
+    def observe(self, rows: Sequence[VbucketRow], now_ms: int = 0) -> None:
         self._now_ms = now_ms
         for row in rows:
             vbid = row["vbid"]
@@ -134,7 +133,7 @@ class CatchUp:
     def done(self) -> bool:
         return self.vbuckets_done == self._vbucket_count
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, float | None]:
         return {
             "vbuckets": self._vbucket_count,
             "vbuckets_done": self.vbuckets_done,
