@@ -30,7 +30,7 @@ STDOUT = "-"
 
 def backup(
     to: Annotated[
-        str, options.optional("--to", metavar="DIR", help="An empty or new directory; -: a tar on stdout, streamed.")
+        str, options.optional("--to", metavar="DIR", help="Empty or new directory; -: stream a tar to stdout.")
     ],
     data: options.DataOption = None,
     as_of: options.AsOfTimeOption = None,
@@ -125,7 +125,7 @@ def restore(
     check: Annotated[
         bool,
         typer.Option(
-            "--check/--no-check", help="Compare every row with its checksum: refuses a mirror that was damaged already."
+            "--check/--no-check", help="Compare every row with its checksum, and refuse a damaged mirror."
         ),
     ] = True,
     config: options.ConfigOption = None,

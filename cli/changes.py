@@ -57,7 +57,7 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
         return every, {each: token for each, token in load_cursor(Path(since[0])).items() if each in every}
     tokens = tokens_from(since)
     if vbid is not None and any(token != vbid for token in tokens):
-        raise ConfigError("a token of another vbucket than --vbid", hint="give tokens of that vbucket only")
+        raise ConfigError("a token belongs to another vbucket than --vbid", hint="give tokens of that vbucket only")
     return (every if vbid is not None or file is not None or not tokens else sorted(tokens)), tokens
 
 
@@ -163,8 +163,7 @@ def changes(
         options.optional(
             "--since",
             metavar="now|FILE|TOKEN",
-            help="Only what came after: now, the positions in a cursor file, or this token, in its vbucket; tokens may "
-            "be repeated.",
+            help="Begin after now, the positions of a cursor file, or a token; can be repeated for tokens.",
         ),
     ] = None,
     file: Annotated[
@@ -172,12 +171,11 @@ def changes(
         options.optional(
             "--cursor",
             metavar="FILE",
-            help="Go on after the positions in this file and keep it up to date; where it is missing, begin as --since "
-            "says and make it.",
+            help="Resume from this file and keep it up to date; if missing, begin as --since says.",
         ),
     ] = None,
     collection: options.CollectionOption = None,
-    limit: Annotated[int | None, options.optional("--limit", "-n", min=1, help="End after so many events.")] = None,
+    limit: Annotated[int | None, options.optional("--limit", "-n", min=1, help="End after this many events.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until Ctrl-C.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
@@ -229,7 +227,7 @@ def load_cursor(path: Path) -> dict[int, Token]:
         raise ConfigError(f"{path}: {error.strerror}", hint="give a file that `--cursor` or `export` wrote") from None
     except ValueError as error:
         raise ConfigError(
-            f"{path} is no cursor file: {error}", hint="give one that `--cursor` or `export` wrote"
+            f"{path} is not a cursor file: {error}", hint="give one that `--cursor` or `export` wrote"
         ) from None
     return {int(token.vbid): token for token in tokens}
 

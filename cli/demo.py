@@ -215,7 +215,7 @@ class Story:
 def demo(
     data: options.DataOption = None,
     seconds: Annotated[
-        float | None, options.optional("--seconds", min=1, help="End by itself, with a summary.")
+        float | None, options.optional("--seconds", min=1, help="End after this time, with a summary.")
     ] = None,
     documents: Annotated[int, typer.Option("--documents", min=1, help="Documents at the start.")] = 50_000,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second.")] = 1_000.0,

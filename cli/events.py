@@ -26,7 +26,7 @@ def events(
     since: Annotated[
         str | None,
         options.optional(
-            "--since", metavar="TIME|AGE", help="Only later ones: an ISO 8601 time, or an age such as 2h."
+            "--since", metavar="TIME|AGE", help="Only events after this ISO 8601 time, or this age, such as 2h."
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events until Ctrl-C.")] = False,

@@ -45,12 +45,10 @@ def export(
     vbid: options.VbidOption = None,
     collection: options.CollectionOption = None,
     as_of: options.AsOfTimeOption = None,
-    xattrs: Annotated[bool, typer.Option("--xattrs", help="Extended attributes too, as `xattrs`.")] = False,
+    xattrs: Annotated[bool, typer.Option("--xattrs", help="Include extended attributes as `xattrs`.")] = False,
     file: Annotated[
         Path | None,
-        options.optional(
-            "--cursor", metavar="FILE", help="Write the positions that were exported, for `changes --since FILE`."
-        ),
+        options.optional("--cursor", metavar="FILE", help="Write the exported positions, for `changes --since FILE`."),
     ] = None,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,

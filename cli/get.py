@@ -77,7 +77,7 @@ def get(
     data: options.DataOption = None,
     collection: options.CollectionOption = None,
     as_of: options.AsOfOption = None,
-    meta: Annotated[bool, typer.Option("--meta", help="Print what is known of it instead of its value.")] = False,
+    meta: Annotated[bool, typer.Option("--meta", help="Print its metadata instead of its value.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -105,18 +105,18 @@ def get(
 def scan(
     data: options.DataOption = None,
     vbid: options.VbidOption = None,
-    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only keys that begin so.")] = "",
+    prefix: Annotated[str, typer.Option("--prefix", "-p", help="Only keys with this prefix.")] = "",
     collection: options.CollectionOption = None,
-    limit: Annotated[int | None, options.optional("--limit", "-n", min=0, help="At most so many.")] = None,
+    limit: Annotated[int | None, options.optional("--limit", "-n", min=0, help="Print at most this many.")] = None,
     as_of: options.AsOfOption = None,
-    deletions: Annotated[bool, typer.Option("--deletions", help="Tombstones and expired documents too.")] = False,
+    deletions: Annotated[bool, typer.Option("--deletions", help="Include tombstones and expired documents.")] = False,
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Print documents: vbid, seqno, key and value, or with --json one object a line."""
     moment = as_of_from(as_of)
     if isinstance(moment, int) and vbid is None:
-        raise ConfigError("a seqno means something in one vbucket only", hint="give --vbid, or a time to --as-of")
+        raise ConfigError("a seqno belongs to one vbucket", hint="give --vbid, or a time to --as-of")
     with open_view(str(options.data_directory(data, config))) as view:
         if moment is not None:
             for each in view.vbids if vbid is None else (vbid,):

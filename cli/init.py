@@ -48,11 +48,11 @@ def init(
     tls_ca_file: options.TlsCaOption = None,
     systemd: Annotated[
         str | None,
-        options.optional("--systemd", metavar="NAME", help="Write what the unit dcp-mirror@NAME needs instead."),
+        options.optional("--systemd", metavar="NAME", help="Write the files of the unit dcp-mirror@NAME instead."),
     ] = None,
-    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="Where --systemd sees /.")] = Path("/"),
+    root: Annotated[Path, typer.Option("--root", metavar="DIR", help="Root directory for --systemd.")] = Path("/"),
     check: Annotated[bool, typer.Option("--check/--no-check", help="Try the source first.")] = True,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Try a source, write a commented settings file, and print the next commands. Asks for missing values.
 
@@ -109,7 +109,7 @@ def prompt_for(question: str, option: str, judge: Callable[[str], object], defau
 def check_directory(text: str) -> None:
     """Raise ConfigError if this cannot be a data directory."""
     if Path(text).exists() and not Path(text).is_dir():
-        raise ConfigError(f"{text} is no directory", hint="name a new one, or that of a mirror")
+        raise ConfigError(f"{text} is not a directory", hint="name a new one, or that of a mirror")
 
 
 def password_for(settings: Settings, bucket: str) -> str | None:
@@ -195,7 +195,7 @@ def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
     try:
         for path, (text, _) in files.items():
             if path.exists() and not force and path.read_text() != text:
-                raise ConfigError(f"{path} is there already", hint="give --force to overwrite it, or another --to")
+                raise ConfigError(f"{path} exists", hint="give --force to overwrite it, or another --to")
         for path, (text, mode) in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(path.name + ".new")

@@ -40,7 +40,7 @@ SetOption = Annotated[
     optional(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other setting, by the name that `config show` prints.",
+        help="Any other setting; `config show` lists the names.",
         autocompletion=lambda: [f"{name}=" for name in NAMES],
     ),
 ]

@@ -27,14 +27,12 @@ PLAIN_INTERVAL_S = 5.0
 
 def record(
     source: options.SourceOption = None,
-    to: Annotated[
-        Path | None, options.optional("--to", metavar="FILE", help="The file to make; it must not exist.")
-    ] = None,
+    to: Annotated[Path | None, options.optional("--to", metavar="FILE", help="New file.")] = None,
     seconds: Annotated[
-        float | None, options.optional("--seconds", min=0.1, help="Follow for so long. [default: until caught up]")
+        float | None, options.optional("--seconds", min=0.1, help="Record for this long. [default: until caught up]")
     ] = None,
     bytes_max: Annotated[
-        int | None, options.optional("--bytes", min=1, help="End after so many bytes of frames.")
+        int | None, options.optional("--bytes", min=1, help="End after this many bytes of frames.")
     ] = None,
     vbid: options.VbidsOption = None,
     config: options.ConfigOption = None,

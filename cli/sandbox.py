@@ -54,9 +54,11 @@ def sandbox(
     bucket: Annotated[str, typer.Option("--bucket", help="The bucket's name.")] = "demo",
     bucket_uuid: Annotated[
         str | None,
-        typer.Option("--bucket-uuid", metavar="HEX", help="Its uuid; else made of port and name.", show_default=False),
+        typer.Option(
+            "--bucket-uuid", metavar="HEX", help="Its uuid; default: made of port and name.", show_default=False
+        ),
     ] = None,
-    load: Annotated[int, typer.Option("--load", min=0, help="Documents that are there from the start.")] = 0,
+    load: Annotated[int, typer.Option("--load", min=0, help="Documents at the start.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
     keys: Annotated[int, typer.Option("--keys", min=1, help="Keys that the writes are spread over.")] = 100_000,
     overwrite_share: Annotated[
@@ -65,10 +67,10 @@ def sandbox(
     delete_share: Annotated[float, typer.Option("--delete-share", min=0, max=1, help="Share of deletions.")] = 0.05,
     value_bytes: Annotated[int, typer.Option("--value-bytes", min=1, help="Mean size of a value.")] = 300,
     replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed writes the same.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Equal seeds write the same.")] = 0,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     profile: Annotated[
-        str, typer.Option("--profile", help=f"The server's release that it is like: {', '.join(PROFILES)}.")
+        str, typer.Option("--profile", help=f"Server release to imitate: {', '.join(PROFILES)}.")
     ] = DEFAULT_PROFILE,
     history: Annotated[
         bool, typer.Option("--history", help="Keep every version, for change streams (as Magma does).")
@@ -86,15 +88,15 @@ def sandbox(
     tls_only: Annotated[bool, typer.Option("--tls-only", help="Do not listen without TLS.")] = False,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="Who signs users' certificates.", show_default=False),
+        typer.Option("--tls-client-ca", metavar="FILE", help="CA of the users' certificates.", show_default=False),
     ] = None,
     tls_need_client_cert: Annotated[
-        bool, typer.Option("--tls-need-client-cert", help="Users without a certificate are hung up on.")
+        bool, typer.Option("--tls-need-client-cert", help="Disconnect users without a certificate.")
     ] = False,
     tls_minimum: Annotated[str, typer.Option("--tls-minimum", metavar="1.2|1.3", help="Oldest TLS version.")] = "1.2",
     advertise: Annotated[
         str | None,
-        typer.Option("--advertise", metavar="HOST", help="What nodes are called in the map.", show_default=False),
+        typer.Option("--advertise", metavar="HOST", help="Host name of the nodes in the map.", show_default=False),
     ] = None,
     external: Annotated[
         str | None,

@@ -51,7 +51,7 @@ ASSETS = {"alerts.yml": "dcp-mirror-alerts.yml", "dashboard.json": "dcp-mirror-d
 
 
 def assets(
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory for the files; made where it is missing.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory for the files, created if missing.")],
 ) -> None:
     """Write Prometheus alert rules and a Grafana dashboard for this version's metrics."""
     try:
@@ -59,9 +59,7 @@ def assets(
         texts = {to / name: (files("mirror.serve") / "assets" / own).read_text() for own, name in ASSETS.items()}
         for path, text in texts.items():
             if path.exists() and path.read_text() != text:
-                raise ConfigError(
-                    f"{path} is there already, with other content", hint="move it away, or name another directory"
-                )
+                raise ConfigError(f"{path} exists with other content", hint="move it away, or name another directory")
         for path, text in texts.items():
             path.write_text(text)
             typer.echo(path)

@@ -102,11 +102,11 @@ def status(
     every: Annotated[bool, typer.Option("--all", "-a", help="Show every vbucket, not only the worst.")] = False,
     count: Annotated[bool, typer.Option("--count", help="Count the documents, however many there are.")] = False,
     ready: Annotated[
-        bool, typer.Option("--ready", help="End with 1 where the mirror is not ready, as /readyz answers 503.")
+        bool, typer.Option("--ready", help="Exit code 1 if the mirror is not ready (/readyz answers 503).")
     ] = False,
     wait_ready: Annotated[bool, typer.Option("--wait-ready", help="Wait until the mirror is ready.")] = False,
     timeout: Annotated[
-        float | None, options.optional("--timeout", min=0, help="Seconds to wait; then end with 1.")
+        float | None, options.optional("--timeout", min=0, help="Seconds to wait; then exit code 1.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live, as `top` does.")] = False,
     as_json: options.JsonOption = False,

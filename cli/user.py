@@ -37,7 +37,7 @@ def add(
     file: FileOption,
     read: Annotated[
         list[str] | None,
-        typer.Option("--read", metavar="PATTERN", help="*, scope.* or scope.collection; several times for several."),
+        typer.Option("--read", metavar="PATTERN", help="*, scope.* or scope.collection; can be repeated."),
     ] = None,
 ) -> None:
     """Add a user, or change a password. The password is typed in or read from stdin."""

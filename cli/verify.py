@@ -59,9 +59,9 @@ def verify(
         bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, next to their old copies.")
     ] = False,
     vbid: options.VbidsOption = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print for people.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print.")] = 20,
     wait: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds for a running mirror to publish what was read.")
+        float, typer.Option("--wait", min=0, help="Seconds until a running mirror must have published what was read.")
     ] = WAIT_S,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,

@@ -55,7 +55,8 @@ def ask(directory: Path, command: ControlCommand) -> Reply | None:
                 line.connect(address)
         except PermissionError:
             raise SupervisionError(
-                f"this user may not ask the service of {directory}", hint="ask as the user that it runs as, or as root"
+                f"this user may not use the control socket of {directory}",
+                hint="ask as the user that it runs as, or as root",
             ) from None
         except (OSError, SupervisionError):
             return None
@@ -82,7 +83,7 @@ def _read_line(line: socket.socket) -> Reply:
         if chunk.endswith(b"\n"):
             break
         if length > ANSWER_LENGTH_MAX:
-            raise SupervisionError("the service's answer has no end")
+            raise SupervisionError(f"the service's answer is longer than {ANSWER_LENGTH_MAX} bytes")
     try:
         answer = json.loads(b"".join(chunks))
     except ValueError:

@@ -247,7 +247,7 @@ def vbucket_range(text: str, setting: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
     if found is None or int(found[1]) > int(found[2]):
         raise ConfigError(
-            f"{setting} {text!r} is no range of vbuckets", hint="FIRST-LAST, such as 0-511", setting=setting
+            f"{setting} {text!r} is not a range of vbuckets", hint="FIRST-LAST, such as 0-511", setting=setting
         )
     return int(found[1]), int(found[2])
 

@@ -138,16 +138,16 @@ class OlderMap(ClusterError):
     """All answering nodes have a cluster map older than one followed before: they may be stale."""
 
     default_hint = (
-        "a node that was failed over may be back with old data, or those that know better cannot be reached: check the "
-        "nodes; they are queried again. Only if the cluster was restored to an earlier state: `run --accept-older-map`"
+        "a node that was failed over may be back with old data, or nodes with newer maps cannot be reached: check the "
+        "nodes, which are queried again. If the cluster was restored to an earlier state: `run --accept-older-map`"
     )
 
     @staticmethod
     def of(found: tuple[int, int], followed: tuple[int, int]) -> OlderMap:
         """Return the error for two revisions, (epoch, revision) each."""
         return OlderMap(
-            f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, and revision "
-            f"{followed[1]} of epoch {followed[0]} was followed before"
+            f"the newest cluster map of all nodes that answer is revision {found[1]} of epoch {found[0]}, but "
+            f"the mirror followed revision {followed[1]} of epoch {followed[0]} before"
         )
 
 

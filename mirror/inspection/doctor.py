@@ -537,7 +537,7 @@ class Doctor:
                 (undone if kept else resynced).append(vbid)
         fresh = sum(1 for state in states.values() if not state.published_seqno)
         on = len(answers) - len(undone) - len(resynced)
-        text = f"{on - fresh} vbuckets go on where they are" + (f", {fresh} begin" if fresh else "")
+        text = f"{on - fresh} vbuckets resume where they are" + (f", {fresh} begin" if fresh else "")
         self._say("positions", StepVerdict.OK, text)
         if undone:
             self._say(
@@ -565,7 +565,7 @@ class Doctor:
         self._say(
             "downtime",
             StepVerdict.OK if days < PURGE_DAYS * 0.7 else StepVerdict.WARN,
-            f"nothing was published for {days:.1f} days; buckets forget deletions after {PURGE_DAYS} days by default",
+            f"nothing was published for {days:.1f} days; buckets purge deletions after {PURGE_DAYS} days by default",
             ""
             if days < PURGE_DAYS * 0.7
             else "start the service; raise the metadata purge interval for longer downtimes",
@@ -600,7 +600,7 @@ class Doctor:
             return
         size = await self._bucket_bytes()
         if size is None:
-            self._say("disk", StepVerdict.OK, f"{free}; how large the bucket is this user may not ask")
+            self._say("disk", StepVerdict.OK, f"{free}; this user may not query the size of the bucket")
             return
         need = size * DISK_FACTOR
         self._say(

@@ -52,10 +52,11 @@ class Recorder:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            raise ConfigError(f"{path} exists already", hint="name a file that is to be made") from None
+            raise ConfigError(f"{path} exists already", hint="name a new file") from None
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be made: {error.strerror}", hint="name a file in a folder of yours"
+                f"{path} cannot be created: {error.strerror}",
+                hint="choose a writable directory",
             ) from None
         self._file = os.fdopen(descriptor, "w", encoding="ascii")
         self._write({"format": FORMAT, "version": VERSION, "time_ms": clock.wall_ms()})

@@ -84,7 +84,7 @@ class Commands:
     async def _ask_owner(self, command: RollBack | Resync) -> Reply:
         identity, vbid = self._context.identity, command.vbid
         if identity is None or vbid not in identity.vbids:
-            raise ConfigError(f"there is no vbucket {vbid} here", hint="see `dcp-mirror state`")
+            raise ConfigError(f"this mirror holds no vbucket {vbid}", hint="see `dcp-mirror state`")
         owner = self._processes.owner_of(vbid % identity.group_count)
         if owner is None:
             raise SupervisionError(f"no worker has vbucket {vbid} at this moment", hint="try again in a second")

@@ -86,7 +86,8 @@ class LeaseBook:
         seconds, name = request.seconds, request.name
         if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(
-                f"a lease of {seconds!r} s", hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s, and renew it"
+                f"a lease cannot last {seconds!r} s",
+                hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s",
             )
         if not 0 < len(name) <= NAME_LENGTH_MAX:
             raise ConfigError("a lease needs a name", hint=f"a name has 1 to {NAME_LENGTH_MAX} characters")
@@ -137,6 +138,6 @@ def _positions(value: list[list[int]], vbucket_count: int) -> list[Position]:
             if numbers and len({each[0] for each in found}) == len(found) and max(found)[0] < vbucket_count:
                 return found
     raise ConfigError(
-        "a lease without positions",
+        "the positions of a lease are invalid",
         hint=f"positions: [[vbid, branch, seqno], ...], each vbid below {vbucket_count} once",
     )

@@ -216,7 +216,7 @@ def look_up_with(clock: Clock) -> LookUp:
                 hint="only Couchbase buckets can be mirrored, not memcached ones",
             )
         if cluster_map.vbucket_count == 0:
-            raise HandshakeFailed("the source has no vbuckets yet", hint="the bucket is still being made; trying on")
+            raise HandshakeFailed("the source has no vbuckets yet", hint="the bucket is still being created; retrying")
         return Source(
             cluster_map.cluster_uuid or "",
             cluster_map.bucket_name,

@@ -164,4 +164,4 @@ def test_a_file_that_is_no_cursor_file(mirrored: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("notes\n")
     for option in ("--since", "--cursor"):
         result = call("changes", "--data", mirrored, option, tmp_path / "notes")
-        assert (result.code, "is no cursor file" in result.complaint) == (2, True)
+        assert (result.code, "is not a cursor file" in result.complaint) == (2, True)

@@ -27,7 +27,7 @@ def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "position"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="is no cursor file"):
+    with pytest.raises(ConfigError, match="is not a cursor file"):
         cursor.load_cursor(path)
     with pytest.raises(ConfigError, match="No such file"):
         cursor.load_cursor(tmp_path / "none")

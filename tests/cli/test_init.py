@@ -28,7 +28,7 @@ def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThre
     assert run.code == 0, run.err
     assert call(*next_lines[1][1:], "--json").json["data"] == str(data)
     again = call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to)
-    assert (again.code, f"{to} is there already" in again.complaint) == (2, True)
+    assert (again.code, f"{to} exists" in again.complaint) == (2, True)
     assert call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to, "--force").code == 0
     assert [entry.name for entry in to.parent.iterdir()] == ["orders.toml"]
 
@@ -53,7 +53,7 @@ def test_what_is_missing_is_requested_on_a_terminal_until_it_is_right(source: Sa
         terminal.type(f"{source.connection_string}\n")
         terminal.until("Data directory [demo]: ")
         terminal.type("notes\n")
-        assert "Error: notes is no directory" in terminal.until("Data directory [demo]: ")
+        assert "Error: notes is not a directory" in terminal.until("Data directory [demo]: ")
         terminal.type("\n")
         terminal.until("Password for bucket demo (kept in a file of its own): ")
         terminal.type("wrong\n")

@@ -72,7 +72,7 @@ async def test_a_mirror_that_would_go_on(cluster: SandboxCluster, tmp_path: Path
     write(cluster, 50, "later")
     sent = [cluster.sent(vbid).bytes for vbid in range(VBUCKETS)]
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
-    assert steps["positions"][0].text == "4 vbuckets go on where they are"
+    assert steps["positions"][0].text == "4 vbuckets resume where they are"
     assert verdicts(steps)["identity"] == verdicts(steps)["downtime"] == verdicts(steps)["disk"] == "ok"
     assert_nothing_fetched(cluster, sent)
     with open_view(mirror.path) as view:
@@ -97,7 +97,7 @@ async def test_what_resuming_would_cost_is_foretold(cluster: SandboxCluster, tmp
     cluster.bucket.purge(1)
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
     going, undone, resynced = (finding.text for finding in steps["positions"])
-    assert going.startswith("2 vbuckets go on")
+    assert going.startswith("2 vbuckets resume")
     assert undone.startswith("1 vbuckets would go back to a kept boundary")
     assert resynced.startswith("1 vbuckets would be resynced, the first is 1")
 

@@ -86,7 +86,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         recorder(tmp_path / "file")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         recorder(tmp_path / "no" / "file")
     assert (tmp_path / "file").read_text() == "mine"
 

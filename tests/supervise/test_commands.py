@@ -63,7 +63,7 @@ async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_
         await eventually(running(service))
         positions = {0: (1, 5), 1: (1, 5)}
         held = [[vbid, *position] for vbid, position in positions.items()]
-        with pytest.raises(ServiceSaidNo, match="lease of 0"):
+        with pytest.raises(ServiceSaidNo, match="cannot last 0 s"):
             await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=0)
         lease = await asyncio.to_thread(Lease, tmp_path, positions, name="job", seconds=3)
         renewal = {"op": "lease", "id": lease.id, "name": "job", "seconds": 30, "positions": held}

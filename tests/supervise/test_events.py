@@ -24,9 +24,9 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 
 def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> None:
     one = VbucketsRolledBack(vbuckets=1, vbids=(3,), seqnos=168, from_seqno=568, to_seqno=400)
-    assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos taken back"
+    assert one.text == "1 vbucket rolled back from seqno 568 to 400, 168 seqnos retracted"
     many = VbucketsRolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
-    assert many.text == "33 vbuckets rolled back, 640 seqnos taken back"
+    assert many.text == "33 vbuckets rolled back, 640 seqnos retracted"
     alone = MapChanged(rev_epoch=1, rev=3, nodes=1)
     assert alone.text == "the cluster map has changed: revision 1.3, 1 node"
 
@@ -34,7 +34,7 @@ def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> Non
 def test_a_source_that_was_never_reached_is_not_said_to_be_lost() -> None:
     never = SourceUnreachable(why="nobody there")
     assert never.text == "the source has not been reached since the service started: nobody there"
-    assert SourceReached(after_s=2.5).text == "the source is reached, after 2.5 s"
+    assert SourceReached(after_s=2.5).text == "the source has answered after 2.5 s"
     lost = SourceLost(vbuckets=3, vbids=(0, 1, 2), nodes=("db1:11210",), why="")
     assert lost.text == "3 vbuckets lost contact with the source"
 

@@ -129,5 +129,5 @@ async def test_a_lease_that_nobody_renews_is_an_event(tmp_path: Path, monkeypatc
         assert service.status_document()["events"][0] | {"time_ms": 0} == {
             "number": 2, "time_ms": 0, "event": "lease-expired", "level": "warning", "lease": "a",
             "reader": "nightly job", "vbuckets": 1,
-            "text": "the lease of 'nightly job' on 1 vbuckets has expired: its reader may lose its moment",
+            "text": "the lease of 'nightly job' on 1 vbuckets has expired: its reader may lose history",
         }  # fmt: skip

@@ -34,7 +34,7 @@ def words_of(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         raise ConfigError(
-            f"on_event {command!r} cannot be taken apart: {error}", hint="close its quotes", setting="on_event"
+            f"on_event {command!r} cannot be parsed: {error}", hint="close its quotes", setting="on_event"
         ) from None
     if not words:
         raise ConfigError("on_event is empty", hint="name a program, or leave the setting out", setting="on_event")

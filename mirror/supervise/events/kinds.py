@@ -46,7 +46,7 @@ class VbucketsRolledBack(_OfVbuckets):
     @property
     def text(self) -> str:
         span = "" if self.to_seqno is None else f" from seqno {self.from_seqno:,} to {self.to_seqno:,}"
-        return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} taken back"
+        return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} retracted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class SourceReached:
 
     @property
     def text(self) -> str:
-        return f"the source is reached, after {self.after_s:.1f} s"
+        return f"the source has answered after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class SourceBack(_OfVbuckets):
 
     @property
     def text(self) -> str:
-        return f"{self.counted} again in contact with the source after {self.away_s:.1f} s"
+        return f"{self.counted} regained contact with the source after {self.away_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class LeaseExpired:
 
     @property
     def text(self) -> str:
-        return f"the lease of {self.reader!r} on {self.vbuckets:,} vbuckets has expired: its reader may lose its moment"
+        return f"the lease of {self.reader!r} on {self.vbuckets:,} vbuckets has expired: its reader may lose history"
 
 
 Event = (

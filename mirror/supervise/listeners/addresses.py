@@ -170,7 +170,7 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
         for place in (_place(address) for address in found[kind] if address.port or address.path):
             if owner.setdefault(place, kind) != kind:
                 raise ConfigError(
-                    f"{kind} names {place}, and so does {owner[place]}", hint="give each its own", setting=kind
+                    f"{kind} and {owner[place]} have the same address {place}", hint="give each its own", setting=kind
                 )
     if found:
         users_of(settings)

@@ -54,9 +54,9 @@ class Channel:
         try:
             message = msgpack.unpackb(body, strict_map_key=False)
         except (ValueError, msgpack.UnpackException) as error:
-            raise SupervisionError(f"a message that is no msgpack: {error}") from error
+            raise SupervisionError(f"a message is not msgpack: {error}") from error
         if not isinstance(message, dict):
-            raise SupervisionError("a message that is no object")
+            raise SupervisionError("a message is not an object")
         try:
             return pipe_message(message)
         except ConfigError as error:
