@@ -1,1 +1,1 @@
-"""Hands towards readers: what other programs speak to, over the network or a Unix socket."""
+"""Readers' access over the network or a Unix socket: key-value, HTTP and DCP."""

@@ -1,7 +1,7 @@
-"""A bound on the memory that answers of one process take, from before they are made until their readers took them.
+"""A bound on the memory of one process's answers, from before they are made until their readers took them.
 
-Knows numbers of bytes and who waits for some; never an answer. Invariants: more than the bound is never out, but for
-one answer that is larger by itself; those that wait are granted in their order.
+Knows numbers of bytes and waiting requests; never an answer. Invariants: at most the bound is out, except for a single
+larger answer; requests are granted in order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The mirror's contact with its source, as its DCP port tells clients that are mirrors (docs/protocol.md 4.7).
+"""The mirror's contact with its source, as its DCP port tells other mirrors (docs/protocol.md 4.7).
 
-Knows what the supervisor said last, and when. Invariant: a vbucket of which nothing was said lately has no contact.
+Knows the supervisor's last note. Invariant: a vbucket without a recent note has no contact.
 """
 
 from __future__ import annotations

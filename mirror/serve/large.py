@@ -1,9 +1,8 @@
 """Large values of one process: read one after the other, in pieces, with other clients' requests between any two.
 
-Knows documents that are read in pieces and whose turn it is; never a protocol. Decompressing runs in a thread, which
-does not hold the interpreter's lock meanwhile. Invariants: one value is read at a time, so that no client's takes
-longer because others ask for theirs than it takes to read those; in one turn no more than a piece is copied, and no
-more memory than a piece is cleared or given back: for 20 MiB that takes up to 16 ms.
+Knows documents that are read in pieces, and turns; never a protocol. Decompressing runs in a thread, which lets the
+interpreter go on. Invariants: one value is read at a time, so a client waits for the values before its own and no
+longer; one turn copies, clears or frees a piece of memory at most: for 20 MiB that would take up to 16 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How long requests of one listening process took: a histogram that costs a microsecond for each turn.
+"""Durations of one listening process's requests: a histogram that costs a microsecond for each turn.
 
-Knows bounds and counts; never what a request is. The counts go to the supervisor with the process's other figures, so
-that one scrape has those of all processes. Invariant: counts only rise while the process lives.
+The counts go to the supervisor with the process's other figures, so one scrape has those of all processes. Invariant:
+counts only rise while the process lives.
 """
 
 from __future__ import annotations

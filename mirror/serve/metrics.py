@@ -1,9 +1,9 @@
-"""What Prometheus gets: the status document, and what the listening processes counted, as metric families.
+"""Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-Knows prometheus_client and the shape of the status; never a socket or a store. The processes of a listener share their
-port, so a scrape reaches any of them: whatever a process counts carries its name (`server`), and what all of them count
-comes from the service's report. Invariants: a figure that is not known is left out, never 0; labels have few values
-(vbuckets, workers, servers, routes), never keys or users.
+Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any process of a
+listener, so a process's own counts carry its name (`server`), and those of all come from the service's report.
+Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers, routes), never
+keys, users or names of leases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Documents and events as JSON, in the shapes that `cli/JSON.md` promises, for the command line and for HTTP alike.
 
-Knows the nouns of the store and JSON; never a request, a terminal or a file. Invariants: nothing is lost on the way:
-bytes that are no UTF-8, or a value that is no JSON, come as base64 under another name; `document_json` puts a JSON
-value in as it was stored, every digit of it; one object is one line.
+Knows the store's nouns and JSON; never a request, a terminal or a file. Invariants: nothing is lost: bytes that are no
+UTF-8, or a value that is no JSON, come as base64 under another name; `document_json` has a JSON value as it was stored,
+with every digit; one object is one line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whose large work is done next: one step of one client for each turn of a process's event loop.
+"""The order of large work: one step of one client for each turn of a process's event loop.
 
-Knows the event loop and callbacks; never a client or what is done. A client whose request is answered in no time does
-not come here: it waits for one step of large work at most, however many clients want more. Invariant: steps are granted
-in the order of their requests, one in each turn, so what arrived at a socket is looked at between any two.
+Knows the event loop and callbacks; never a client or its work. Fast requests do not come here: they wait for one step
+of large work at most, for any number of clients. Invariant: steps are granted in order, one in each turn, so the loop
+looks at sockets between any two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, as JSON.
 
 As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it (docs/protocol.md
-2.12). Invariants: a node that does not name its host is the one that the client came by, which is possible for a single
-node only; the management ports of a node are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
+2.12). Invariants: a node without a host is the client's own target, which works for a single node only; a node's
+management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a DCP client negotiated: by HELLO, by the flags of DCP_OPEN, and by DCP_CONTROL.
+"""A DCP client's negotiated settings: by HELLO, by the flags of DCP_OPEN, and by DCP_CONTROL.
 
-The names, values and statuses are those of docs/protocol.md 2.2 and 2.3, checked against recorded engines. An unknown
-name is EINVAL, and so is a value that is out of range; neither changes anything. What a server is not able to do is
-NOT_SUPPORTED (`Abilities`). This module does not know streams or tasks.
+Names, values and statuses are those of docs/protocol.md 2.2 and 2.3, checked against recorded engines. An unknown name
+or a value out of range is EINVAL and changes nothing; NOT_SUPPORTED is beyond the server's `Abilities`. This module
+does not know streams or tasks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Answers to the requests of a DCP client, and what its own answers mean.
+"""Answers to the requests of a DCP client, and the meaning of the client's own answers.
 
-Only DCP_OPEN is accepted on a connection that is not DCP's, and only once. A request out of place is EINVAL and the
+A connection takes DCP_OPEN once, and other DCP requests only after it. A request out of place is EINVAL and the
 connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.hangs_up`).
 """
 

@@ -1,7 +1,7 @@
-"""The filter that a stream request asks for, checked against a manifest.
+"""The filter of a stream request, checked against a manifest.
 
-The JSON value is taken apart in `mirror.wire.stream_filter`. A client without collections gets the default collection
-and cannot send a value (docs/protocol.md 2.4).
+`mirror.wire.stream_filter` parses the JSON value. A client without collections gets the default collection and cannot
+send a value (docs/protocol.md 2.4).
 """
 
 from __future__ import annotations

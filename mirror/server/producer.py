@@ -1,9 +1,9 @@
 """The DCP side of one connection, from DCP_OPEN on: controls, stream requests, flow control and noops.
 
-The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. What is left to the two kinds of producers is where
-the streams come from (the abstract methods of the judgement) and in which order they are served (their pumps). Bytes
-leave through `ProducerPort`; this module does not know sockets. Invariants: a message of a stream is sent only while
-the window is open, so the window is exceeded by one message at most; stream ends and noops are sent at once.
+The rules are those of docs/protocol.md 2.3 to 2.5 and 2.8 to 2.10. The two kinds of producers decide the origin of
+streams (the abstract methods of the judgement) and their order (the pumps). Bytes leave through `ProducerPort`; this
+module does not know sockets. Invariants: a message of a stream is sent only while the window is open, so one message at
+most exceeds it; stream ends and noops are sent at once.
 """
 
 from __future__ import annotations

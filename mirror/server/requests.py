@@ -1,7 +1,7 @@
-"""Answers to what a client asks before and next to documents: HELLO, login, map, collections, statistics, seqnos.
+"""Answers to requests before and next to documents: HELLO, login, map, collections, statistics, seqnos.
 
-As kv_engine answers them (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted only as the
-server has them, in ascending order. Only HELLO, login and what says nothing of the data is answered before login.
+As kv_engine answers them (docs/BinaryProtocol.md; the recordings sdk_72_* and 72_i*). Features are granted as the
+server has them, in ascending order. Before login only HELLO, login and requests that reveal no data are answered.
 """
 
 from __future__ import annotations

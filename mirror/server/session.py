@@ -1,9 +1,8 @@
-"""What one client negotiated, and the parts of an answer: shared by every operation of every server.
+"""A client's negotiated state, and the parts of an answer: shared by every operation of every server.
 
-`Session` holds the state of a client and the answers that follow from it. Its abstract methods are the policy: what a
-server grants, whom it lets in, and what its bucket holds. An answer goes out in the framing that was negotiated (with
-tracing every answer but HELLO's carries its duration, as recorded), and error contexts are JSON and only for clients
-that negotiated XERROR. This module does not know sockets.
+`Session` has a client's state and the answers that follow from it. Its abstract methods are the policy: features, users
+and the bucket. An answer has the negotiated framing (with tracing every answer but HELLO's carries its duration, as
+recorded); error contexts are JSON, for clients that negotiated XERROR. This module does not know sockets.
 """
 
 from __future__ import annotations

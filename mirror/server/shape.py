@@ -1,7 +1,7 @@
-"""How documents look to one DCP client: which negotiated feature and flag changes key, value, datatype and tombstones.
+"""The form of documents for one DCP client: key, value, datatype and tombstones by features and flags.
 
-docs/protocol.md 2.2, 2.3 and 2.11, and the recordings 72_h* and 605_h*. Producers ask here for the parts that differ,
-and send a message as it is where `plain` says that a mutation needs no change.
+docs/protocol.md 2.2, 2.3 and 2.11, and the recordings 72_h* and 605_h*. Producers send a mutation as it is if `plain`
+allows, and compute the differing parts here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Bytes as they arrive, turned into whole frames.
+"""A queue of received bytes that gives whole frames.
 
-Knows where frames begin and end; must never know what is in them. Invariants: bytes leave in the order they came, each
-exactly once; a byte is copied a bounded number of times however small the pieces it came in (pieces are kept apart
-until the frame they belong to is whole); a header is judged as soon as it is there, so a length that cannot be true is
-an error at once and never a wait. Holds at most one incomplete frame and what was fed since the last drain: who feeds
-must drain (`next_frame` until None, or `take` and `release`) before feeding again.
+Knows the limits of frames; must never know their content. Invariants: bytes leave in the order they came, each exactly
+once; a byte is copied a bounded number of times, however small its pieces; a header is judged on arrival, so an
+impossible length is an error at once. Holds at most one incomplete frame and what was fed since the last drain: the
+owner drains (`next_frame` until None, or `take` and `release`) before feeding again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The error map: what each status means to a client, and what it may do about it.
+"""The error map: the meaning of each status to a client, and its possible reactions.
 
-Knows status codes, their names and attributes in the JSON of GET_ERROR_MAP (kv_engine docs/ErrorMap.md); must never
-know operations. Invariant: every status that an operation of this program answers stands here.
+Knows status codes, names and attributes in the JSON of GET_ERROR_MAP (kv_engine docs/ErrorMap.md); must never know
+operations. Invariant: every status that an operation of this program answers stands here.
 """
 
 from __future__ import annotations

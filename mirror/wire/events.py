@@ -1,10 +1,9 @@
 """The nouns of DCP: every message as a frozen value, either direction.
 
-Knows the fields of messages and plain ints; must never know bytes, connections or what a message means for a store.
-Invariants: events compare by their fields; `opaque` and `stream_id` say to which stream a message belongs; `key` is the
-key of the wire, with the LEB128 collection id in front where the connection has collections. What a message does not
-carry reads 0 (seqnos of older snapshot markers) or None (delete time), as said on the field.
-Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
+Knows the fields of messages and plain ints; must never know bytes, connections or a store. Invariants: events compare
+by their fields; `opaque` and `stream_id` name a message's stream; `key` is the wire's, with the LEB128 collection id in
+front if the connection has collections. Fields that a message lacks read 0 (seqnos of older snapshot markers) or None
+(delete time), as said on the field. Sources: kv_engine docs/dcp/documentation/commands/* and docs/protocol.md 2.4-2.11.
 """
 
 from __future__ import annotations

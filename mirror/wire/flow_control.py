@@ -1,9 +1,9 @@
-"""Who owes whom how many bytes: the consumer's ledger and the producer's window.
+"""Flow control: the consumer's ledger and the producer's window.
 
-Knows sizes; must never know connections or clocks (who owns a timer calls `take_ack(force=True)`). Invariants: every
-byte that counts is acknowledged exactly once, also bytes of messages that were dropped; acknowledgements never exceed
-what was received. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/
-prepare.md (MB-46634: two bytes that are counted and never sent); docs/protocol.md 2.8.
+Knows sizes; must never know connections or clocks (the owner of a timer calls `take_ack(force=True)`). Invariants:
+every byte that counts is acknowledged exactly once, also bytes of dropped messages; acknowledgements never exceed what
+was received. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md
+(MB-46634: two bytes that are counted and never sent); docs/protocol.md 2.8.
 """
 
 from __future__ import annotations

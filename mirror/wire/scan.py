@@ -1,19 +1,15 @@
 """The hot loop: a buffer of received bytes to runs of rows that are ready for the store.
 
 Knows the header, the extras lengths of the three data messages, and the four bytes that the owner wants before each
-seqno. Must never know what the rows are for, nor check the order of seqnos. A source sends its streams in turn, message
-by message (docs/protocol.md 2.8), so the rows of a stream are gathered over the whole buffer.
-
-Invariants: each frame comes out exactly once; those of one opaque in the order they came in, and what is no request (an
-answer) after all that came before it and before all that came after it; between streams there is no order; the bytes of
-a row are those of the wire; whatever cannot be true in a header is a RemoteProtocolError at once, whether or not the
-rest of the frame has come; what comes out does not depend on how the bytes were cut into buffers, except that a run
-ends where its buffer ends; a run holds no key that cannot be stored (`key_problem`): a message with another comes as a
-Frame, for its owner to judge.
-
-Written for speed in plain Python: one `unpack` a frame, local names only, no object per row but the row's own tuple.
-It is also what a compiler for Python (Cython's pure mode) takes as it stands. Sources: docs/protocol.md 2.1 and 2.11;
-kv_engine docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
+seqno. Must never know the use of rows, nor check the order of seqnos. A source sends its streams in turn, message by
+message (docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants: each frame comes out
+exactly once; those of one opaque in their order, and an answer after everything that came before it and before
+everything after; streams have no order between them; a row's bytes are those of the wire; an impossible header is a
+RemoteProtocolError at once, before the rest of its frame; the result does not depend on the cut into buffers, except
+that a run ends with its buffer; a run holds only storable keys (`key_problem`): a message with another comes as a
+Frame, for its owner to judge. Written for speed in plain Python: one `unpack` a frame, local names only, no object per
+row but its tuple; Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
+docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
 """
 
 from __future__ import annotations

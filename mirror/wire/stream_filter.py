@@ -1,9 +1,9 @@
-"""The JSON value of a DCP stream request: which collections of the vbucket the client asks for, and how.
+"""The JSON value of a DCP stream request: the requested collections of the vbucket, stream id and purge seqno.
 
-Knows the keys of the value and what they may hold (docs/protocol.md 2.4; kv_engine
-docs/dcp/documentation/commands/stream-request.md); must never know a manifest, nor who asks. Invariants: a value is
-taken apart as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a
-purge seqno is decimal, both as strings; a stream id is there if and only if the connection has turned them on.
+Knows the keys of the value and their types (docs/protocol.md 2.4; kv_engine
+docs/dcp/documentation/commands/stream-request.md); must never know a manifest or a client. Invariants: a value is
+parsed as a whole or refused with a RemoteProtocolError that has the status to answer with; ids are hexadecimal, a purge
+seqno is decimal, both as strings; a stream id is there if and only if the connection has turned them on.
 """
 
 from __future__ import annotations

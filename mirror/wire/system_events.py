@@ -1,11 +1,11 @@
-"""What a system event says: scopes and collections that begin, change and end.
+"""The content of system events: scopes and collections that begin, change and end.
 
-Knows the three forms of key and value: version 0 and 1 (fixed fields) and 2 (FlatBuffers); must never know which
-collections exist. Invariants: `decode_system_event(encode_system_event(c, ...)) == c` for what the version can carry;
-no offset of a FlatBuffers value is followed before it is checked. A begin of a known collection is a flush: who keeps
-the manifest decides, since the older forms do not have it.
-Sources: kv_engine docs/dcp/documentation/commands/system_event.md (its example has scope and collection swapped; the
-field lists and real servers have the scope first) and engines/ep/src/collections/events.fbs.
+Knows the three forms of key and value: version 0 and 1 (fixed fields) and 2 (FlatBuffers); must never know the existing
+collections. Invariants: `decode_system_event(encode_system_event(c, ...)) == c` for what the version can carry; no
+offset of a FlatBuffers value is followed unchecked. A begin of a known collection is a flush: the owner of the manifest
+decides, because older forms do not say. Sources: kv_engine docs/dcp/documentation/commands/system_event.md (its example
+has scope and collection swapped; the field lists and real servers have the scope first) and
+engines/ep/src/collections/events.fbs.
 """
 
 from __future__ import annotations

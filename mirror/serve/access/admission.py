@@ -1,15 +1,15 @@
-"""Who may connect to one listening process, and for how long without showing who they are; the same for every port.
+"""Admission of connections to one listening process, by peer and login; the same for every port.
 
-Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection is counted when it
-is accepted, before a TLS handshake costs memory. Invariants:
-- no more than `connections_max` connections are open, and on no more than `pending_max` of them nobody has logged in.
-  For one more of these the oldest is closed, of the peer that has most of them, and one whose login is being checked
-  last: clients that do not log in keep nobody out, and no connection with a login is closed for one without;
-- a connection that has not logged in after `login_timeout_s` is closed, whatever it sends; a handshake is part of that;
-- another machine, or another user of a Unix socket, has no more than `connections_per_peer_max`;
-- TLS handshakes of clients that have said something begin one in each turn of the loop, in turn with the large work of
-  those who are logged in, and of one peer after the other; one whose client is gone does not begin;
-- a failure to accept is one line in the log a minute and a new attempt a second later, never the end of the process.
+Knows listening sockets, peers, deadlines and the limit of open files; never a protocol. A connection counts from its
+accept, before a TLS handshake costs memory. Invariants:
+- at most `connections_max` connections are open, at most `pending_max` of them without a login. One more closes the
+  oldest of the peer with most of these, one whose login is being checked last: clients without a login keep nobody out,
+  and never replace one with a login;
+- a connection without a login after `login_timeout_s` is closed, whatever it sends, also in its handshake;
+- another machine, or another user of a Unix socket, has at most `connections_per_peer_max`;
+- TLS handshakes begin after the client's first bytes, one in each turn of the loop, in turn with large work, one peer
+  after the other; never for a client that is gone;
+- a failure to accept is one log line a minute and a new attempt a second later, never the end of the process.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Who may read what: users with SCRAM verifiers, and the collections each may read.
+"""Users with SCRAM verifiers, and the collections that each may read.
 
 Knows names, verifiers and patterns of collections; must never know a protocol, and keeps no password of the file's
 users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {MECHANISM: {...}}}}, "anonymous":
-{"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. It is read again when
-it changes; one that has become unreadable leaves the users of before. Invariants: without a file the mirror's own
-user at the source may read everything, and so may everybody on this machine; with one, those who do not log in read
-only what `anonymous` says, and only on this machine; a user who does not exist cannot be distinguished from one who
-does, by salt, iterations or work (`decoys`).
+{"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
+again; an unreadable one leaves the old users. Invariants: without a file, the mirror's own user at the source and
+everybody on this machine may read everything; with one, readers without a login read only what `anonymous` says, and
+only on this machine; an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoys`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Checking who a client says that it is: outside of the event loop, and answered later the more often it was wrong.
+"""Password checks outside of the event loop, with refusals that come later after each failure.
 
-Knows users, peers and how often each failed lately; never a protocol or a socket. One home for all ports. Invariants:
-- what costs time (PBKDF2) runs in a thread of its own, never in the event loop: those who are logged in notice nothing;
-- the right password does not wait for those who guess: a check comes first, and after some failures of a user, or from
-  a peer, the refusal is told later, twice as late as the last one, up to `DELAY_MAX_S`;
-- attempts of peers that guess are checked in turn, one in `PACE_S`, so that to hang up instead of waiting for a refusal
-  makes guessing no faster; a password that was proven to this process before is not checked again for other peers, and
-  over HTTP on a connection that has logged in;
-- an attempt of a connection that was closed is not checked; failures are events in the log, one line a minute at most;
+Knows users, peers and their recent failures; never a protocol or a socket. One home for all ports. Invariants:
+- PBKDF2 runs in a thread of its own: users who are logged in notice nothing;
+- a right password does not wait for guessers: after failures of a user or peer only the refusal is delayed, each time
+  twice as long, up to `DELAY_MAX_S`;
+- guessing peers are checked in turn, one in `PACE_S`, so hanging up instead of waiting is no faster; a password proven
+  to this process before is not checked again for other peers, or over HTTP on a connection that has logged in;
+- an attempt of a closed connection is not checked; failures are log events, one line a minute at most;
 - an unknown user costs as much work as a known one (`Users.check`).
 """
 

@@ -1,9 +1,8 @@
-"""The listeners' side of TLS: the certificate that they show, exchanged while they run, and whom clients' are for.
+"""TLS of the listeners: their certificate, replaceable while they run, and the users of client certificates.
 
-Knows files and contexts; must never know a protocol. Each handshake looks whether the files have changed. Invariants: a
-certificate that is exchanged is shown to all who connect from then on, and open connections go on; files that cannot
-be used, or do not belong together yet, leave those of before in force; who is certified by authorities that were
-exchanged since is nobody, also by a session from before.
+Knows files and contexts; must never know a protocol. Each handshake checks the files for changes. Invariants: a new
+certificate is shown to all later connections, and open connections go on; unusable or mismatched files leave the old
+ones in force; a client certificate of a replaced authority has no user, even in a resumed session.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One DCP client's connection: a KV client's connection that can become a producer's.
 
-Knows the transport and which dispatch table a request belongs to; what operations do, they know. Invariants: as a DCP
-connection it goes on reading while the client does not take what was written, or acknowledgements and close requests
-would never be heard; but no more than `ANSWERS_BYTES_MAX` of answers are then held besides a turn of its streams; an
-answer to nothing, or an acknowledgement of more than was sent, ends this connection and no other.
+Knows the transport and the dispatch tables; operations know themselves. Invariants: a DCP connection goes on reading
+while its client takes nothing, to hear acknowledgements and close requests, and holds at most `ANSWERS_BYTES_MAX` of
+answers besides a turn of its streams; an answer without a request, or an acknowledgement of more than was sent, ends
+this connection alone.
 """
 
 from __future__ import annotations

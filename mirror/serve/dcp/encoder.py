@@ -1,10 +1,9 @@
-"""A stored row as one particular DCP client gets it: features and open flags decide about key, value and opcode.
+"""The message that one DCP client gets for a stored row, by its features and open flags.
 
-Knows the shape of rows (`storage/FORMAT.md`) and which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11;
-the recordings 72_h* and 605_h*); must never know streams, windows or seqnos. Invariants: where nothing has to be
-altered the row itself is the message; vbucket and opaque are set by the sender; a value that cannot be taken apart
-is sent as it is stored, with its datatype, and named in the log; any other row that cannot be is a ValueError or a
-ProtocolError, never a message that says something else.
+Knows rows (`storage/FORMAT.md`) and the effect of each feature (docs/protocol.md 2.2, 2.3, 2.11; the recordings 72_h*
+and 605_h*); must never know streams, windows or seqnos. Invariants: an unaltered row is the message itself; the sender
+sets vbucket and opaque; a value that cannot be taken apart is sent as stored, with its datatype, and logged; any other
+bad row is a ValueError or a ProtocolError, never a different message.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which changes of a vbucket a DCP stream shows: what a stream request asks for, judged and remembered.
+"""The filter of a DCP stream: the changes of a vbucket that it shows.
 
-Knows manifests and what a reader may read; the request's value is taken apart in `mirror.wire.stream_filter`. Must
-never know seqnos of streams, snapshots or connections. Invariants: a client without collections gets the default
-collection and no system events; a filter names collections by id, or a scope, whose collections are those of the
-manifest at each snapshot's end; nothing passes that the reader may not read.
+Knows manifests and rights; `mirror.wire.stream_filter` parses the request's value. Must never know seqnos of streams,
+snapshots or connections. Invariants: a client without collections gets the default collection and no system events; a
+filter names collections by id, or a scope, whose collections are those of the manifest at each snapshot's end; only
+what the reader may read passes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The mirror's DCP streams: stream requests judged by what is published here, and streams sent in turn.
+"""The mirror's DCP streams: judging stream requests by what is published here, and sending streams in turn.
 
-The rules of requests, flow control and noops are `mirror.server.producer`'s. Here:
-- a request is judged with the source's own failover log, cut at what is published: a client cannot resume on what the
+`mirror.server.producer` has the rules of requests, flow control and noops. Here:
+- the source's own failover log, cut at what is published, judges requests: a client cannot resume on data that the
   mirror does not have yet;
-- streams take turns of bounded size, and nothing is held for a stream that waits; first snapshots are sent one after
-  the other unless the client negotiates otherwise, each between turns of those that are live: so a client can use the
-  first vbucket long before it has the last, and no snapshot stays open while history goes on.
+- streams take turns of bounded size, and a waiting stream holds nothing. First snapshots are sent one after the other
+  unless the client negotiates otherwise, each between turns of live streams: a client can use the first vbucket early,
+  and no snapshot stays open for long.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The DCP endpoint of one process: a KV endpoint whose connections can become producers.
 
-Knows what differs from the KV endpoint: names of connections, the watch over the store, and who may be silent. The
-rest (listeners, limits, login, the sweep) is the KV endpoint's. Invariants: of a user's two connections of one name in
-this process the newer one lives (kv_engine docs/dcp/documentation/commands/open-connection.md), and other users'
-connections of that name are not touched; a client that only listens is not idle; what the users file takes from a
-reader, his open streams lose within a second.
+Knows the differences from the KV endpoint: names of connections, the watch over the store, and silent clients.
+Invariants: of a user's two connections of one name the newer one lives (kv_engine
+docs/dcp/documentation/commands/open-connection.md), and other users' connections of that name are not touched; a client
+that only listens is not idle; streams lose rights that the users file withdraws within a second.
 """
 
 from __future__ import annotations

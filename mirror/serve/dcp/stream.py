@@ -1,13 +1,12 @@
-"""One DCP stream of one vbucket: what comes next, snapshot by snapshot, and when it is over.
+"""One DCP stream of one vbucket: its next messages, snapshot by snapshot, and its end.
 
 Knows the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md 2.6, 2.7) and the store's
-rows; concepts are those of streaming from a replica: nothing that is not complete is sent. Must never know sockets,
-windows or tasks: it gives whole messages of at most so many bytes at a call. Invariants:
-- every snapshot sent ends at a seqno that the mirror had published, and is complete there for what the filter shows;
+rows. Like a replica's stream, it sends only complete data. Must never know sockets, windows or tasks. Invariants:
+- every snapshot ends at a seqno that the mirror had published, and is complete there for the filter;
 - seqnos rise; a key comes once in a snapshot, in its newest version at the snapshot's end;
-- everything sent belongs to the history whose failover log the client was given: when that changes, or the mirror
-  takes back what was sent, or a tombstone that the client needs is gone, the stream ends and the client asks again;
-- nothing is held between two calls but positions; a call does a bounded amount of work.
+- everything sent belongs to the history of the client's failover log: when that changes, sent data is taken back, or a
+  needed tombstone is gone, the stream ends and the client requests it again;
+- only positions are held between two calls; a call does bounded work.
 """
 
 from __future__ import annotations

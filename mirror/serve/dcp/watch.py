@@ -1,8 +1,8 @@
-"""Who waits for which vbucket to serve something new, in one process.
+"""Notifications of vbuckets that serve something new, in one process.
 
-Knows the store's commits and callbacks; must never know connections or what is done with the news. Invariants: whatever
-is served after `follow` is reported, once or more often; without followers nothing is read; the cost of a look does
-not depend on how many wait, nor, as long as nothing happens, on the number of vbuckets.
+Knows the store's commits and callbacks; must never know connections or the use of the news. Invariants: everything
+served after `follow` is reported, once or more often; without followers nothing is read; a look's cost does not depend
+on the number of followers, nor, while nothing happens, of vbuckets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The HTTP application: its routes, and what surrounds each of them.
+"""The HTTP application: its routes, and the guard around each of them.
 
-Knows which path leads to which function, and turns whatever goes wrong into a problem; never a document or a socket.
-Invariants: every request is counted once, with its route's name and never its path; an unexpected error is logged here
-with its traceback and sent to the reader as nothing but "internal".
+Knows paths and their functions, and turns errors into problems; never a document or a socket. Invariants: every request
+is counted once, by its route's name, never by its path; an unexpected error is logged here with its traceback, and its
+reader gets "internal" alone.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Changes as server-sent events: everything published, in order, from a position on, for as long as somebody listens.
+"""Changes as server-sent events: everything published, in order, from a position on, until the reader leaves.
 
-Knows the event stream's text (WHATWG HTML, "Server-sent events") and positions; never what a reader does with them.
-Every event carries its own token in its data. A stream of one vbucket gives each event an id, and resumes exactly after
-it; a stream of several gives an id to the last event of each batch, and resumes after that batch, so an event may come
-twice and its token says so. A rollback comes as `rollback`, `retraction` and `restoration` events. Invariants: a stream
-that cannot go on without a gap says so (`reset`) and ends; one that meets an error says which (`problem`: a browser's
-`error` is its own) and ends, good to resume. What streams make this process hold is bounded, however many there are and
-whether or not they are read: batches are read by one thread, one after the other; a batch of more than `BUDGETED_BYTES`
-is kept only within the budget of answers; a stream for whose next event there is no budget waits for it, and holds
-nothing meanwhile but its position and less than a piece of `PIECE_BYTES` (in a rollback: where the next rows are).
+Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event carries its token. A
+stream of one vbucket gives each event an id, and resumes exactly after it; a stream of several gives an id to the last
+event of each batch, and resumes after that batch, so an event may come twice. A rollback comes as `rollback`,
+`retraction` and `restoration`. Invariants: a stream that cannot go on without a gap says so (`reset`) and ends; one
+that meets an error names it (`problem`: a browser's `error` is its own) and ends, ready to resume. Memory is bounded
+for any number of streams, read or not: one thread reads one batch at a time; a batch above `BUDGETED_BYTES` is in the
+budget of answers; a stream that waits for budget holds its position and less than `PIECE_BYTES` (in a rollback: the
+place of the next rows).
 """
 
 from __future__ import annotations

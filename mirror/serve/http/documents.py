@@ -2,7 +2,7 @@
 
 Knows the routes' parameters and headers; never a socket or a status. Invariants: one document, and the documents of one
 group in a multi-get, are read in one transaction; an ETag is the CAS and the form, so two answers with one ETag have
-the same bytes; all pages of a vbucket show it as it was when its first page was read, or say that they no longer can.
+the same bytes; all pages of a vbucket show the moment of its first page, or say that they no longer can.
 """
 
 from __future__ import annotations

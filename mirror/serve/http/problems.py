@@ -1,8 +1,8 @@
-"""What is wrong with a request, as RFC 9457 problem details: one shape for every error that HTTP readers can meet.
+"""RFC 9457 problem details: one shape for every error over HTTP.
 
-Knows status codes, the store's errors and words; never a route or what was requested. Invariants: every error answer is
-`application/problem+json` with `type`, `title`, `status`, `detail` and, where there is one, a `hint` that says what to
-do; nothing of the inside (paths, tracebacks) leaves with it; what may succeed later says so by `Retry-After`.
+Knows status codes, the store's errors and words; never a route or a request. Invariants: every error is
+`application/problem+json` with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and
+tracebacks stay inside; `Retry-After` marks what may succeed later.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Connections of HTTP readers: uvicorn's protocol with limits on how many there are and how long they may dawdle.
+"""Connections of HTTP readers: uvicorn's protocol, with limits on their number and slowness.
 
 Knows asyncio's transports and uvicorn's protocol over httptools (llhttp, the parser of Node.js); never a route.
-Invariants: a connection that says nothing, says half a request, or takes nothing of its answer is gone after its limit,
-with whatever was kept for it; what is on its way to slow readers has one bound for all of them; requests that come
-ahead of their answers wait as bytes, but for a few. Who may connect is `admission`'s.
+Invariants: a connection that is silent, sends half a request, or takes nothing of its answer is closed after its limit,
+and its memory freed; answers to slow readers have one bound for all of them; pipelined requests wait as bytes, but for
+a few. `admission` decides who may connect.
 """
 
 from __future__ import annotations

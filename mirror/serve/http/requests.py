@@ -1,8 +1,8 @@
-"""What a request asks for: its text made into values of the store, or refused with a problem that says why.
+"""Request texts as values of the store, or refused with a problem that says why.
 
-Knows the parameters of the API and their bounds; never what is done with them. This is where numbers from readers
-become `Vbid`, `Branch` and `Seqno`. Invariants: nothing unchecked leaves this module; a parameter that nobody knows is
-an error, so that a misspelt one cannot be ignored in silence; a body is read up to its limit, and only for so long.
+Knows the API's parameters and bounds; never their use. Numbers from readers become `Vbid`, `Branch` and `Seqno` here.
+Invariants: only checked values leave this module; an unknown parameter is an error, so a misspelt one is never ignored;
+a body is read up to its limit in bytes and time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One HTTP process: the application on its sockets, from its start to its end.
 
-Knows settings, sockets and uvicorn's protocol; `api` knows the answers. It is a child of the supervisor,
-which gives it its sockets, asks it how it does, and starts another when it dies. Invariants: what was requested before
-a stop is answered within the time that is left; streams end at once, so that their readers find another process.
+Knows settings, sockets and uvicorn's protocol; `api` knows the answers. The supervisor starts it, gives it its sockets,
+reads its status and replaces it. Invariants: requests from before a stop are answered within the time that is left;
+streams end at once, so that their readers find another process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How the mirror stands, for HTTP readers: the service's own report, its recent past, disk and history, readiness.
+"""The mirror's status for HTTP readers: the service's report, its recent past, disk and history, readiness.
 
-Knows the control socket's manners and the shape that `cli/JSON.md` promises; never how either is drawn. The report
-comes from the service when it runs, and from the store otherwise. Invariants: however many readers ask, the service
-is queried once a second at most; what is kept of the past is bounded. Whether the mirror is ready is the report's own
-judgement (`reasons`).
+Knows the control socket and the shape that `cli/JSON.md` promises. The report comes from the running service, or else
+from the store. Invariants: the service is queried once a second at most, for any number of readers; the kept past is
+bounded. The report itself judges readiness (`reasons`).
 """
 
 from __future__ import annotations

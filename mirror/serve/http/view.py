@@ -1,8 +1,7 @@
-"""The open mirror of one HTTP process: one view, opened when first needed and again when a group was recreated.
+"""The open mirror of one HTTP process: one view, opened when first needed and again after a group was recreated.
 
-Knows the data directory and the store's `View`; never a request. Invariants: a group whose file was replaced (set aside
-as damaged, filled again) is noticed within a second and read again; a view that is no longer used is closed; nothing is
-opened before the process is the one that reads.
+Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
+within a second; an unused view is closed; only the reading process opens files.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What KV clients may know of the mirrored bucket: documents, manifests and seqnos, or the status that says why not.
+"""The mirrored bucket for KV clients: documents, manifests and seqnos, or the status that says why not.
 
-Knows the store's view and the rules of readers (what is not published, being resynced, or not theirs to read); must
-never know frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket of which nothing
-complete is here yet, or whose history was lost, is a temporary failure and never `no such document`, unless the
-operator lets readers have the old copy; a document of a collection that a reader may not read is refused whether it
-exists or not.
+Knows the store's view and the rules of readers (unpublished, being resynced, not theirs to read); must never know
+frames or connections. Invariants: every answer is of one moment of its vbucket; a vbucket without a complete copy, or
+with a lost history, is a temporary failure and never `no such document`, unless the operator lets readers have the old
+copy; a document that a reader may not read is refused whether it exists or not.
 """
 
 from __future__ import annotations

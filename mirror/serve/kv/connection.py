@@ -1,18 +1,18 @@
 """One KV client's connection: bytes in, answers out, in order, within limits.
 
-Knows frames, the transport and the dispatch table; what operations do, they know. Requests are answered as they are
-read, but for those that take time (`Later`): their answers come when they are ready, to clients that negotiated
-unordered execution (kv_engine docs/UnorderedExecution.md); with others their further requests wait. Invariants:
-- bytes that are no request end this connection and no other; a request that its operation cannot decode is refused
-  with the codec's status, and the connection stays;
+Knows frames, the transport and the dispatch table; operations know themselves. Requests are answered as they are read.
+Answers that take time (`Later`) come when they are ready, to clients that negotiated unordered execution (kv_engine
+docs/UnorderedExecution.md); other clients' further requests wait. Invariants:
+- bytes that are no request end this connection alone; a request that its operation cannot decode is refused with the
+  codec's status, and the connection stays;
 - at most one incomplete request of bounded size and one received piece are held; a larger request (a write) is refused
-  from its header and its body dropped as it comes;
-- while the client does not take its answers, nothing more of it is read or answered, so what is held for it is the
-  high-water mark and one answer; after `requests_per_turn` answers, or `TURN_S`, the others have their turn;
-- who used up a turn comes next when it is its turn among those who did (`turns`), and so does each step of a request
-  that takes time: a client that wants little waits for one of them, not for one of each;
-- at most `LATER_MAX` requests that take time are under way, and they end with the connection; each is judged by the
-  rights that its reader has when its answer is made.
+  by its header, and its body dropped as it comes;
+- while the client takes no answers, its requests wait: the high-water mark and one answer are held for it. After
+  `requests_per_turn` answers, or `TURN_S`, other clients have their turn;
+- clients that used up a turn take turns with each other (`turns`), and so does each step of a request that takes time:
+  a client that wants little waits for one of them, not for one of each;
+- at most `LATER_MAX` requests that take time are under way, and end with the connection; each is judged by the reader's
+  rights when its answer is made.
 """
 
 from __future__ import annotations

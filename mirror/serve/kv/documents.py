@@ -1,4 +1,4 @@
-"""Requests that would change a document: refused, since a mirror is read only. Reads are `mirror.server`'s.
+"""Requests that would change a document: refused, because a mirror is read only. `mirror.server` has the reads.
 
 LIST_BUCKETS is answered here as well: the mirror has exactly one.
 """

@@ -1,7 +1,7 @@
-"""The answers to GETs that find their documents and need nothing done to them: most requests by far, so written out.
+"""Answers to plain GETs of existing documents: most requests by far, so written out for speed.
 
-For all other requests, and for all that is not plain about these, `mirror.server.document_requests` decides; what
-comes from here is byte for byte what comes from there, but for the duration (kv_engine docs/BinaryProtocol.md).
+`mirror.server.document_requests` decides all other requests; answers from here are byte for byte the same, but for the
+duration (kv_engine docs/BinaryProtocol.md).
 """
 
 from __future__ import annotations

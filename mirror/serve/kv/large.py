@@ -1,8 +1,8 @@
 """Answers made of a large document: it is found at once, read when there is memory for it, and answered in pieces.
 
-Knows documents whose value was not read, and who waits for memory; never frames or connections. Invariants: what is
-held for answers of all clients together is within the budget, from before a value is read until its answer was written;
-a value that cannot be read or taken apart is an error of its request alone.
+Knows unread documents and requests for memory; never frames or connections. Invariants: all clients' answers together
+are within the budget, from before a value is read until its answer was written; a value that cannot be read or taken
+apart is an error of its request alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The cluster map that KV clients get: this mirror as the one node, or all mirrors of the bucket side by side.
+"""The cluster map of KV clients: this mirror as the one node, or all mirrors of the bucket side by side.
 
-Knows the terse configuration that nodes answer to GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md,
-recordings sdk_72_*); must never know connections or documents. Of the mirrors that hold a vbucket the map names one as
-its active node, in turn, and the others as replicas, and any of them answers for it; a vbucket that nobody holds has no
-node. Invariants: the map says the same in every process of a service; its revision rises with each start of the
-service and each change of the list of mirrors.
+Knows the terse configuration of GET_CLUSTER_CONFIG (kv_engine docs/BinaryProtocol.md, recordings sdk_72_*); must never
+know connections or documents. The map names one of a vbucket's mirrors as its active node, in turn, and the others as
+replicas; any of them answers for it. A vbucket without a mirror has no node. Invariants: every process of a service has
+the same map; its revision rises with each start of the service and each change of the list of mirrors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A client of the mirror's KV or DCP port: who may log in, what is granted, and what of the bucket is answered.
+"""A client of the mirror's KV or DCP port: its login, features and answers about the bucket.
 
-The protocol is `mirror.server`'s; this is the policy of a mirror. Current and persisted seqno are both the published
-seqno: what can be read, and what a crash does not take back further than the sync setting says. This module does not
-know sockets.
+`mirror.server` has the protocol; this is the policy of a mirror. Current and persisted seqno are both the published
+seqno: readable, and undone by a crash only as far as the sync setting allows. This module does not know sockets.
 """
 
 from __future__ import annotations
