@@ -92,7 +92,7 @@ def _parse(text: str, setting: str) -> Address:
 
 def _bad(text: str, setting: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{setting} {text!r} is no address: {why}",
+        f"{setting} {text!r} is not an address: {why}",
         hint="PORT, HOST:PORT, [IPV6]:PORT or unix:PATH, with tls:// before it for TLS",
         setting=setting,
     )

@@ -84,7 +84,7 @@ def _noop(session: Session, _frame: Frame) -> Reply:
 def take_answer(session: Session, frame: Frame) -> None:
     """Take a client's answer to a noop or a marker. Any other is a RemoteProtocolError."""
     if session.producer is None or frame.opcode not in _ANSWERABLE:
-        raise RemoteProtocolError("an answer to nothing", op=frame.opcode)
+        raise RemoteProtocolError("an answer without a request", op=frame.opcode)
     if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
         session.producer.marker_answered(frame.opaque)
 

@@ -189,7 +189,7 @@ def _version(session: Session, _frame: Frame) -> Reply:
 def _all_vb_seqnos(session: Session, frame: Frame) -> Reply | Later:
     state, collection_id = codec_dcp.decode_all_vb_seqnos_request(frame)
     if collection_id is not None and not session.collections:
-        raise Refused(Status.EINVAL, "a collection was named by a client without collections")
+        raise Refused(Status.EINVAL, "the client names a collection and did not negotiate collections")
     if not session.collections:
         collection_id = DEFAULT_COLLECTION  # all that such a client sees (kv_engine, getAllVBucketSequenceNumbers)
     return session.all_vb_seqnos(state, collection_id)

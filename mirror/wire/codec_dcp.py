@@ -177,7 +177,7 @@ def _encode_deletion(e: ev.Deletion) -> _Parts:
     return _DELETION_V2.pack(e.seqno, e.rev_seqno, e.delete_time), e.key, e.value
 
 
-# What a consumer asks.
+# From a consumer.
 
 
 def _decode_open(frame: Frame) -> ev.DcpOpen:
@@ -279,7 +279,7 @@ def _response_body(e: ev.Response) -> bytes:
     return e.value
 
 
-# The two ways through the table.
+# By the table.
 
 
 def decode(frame: Frame) -> ev.DcpEvent:

@@ -112,7 +112,7 @@ def check_request(frame: Frame) -> Frame:
     shapes = _SERVER_SHAPES if frame.magic == Magic.SERVER_REQUEST else _SHAPES
     shape = shapes.get(frame.opcode)
     if shape is None:
-        raise refusal(frame, "no such command", Status.UNKNOWN_COMMAND)
+        raise refusal(frame, "unknown command", Status.UNKNOWN_COMMAND)
     check_shape(frame, shape)
     return frame
 
@@ -293,7 +293,7 @@ def decode_observe_seqno(value: bytes) -> ObservedSeqno:
     if value[:1] == b"\1":
         return ObservedSeqno(*_exactly(_OBSERVED_FAILOVER, value, Opcode.OBSERVE_SEQNO, "an answer")[1:])
     if value[:1] != b"\0":
-        raise RemoteProtocolError(f"no such form of an answer: {value[:1].hex() or 'empty'}", op=Opcode.OBSERVE_SEQNO)
+        raise RemoteProtocolError(f"unknown form of an answer: {value[:1].hex() or 'empty'}", op=Opcode.OBSERVE_SEQNO)
     return ObservedSeqno(*_exactly(_OBSERVED, value, Opcode.OBSERVE_SEQNO, "an answer")[1:])
 
 

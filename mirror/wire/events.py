@@ -28,7 +28,7 @@ class StreamEvent(Event):
     stream_id: int | None = None
 
 
-# What a producer sends in a stream.
+# From a producer, in a stream.
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class StreamEnd(StreamEvent):
     reason: int
 
 
-# What a consumer asks.
+# From a consumer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class FailoverLogResponse(Response):
     failover_log: FailoverLog = ()
 
 
-# What a system event says.
+# Contents of system events.
 
 
 @dataclass(frozen=True, slots=True)

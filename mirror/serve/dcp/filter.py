@@ -129,4 +129,4 @@ def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> Non
             for entry in entries
         )
     if not allowed:
-        raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read all that the stream would show")
+        raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read everything in the stream")

@@ -120,7 +120,7 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
     def request_stream(self, request: StreamRequest) -> FailoverLog:
         try:
             if len(self.streams) >= STREAMS_MAX or self._counters.open_streams >= PROCESS_STREAMS_MAX:
-                raise Refused(Status.ENOMEM, "there are as many streams as there may be")
+                raise Refused(Status.ENOMEM, "too many streams")
             return super().request_stream(request)
         except Refused as error:
             if error.status == Status.ROLLBACK:

@@ -250,7 +250,7 @@ async def _first_page(service: Service, reader: Reader, parameters: Parameters, 
     view = service.view
     vbid = Vbid(view.vbids[0]) if only is None else vbucket(only, view.identity.vbucket_count)
     if isinstance(as_of, int) and only is None:
-        raise Problem("bad-request", "as_of by seqno needs a vbid", hint="a seqno means something in one vbucket alone")
+        raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)
     pin = await service.after(tokens, timeout_s, lambda: view.pin(vbid, as_of))
     identity = collection_id(view.manifest_of(pin), collection)

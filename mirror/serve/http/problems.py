@@ -104,7 +104,7 @@ def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
     more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
     if name == "not-published":
-        return Problem(name, "this mirror holds nothing yet", hint="ask again once it has met its source")
+        return Problem(name, "this mirror holds nothing yet", hint="retry once it has reached its source")
     if name == "no-collection":  # the store's hint names collections that the reader may not know
         return Problem(name, error.message, hint=COLLECTIONS_HINT, **more)
     return Problem(name, error.message, hint=error.hint, **more)
@@ -112,7 +112,7 @@ def of_storage(error: StorageError) -> Problem:
 
 def internal() -> Problem:
     """The problem of a defect of the program; the log has the details."""
-    return Problem("internal", "this is a fault of the program; its log says more")
+    return Problem("internal", "internal error; the log of the service has details")
 
 
 def of_http(error: HTTPException) -> Problem:
@@ -120,7 +120,7 @@ def of_http(error: HTTPException) -> Problem:
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         hint = "a mirror is only read; write to its source"
-        return Problem("method-not-allowed", "this path does not take that method", hint=hint, headers=allowed)
+        return Problem("method-not-allowed", "method not allowed on this path", hint=hint, headers=allowed)
     if error.status_code == 404:
-        return Problem("not-found", "there is no such path", hint="GET /openapi.json lists them all")
+        return Problem("not-found", "unknown path", hint="GET /openapi.json lists them all")
     return Problem("bad-request", str(error.detail))

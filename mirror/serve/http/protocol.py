@@ -47,7 +47,7 @@ TURNED_AWAY = (
     b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
     b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
 )
-BUSY = bytes(Problem("too-busy", "this process has as many connections as it may have").response().body)
+BUSY = bytes(Problem("too-busy", "too many connections to this process").response().body)
 
 logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
@@ -190,12 +190,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._wrong = ""
         except httptools.HttpParserError as error:
-            self.send_400_response(f"that is no HTTP request: {error.__context__ or error}")
+            self.send_400_response(f"not an HTTP request: {error.__context__ or error}")
         else:
             if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
-                self.send_400_response("the request's head has no end")
+                self.send_400_response("the request's head is too long")
             elif self._framing_bytes > FRAMING_BYTES_MAX:
-                self.send_400_response("the chunks or trailers of the request have no end")
+                self.send_400_response("the chunks or trailers of the request are too long")
 
     @property
     def _answering(self) -> bool:
@@ -227,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Require one host (RFC 9112, section 3.2)."""
         names = [name for name, _ in self.headers]
         if self.parser.get_http_version() == "1.1" and names.count(b"host") != 1:
-            raise ValueError("it names no host, or several")
+            raise ValueError("it needs exactly one Host header")
         self._is_only_head = WITH_MORE.isdisjoint(names)
         super().on_headers_complete()
         self._in_head, self._head_bytes, self._framing_bytes = False, 0, 0

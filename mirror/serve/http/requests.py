@@ -172,7 +172,7 @@ def collection_name(text: str) -> str | int:
     if text.isascii() and text.isdigit():
         return integer("collection", text, 0, 2**32 - 1)
     if not text or len(text) > NAME_LENGTH_MAX:
-        raise _bad("that is no name of a collection", "scope.collection, or the number of one")
+        raise _bad("invalid collection name", "scope.collection, or the number of one")
     return text if "." in text else f"_default.{text}"
 
 
@@ -301,7 +301,7 @@ class Page:
             keys = [from_base64url(key) for key in (start, prefix)]
             stop = None if end is None else from_base64url(end)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-            raise _bad(f"page is no token of this API: {error}", "give `next` of the page before, as it is") from None
+            raise _bad(f"invalid page token: {error}", "give `next` of the last page unchanged") from None
         pin = Pin(Vbid(vbid), Branch(branch), Seqno(seqno), history_id, pin_now)
         return Page(pin, keys[0], cid, keys[1], stop, bool(only), bool(deletions), at, now)
 
@@ -329,10 +329,10 @@ def parse_position(text: str, vbucket_count: int) -> dict[int, Token]:
         parts = text.split(",")
         tokens = [Token.parse(part) for part in parts]
     except (ValueError, zlib.error) as error:
-        raise _bad(f"that is no position in the changes: {error}", "give an id of the stream, as it is") from None
+        raise _bad(f"invalid position: {error}", "give an id of the stream unchanged") from None
     found = {int(token.vbid): token for token in tokens}
     if len(found) != len(tokens):
-        raise _bad("that is no position in the changes: a vbucket is named twice")
+        raise _bad("invalid position: a vbucket is named twice")
     for vbid in found:
         vbucket(str(vbid), vbucket_count)
     return found

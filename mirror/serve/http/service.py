@@ -107,7 +107,7 @@ class PublishWatch:
 def take(budget: Budget, byte_count: int) -> None:
     """Take so much of a budget. Raises Problem if that is too much now."""
     if not budget.try_take(byte_count):
-        raise Problem("too-busy", "slow readers hold all the memory that answers may take")
+        raise Problem("too-busy", "no memory for another answer: slow readers hold all of it")
 
 
 class Plain(Response):
@@ -228,7 +228,7 @@ class Service:
             raise Problem("unavailable", "this process stops", hint="connect again") from None
         return await asyncio.wrap_future(reading)
 
-    # who asks
+    # readers
 
     async def reader(self, request: Request) -> Reader:
         """Return the request's reader. Raises Problem."""
@@ -256,12 +256,12 @@ class Service:
             anonymous = self.users.anonymous if state["local"] else None
             reader = certified_reader(self.users, state["transport"]) or anonymous
             if reader is None:
-                raise Problem("not-authenticated", "this listener wants a user", hint="send Basic authentication")
+                raise Problem("not-authenticated", "this listener requires a login", hint="send Basic authentication")
             state["slot"].establish()
             return reader
         scheme, _, text = authorization.partition(" ")
         if scheme.lower() != "basic":
-            raise Problem("not-authenticated", "only Basic authentication is known here")
+            raise Problem("not-authenticated", "only Basic authentication is supported")
         try:
             name, separator, password = (
                 base64.b64decode(text.strip()[:CREDENTIALS_LENGTH_MAX], validate=True).decode().partition(":")
@@ -309,7 +309,7 @@ class Service:
         if entry is None or scope is None or not reader.may_read(scope, entry.name):
             raise _may_not_read(reader)
 
-    # whether there is something to read
+    # availability
 
     def refuse_unavailable(self, vbids: Iterable[int]) -> None:
         """Raise Problem for vbuckets not held here, or resynced unless old copies are served."""
@@ -364,7 +364,7 @@ class Service:
             except ValueError as error:
                 raise Problem("bad-request", str(error), hint="token=vbid:vbuuid:seqno, all decimal") from None
             if token.vbid >= self.view.identity.vbucket_count:
-                raise Problem("no-vbucket", f"the token names vbucket {token.vbid}, which this bucket does not have")
+                raise Problem("no-vbucket", f"unknown vbucket {token.vbid} in a token")
             found.append(token)
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
@@ -417,7 +417,7 @@ class Service:
 
 
 def _not_logged_in() -> Problem:
-    return Problem("not-authenticated", "no such user, or another password")
+    return Problem("not-authenticated", "wrong user or password")
 
 
 def _may_not_read(reader: Reader) -> Problem:
@@ -431,7 +431,7 @@ def refuse_websites(request: Request) -> None:
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
     ):
-        raise Problem("forbidden", "another website's page asks for this", hint="open the address itself")
+        raise Problem("forbidden", "cross-site request", hint="open the address itself")
     if request.scope["state"]["local"] and header(request, b"authorization") is None:
         _refuse_strange_host(request)
 
@@ -445,9 +445,7 @@ def refuse_gone(request: Request) -> None:
 def _refuse_strange_host(request: Request) -> None:
     name = _strange_name(header(request, b"host") or "")
     if name is not None:
-        raise Problem(
-            "forbidden", f"this listener does not answer to the name {name[:80]!r}", hint="use the address, or log in"
-        )
+        raise Problem("forbidden", f"unknown host name {name[:80]!r}", hint="use the address, or log in")
 
 
 @lru_cache(maxsize=16)

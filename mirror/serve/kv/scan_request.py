@@ -68,7 +68,7 @@ def _field(found: dict[str, Any], name: str, kind: type[T]) -> T | None:
     if name not in found:
         return None
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= _U64_MAX):
-        raise Refused(Status.EINVAL, f"{name} is not what it should be")
+        raise Refused(Status.EINVAL, f"{name} has the wrong type")
     return value
 
 
@@ -121,7 +121,7 @@ def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
         raise Refused(Status.EINVAL, "key_only and include_xattrs exclude each other")
     range_, sampling = _field(fields, "range", dict), _field(fields, "sampling", dict)
     if (range_ is None) == (sampling is None):
-        raise Refused(Status.EINVAL, "either range or sampling must be there")
+        raise Refused(Status.EINVAL, "give range or sampling, and only one of them")
     start, end, samples, seed = b"", None, None, 0
     if range_ is not None:
         start, start_excluded = _bound(range_, "start")

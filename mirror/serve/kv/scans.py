@@ -88,7 +88,7 @@ class _Creating:
                     raise Refused(Status.ETMPFAIL, "the seqno is not published yet")
                 return None
             if required.seqno_exists and not bucket.holds_seqno(self._vbid, required.seqno):
-                raise Refused(Status.NOT_STORED, "nothing has that seqno any more")
+                raise Refused(Status.NOT_STORED, "no document has that seqno any more")
         return Scan(bounds, pin, self._reader, now_s + LIFETIME_S, bounds.start)
 
     def _peek(self, scan: Scan) -> None:
