@@ -25,25 +25,27 @@ from mirror.serve.objects import document_object
 from storage.env import directory
 from storage.model import Document
 from storage.read.view import View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 
 def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> dict[str, Any]:
     """Roll back as the owner of the vbucket's group. Raises Locked, NoSuchBoundary."""
     identity = directory.load(str(path))
     group = vbid % identity.group_count
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(str(path), group),
-        group=group,
-        vbids=directory.group_vbids(identity, group),
-        identity=identity,
-        sync="full",
-        clock_ms=SystemClock().wall_ms,
-        resync_reads=settings.resync_reads,
+        WriterOptions(
+            group=group,
+            vbids=directory.group_vbids(identity, group),
+            identity=identity,
+            sync="full",
+            clock_ms=SystemClock().wall_ms,
+            resync_reads=settings.resync_reads,
+        ),
     )
     try:
-        writer.check_rollback(vbid, to_seqno)
-        result = writer.rollback(vbid, to_seqno)
+        writer.vbuckets[vbid].check_rollback(to_seqno)
+        result = writer.vbuckets[vbid].rollback(to_seqno)
     finally:
         writer.close()
     return {

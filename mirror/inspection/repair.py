@@ -22,7 +22,7 @@ from mirror.feed.follow.consumer import Consumer
 from mirror.messages import Resync
 from storage.env import directory
 from storage.read.view import View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 TIMEOUT_S = 60.0
 """Longest time without a finished vbucket."""
@@ -90,15 +90,17 @@ async def _resync_here(
     writers: list[GroupWriter] = []
     try:
         writers.extend(  # one after the other, so that those that were opened are closed when one is not
-            GroupWriter.open(
+            GroupWriter(
                 directory.group_path(path, group),
-                group=group,
-                vbids=directory.group_vbids(identity, group),
-                identity=identity,
-                sync=settings.sync,
-                clock_ms=clock.wall_ms,
-                monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                resync_reads=settings.resync_reads,
+                WriterOptions(
+                    group=group,
+                    vbids=directory.group_vbids(identity, group),
+                    identity=identity,
+                    sync=settings.sync,
+                    clock_ms=clock.wall_ms,
+                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
+                    resync_reads=settings.resync_reads,
+                ),
             )
             for group in groups
         )
@@ -112,7 +114,7 @@ async def _resync_here(
             since = clock.monotonic()
             while left and not work.done():
                 await asyncio.sleep(POLL_S)
-                states = {vbid: writer_of[vbid].state(vbid) for vbid in left}
+                states = {vbid: writer_of[vbid].vbuckets[vbid].state for vbid in left}
                 done = {vbid for vbid, state in states.items() if state.staging_branch == state.branch}
                 if done:
                     left -= done

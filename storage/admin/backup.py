@@ -29,7 +29,7 @@ from storage.errors import CorruptedError, FormatTooNew, StorageError
 from storage.history import branches
 from storage.model import Identity, Vbid
 from storage.read.view import Time, View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 VERSION = 1
 MANIFEST = "backup.json"
@@ -330,11 +330,13 @@ def _open_once(
     path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
     if not vbids:
         return
-    writer = GroupWriter.open(path, group=group, vbids=vbids, identity=identity, sync="full", clock_ms=clock_ms)
+    writer = GroupWriter(
+        path, WriterOptions(group=group, vbids=vbids, identity=identity, sync="full", clock_ms=clock_ms)
+    )
     try:
         for vbid in vbids:
             if vbid in rollbacks:
-                writer.check_rollback(vbid, rollbacks[vbid])
-                writer.rollback(vbid, rollbacks[vbid])
+                writer.vbuckets[vbid].check_rollback(rollbacks[vbid])
+                writer.vbuckets[vbid].rollback(rollbacks[vbid])
     finally:
         writer.close()

@@ -1,38 +1,21 @@
-"""What a commit writes of one vbucket, and how its memory follows.
+"""What a commit writes of one vbucket.
 
 Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants: rows, key rows,
 `state`, `pub`, boundary and manifests of a vbucket are written in one transaction; a vbucket becomes visible at a new
 published_seqno only in a transaction after which every row up to it has its key row; `put` changes nothing in memory,
-so that it can run again when the map was full, and `settle` changes nothing on the disk.
+so that it can run again when the map was full.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records
 from storage.history import branches, index
 from storage.model import FailoverLog, Seqno, SnapshotRange
-from storage.write.pending import PendingVbucket
-
-INLINE_INDEX_ROWS = 20_000
-"""Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+from storage.write.pending import PendingVbucket, Plan
 
 Rows = list[tuple[bytes, bytes]]
-
-
-class Plan(NamedTuple):
-    """What a commit wrote of one vbucket."""
-
-    row_count: int
-    published: bool
-    time_ms: int
-    counters: branches.BoundaryCounters
-    manifest_count: int
-    has_rows_above: bool
-    """Earlier commits had written rows above the end that was published."""
 
 
 def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
@@ -45,7 +28,7 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
         if consumed != added or consumed != len(rows):
             raise SeqnoOrder(f"of {len(rows)} rows {added} rise in seqno", path=txn.path, vbid=state.vbid)
     counters = vbucket.counters
-    publish = _can_publish(vbucket)
+    publish = vbucket.can_publish
     if publish:
         row_bytes = _put_key_rows(txn, vbucket, rows)
         counters = branches.BoundaryCounters(counters.ordinal, counters.row_bytes + row_bytes)
@@ -67,28 +50,22 @@ def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, f
             moment,
             counters,
         )
-    _put_state(txn, vbucket, len(rows), publish, moment.wall_ms)
-    has_rows_above = publish and vbucket.flushed_seqno > (vbucket.complete_seqno or 0)
-    return Plan(len(rows), publish, moment.wall_ms, counters, manifest_count, has_rows_above)
-
-
-def _indexed_until(vbucket: PendingVbucket) -> int:
-    """Where the rows on the disk end that must have key rows before the complete end is published."""
-    assert vbucket.complete_seqno is not None
-    return min(vbucket.complete_seqno, vbucket.flushed_seqno)
-
-
-def _can_publish(vbucket: PendingVbucket) -> bool:
-    """True where few enough rows lack key rows that this commit can write them."""
-    if vbucket.complete_seqno is None or vbucket.job is not None:
-        return False
-    few = vbucket.unindexed_count is not None and vbucket.unindexed_count <= INLINE_INDEX_ROWS
-    return few or vbucket.indexed_seqno >= _indexed_until(vbucket)
+    missing_seqno = _missing_seqno(vbucket) if publish else state.missing_seqno
+    _put_state(txn, vbucket, len(rows), publish, moment.wall_ms, missing_seqno)
+    return Plan(
+        row_count=len(rows),
+        published=publish,
+        time_ms=moment.wall_ms,
+        counters=counters,
+        manifest_count=manifest_count,
+        missing_seqno=missing_seqno,
+        has_rows_above=publish and vbucket.flushed_seqno > (vbucket.complete_seqno or 0),
+    )
 
 
 def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
     """Write the key rows that are missing up to the complete end; returns the bytes of the rows since the last one."""
-    vbid, until = vbucket.base.vbid, _indexed_until(vbucket)
+    vbid, until = vbucket.vbid, vbucket.indexed_until
     complete = rows if vbucket.complete_count == len(rows) else rows[: vbucket.complete_count]
     key_rows = records.key_rows(complete)
     row_bytes = vbucket.indexed_bytes + sum([len(frame) for _, frame in complete])
@@ -114,7 +91,9 @@ def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[int, Snaps
     return vbucket.flushed_seqno, None if is_published else vbucket.open_snapshot
 
 
-def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publish: bool, now_ms: int) -> None:
+def _put_state(
+    txn: Transaction, vbucket: PendingVbucket, row_count: int, publish: bool, now_ms: int, missing_seqno: int
+) -> None:
     state = vbucket.base
     staged, open_snapshot = _staged_on_disk(vbucket, row_count)
     published = indexed = state.staging_published_seqno  # a crash repeats the key rows of a job
@@ -134,7 +113,7 @@ def _put_state(txn: Transaction, vbucket: PendingVbucket, row_count: int, publis
         state.rollback_count + rolled_back,
         now_ms if rolled_back else state.last_rollback_ms,
         state.stream_filter,
-        _missing_seqno(vbucket) if publish else state.missing_seqno,
+        missing_seqno,
     )
     txn.put_state_row(state.vbid, row)
 
@@ -145,41 +124,3 @@ def _missing_seqno(vbucket: PendingVbucket) -> int:
     if state.staging_published_seqno or vbucket.complete_seqno is None:
         return state.missing_seqno
     return min(state.missing_seqno, vbucket.complete_seqno)
-
-
-def settle(vbucket: PendingVbucket, plan: Plan) -> None:
-    """Bring memory up to date after the commit."""
-    vbucket.counters = plan.counters
-    if plan.manifest_count:
-        vbucket.manifests_written(plan.manifest_count)
-    vbucket.rows_written(plan.row_count)
-    indexed_rows = 0
-    if plan.published:
-        indexed_rows = vbucket.complete_count
-        _settle_published(vbucket, plan.time_ms)
-    if vbucket.unindexed_count is not None:
-        vbucket.unindexed_count += plan.row_count - indexed_rows
-    vbucket.complete_count = 0
-    vbucket.dirty = bool(vbucket.rows)
-
-
-def _settle_published(vbucket: PendingVbucket, now_ms: int) -> None:
-    assert vbucket.complete_seqno is not None
-    seqno = Seqno(vbucket.complete_seqno)
-    base = vbucket.base
-    if base.rollback_deferred:
-        vbucket.change(rollback_count=base.rollback_count + 1, last_rollback_ms=now_ms)
-    vbucket.manifest_key = vbucket.manifest_key_at(seqno)
-    vbucket.manifest_keys = [key for key in vbucket.manifest_keys if key[1] > seqno]
-    vbucket.change(
-        missing_seqno=_missing_seqno(vbucket),
-        branch=base.staging_branch,
-        published_seqno=seqno,
-        history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
-        staging_published_seqno=seqno,
-    )
-    vbucket.known_empty = True
-    vbucket.indexed_seqno = seqno
-    vbucket.indexed_bytes = 0
-    vbucket.unindexed_count = 0
-    vbucket.complete_seqno = None

@@ -8,18 +8,21 @@ and the states are read from disk, before the error is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import lmdb
 
 from storage.env import directory
-from storage.env.environment import SHARED, Environment, storage_error
+from storage.env.environment import MAP_SIZE, SHARED, Environment, storage_error
 from storage.env.transaction import Transaction
 from storage.errors import Closed, CorruptedError, Locked, StorageError
 from storage.format import keys
 from storage.history import branches
+from storage.history.purge import Window
 from storage.model import Identity, Vbid
 from storage.write.history_clock import HistoryClock
 
@@ -30,7 +33,65 @@ READER_CHECK_INTERVAL_MS = 5_000
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
 
+KEEP_ALL = Window()
+
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """The options of a group's writer."""
+
+    group: int
+    vbids: Sequence[int]
+    identity: Identity
+    clock_ms: Callable[[], int]
+    """The wall clock."""
+    monotonic_ms: Callable[[], int] | None = None
+    """A clock that is never set. Without it steps of `clock_ms` ahead age history."""
+    sync: str = "safe"
+    """The setting `sync`: `safe`, `full` or `unsafe`."""
+    map_size: int = MAP_SIZE
+    window: Window = KEEP_ALL
+    """How much history is kept. The time between two writers counts for half of its time at most."""
+    resync_reads: str = "stale"
+    """Readers of a vbucket that is being resynced get its old copy (`stale`) or an error (`unavailable`)."""
+
+
+class Contained(Protocol):
+    """An object whose methods are `contained`."""
+
+    owner: GroupOwner
+
+
+Each = TypeVar("Each", bound=Contained)
+
+
+def contained(
+    method: Callable[Concatenate[Each, Parameters], Result],
+) -> Callable[Concatenate[Each, Parameters], Result]:
+    """Let no exception but a StorageError leave: whatever damaged pages make of this code concerns this group alone.
+
+    What they make of LMDB can be a signal, and the end of the process: `GroupOwner.at_work` then names the group.
+    """
+
+    @wraps(method)
+    def call(each: Each, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        owner = each.owner
+        at_work = owner.at_work
+        before = at_work[0]
+        at_work[0] = owner.options.group + 1
+        try:
+            return method(each, *args, **kwargs)
+        except StorageError:
+            raise
+        except Exception as error:
+            raise storage_error(error, owner.path) from error
+        finally:
+            at_work[0] = before
+
+    return call
 
 
 class GroupOwner:
@@ -42,26 +103,21 @@ class GroupOwner:
     def __init__(
         self,
         path: str,
+        options: WriterOptions,
         *,
-        group: int,
-        vbids: list[Vbid],
-        identity: Identity,
-        sync: str,
-        map_size: int,
-        clock_ms: Callable[[], int],
-        monotonic_ms: Callable[[], int],
-        downtime_max_ms: int,
         load: Callable[[], bool],
         forget: Callable[[], None],
     ) -> None:
         """Take the group's lock; `open` follows.
 
         `load` reads the states from the environment, and returns True where they are older than those in memory.
-        `forget` drops everything that is pending. `downtime_max_ms`: what the time between two writers counts at most.
+        `forget` drops everything that is pending.
         """
         self.path = path
-        self.group = group
-        self.vbids = vbids
+        self.options = options
+        self.vbids = [Vbid(vbid) for vbid in options.vbids]
+        self.at_work: MutableSequence[int] | memoryview[int] = [0]
+        """Holds the group's number and 1 while a `contained` method works."""
         self.commit_count = 0
         self.lost = False
         """The environment was closed after a failed commit and cannot be opened."""
@@ -69,13 +125,7 @@ class GroupOwner:
         self.unsynced_since: int | None = None
         """When the first commit was made that is not synced; None: all are."""
         self.fence = 0
-        self._identity = identity
-        self.durability = sync
-        """The setting `sync`: `safe`, `full` or `unsafe`."""
-        self._map_size = map_size
-        self._clock_ms = clock_ms
-        self._monotonic_ms = monotonic_ms
-        self._downtime_max_ms = downtime_max_ms
+        self.durability = options.sync
         self._load = load
         self._forget = forget
         self.check_readers_ms = 0
@@ -87,7 +137,7 @@ class GroupOwner:
     def open(self, *, claim: bool) -> None:
         """Open the environment and load. `claim`: raise the fence, as each new owner does."""
         self.environment = Environment(
-            self.path, self.vbids, writable=True, sync=self.durability, map_size=self._map_size
+            self.path, self.vbids, writable=True, sync=self.durability, map_size=self.options.map_size
         )
         try:
             self.environment.open_all()
@@ -108,7 +158,9 @@ class GroupOwner:
 
     def _check_file(self) -> None:
         with self.environment.read() as txn:
-            directory.check_identity(txn.get(keys.DB_META, b"identity"), self._identity, self.group, self.path)
+            directory.check_identity(
+                txn.get(keys.DB_META, b"identity"), self.options.identity, self.options.group, self.path
+            )
 
     def _claim(self, txn: Transaction) -> None:
         self.fence = int.from_bytes(txn.get(keys.DB_META, b"fence") or b"", "big") + 1
@@ -129,11 +181,11 @@ class GroupOwner:
             for vbid in self.vbids:
                 newest = max(newest, branches.newest_moment(txn, vbid), key=attrgetter("history_ms"))
         return HistoryClock(
-            self._clock_ms,
-            self._monotonic_ms,
+            self.options.clock_ms,
+            self.options.monotonic_ms or self.options.clock_ms,
             stored_ms=newest.history_ms,
             stored_wall_ms=newest.wall_ms,
-            downtime_max_ms=self._downtime_max_ms,
+            downtime_max_ms=(self.options.window.time_ms or 0) // 2,
         )
 
     def reload(self) -> None:
@@ -218,7 +270,7 @@ class GroupOwner:
 
     def moment(self) -> branches.Moment:
         """Now, by both clocks."""
-        return branches.Moment(self._clock_ms(), self.clock.now_ms())
+        return branches.Moment(self.options.clock_ms(), self.clock.now_ms())
 
     # -- care -----------------------------------------------------------------------------------------------------
 

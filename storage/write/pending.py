@@ -1,9 +1,9 @@
 """What a writer has accepted and not yet committed: the memory of each vbucket of a group.
 
-Knows rows, seqnos and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit`
-writes what is here and then calls back what was written. Invariants: `state` is the last commit and the operations
-accepted since; rows rise in seqno above what is staged; an operation that raises SeqnoOrder
-has changed nothing; `PendingBytes.count` is the sum over the group of rows and manifests in memory.
+Knows rows, seqnos and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit` writes what
+is here, and `settle` takes note of that. Invariants: `state` is the last commit and the operations accepted since; rows
+rise in seqno above what is staged; an operation that raises SeqnoOrder has changed nothing; `PendingBytes.count` is the
+sum over the group of rows and manifests in memory.
 """
 
 from __future__ import annotations
@@ -11,18 +11,35 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import islice
 from operator import itemgetter, lt
-from typing import Any
+from typing import Any, NamedTuple
 
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
 from storage.history import branches, index
 from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.write.owner import GroupOwner, contained
 
 _unpack_row_key = keys.ROW.unpack
 
 MANIFEST_DEPTH_MIN = 16
 """A manifest is never written whole before it is made of more rows than this, and than twice its collections."""
+
+INLINE_INDEX_ROWS = 20_000
+"""Deferred rows up to this count get their key rows in the publishing transaction itself; more go to an IndexJob."""
+
+
+class Plan(NamedTuple):
+    """What a commit wrote of one vbucket."""
+
+    row_count: int
+    published: bool
+    time_ms: int
+    counters: branches.BoundaryCounters
+    manifest_count: int
+    missing_seqno: int
+    has_rows_above: bool
+    """Earlier commits had written rows above the end that was published."""
 
 
 class PendingBytes:
@@ -31,7 +48,6 @@ class PendingBytes:
     __slots__ = ("count",)
 
     def __init__(self) -> None:
-        """None yet."""
         self.count = 0
 
 
@@ -45,7 +61,6 @@ class PendingVbucket:
 
     __slots__ = (
         "_bytes",
-        "_path",
         "base",
         "complete_count",
         "complete_seqno",
@@ -62,22 +77,31 @@ class PendingVbucket:
         "manifest_key",
         "manifest_keys",
         "open_snapshot",
+        "owner",
         "pending_bytes",
         "prefix",
         "rows",
         "staged_seqno",
         "unindexed_count",
+        "vbid",
     )
 
-    def __init__(self, loaded: branches.LoadedVbucket, byte_count: PendingBytes, path: str) -> None:
-        """Nothing is pending yet. `byte_count` is the group's."""
-        state = loaded.state
+    def __init__(self, txn: Transaction, vbid: Vbid, owner: GroupOwner, byte_count: PendingBytes) -> None:
+        """`byte_count` is the group's."""
+        self.vbid = vbid
+        self.owner = owner
         self._bytes = byte_count
-        self._path = path
+        self.load(txn)
+
+    def load(self, txn: Transaction) -> None:
+        """Begin at the last commit. The caller has taken what is pending out of the group's bytes."""
+        loaded = branches.load(txn, self.vbid)
+        state = loaded.state
         self.base = state
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
         self.prefix = keys.PREFIX.pack(state.staging_branch)
+        """The first 4 bytes of the keys of rows that may be staged now: the staging branch."""
         self.rows: list[tuple[bytes, bytes]] = []
         self.pending_bytes = 0
         self.complete_count = 0  # how many of `rows` belong to complete snapshots
@@ -96,11 +120,6 @@ class PendingVbucket:
         self.dirty = False
         self.known_empty = bool(state.failover_log)  # matters only while nothing is stored: it was published at 0
 
-    @staticmethod
-    def load(txn: Transaction, vbid: Vbid, byte_count: PendingBytes) -> PendingVbucket:
-        """A vbucket as the last commit left it."""
-        return PendingVbucket(branches.load(txn, vbid), byte_count, txn.path)
-
     @property
     def state(self) -> VbucketState:
         """Everything accepted so far; published_seqno counts commits only."""
@@ -115,20 +134,48 @@ class PendingVbucket:
         """False while all that is pending are rows of an open snapshot: they wait in memory for its end."""
         return self.complete_seqno is not None or not self.rows
 
+    @property
+    def publishable(self) -> bool:
+        """True when the next commit makes a complete snapshot visible, or begins to make its key rows."""
+        return self.complete_seqno is not None and self.job is None
+
+    @property
+    def indexed_until(self) -> int:
+        """The end of the rows on the disk that must have key rows before the complete end is published."""
+        assert self.complete_seqno is not None
+        return min(self.complete_seqno, self.flushed_seqno)
+
+    @property
+    def can_publish(self) -> bool:
+        """True if few enough rows lack key rows that the next commit can write them."""
+        if self.complete_seqno is None or self.job is not None:
+            return False
+        few = self.unindexed_count is not None and self.unindexed_count <= INLINE_INDEX_ROWS
+        return few or self.indexed_seqno >= self.indexed_until
+
     # -- accepting ------------------------------------------------------------------------------------------------
 
+    @contained
     def stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
-        """Accept rows of the open snapshot above what is staged. Raises SeqnoOrder (see `GroupWriter.stage`)."""
+        """Accept rows ((staging branch + seqno, frame) pairs) of the open snapshot, above what is staged.
+
+        Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno.
+        """
+        self._stage(rows, byte_count, open_snapshot)
+
+    def _stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
+        if not rows:
+            return
         row_keys = [row[0] for row in rows]
         first_branch, first = _unpack_row_key(row_keys[0])
         last_branch, last = _unpack_row_key(row_keys[-1])
         if not first_branch == last_branch == self.base.staging_branch:
-            raise SeqnoOrder("rows were made for another branch", path=self._path, vbid=self.base.vbid)
+            raise SeqnoOrder("rows were made for another branch", path=self.owner.path, vbid=self.vbid)
         if first <= self.staged_seqno or not all(map(lt, row_keys, islice(row_keys, 1, None))):
             raise SeqnoOrder(
                 f"{len(rows)} rows from {first} to {last} do not rise above staged seqno {self.staged_seqno}",
-                path=self._path,
-                vbid=self.base.vbid,
+                path=self.owner.path,
+                vbid=self.vbid,
             )
         self.rows += seal.sealed_rows(row_keys, rows)
         self.pending_bytes += byte_count
@@ -137,49 +184,47 @@ class PendingVbucket:
         self.open_snapshot = open_snapshot
         self.dirty = True
 
-    def advance(self, seqno: int) -> None:
+    def advance(self, seqno: int, open_snapshot: SnapshotRange | None) -> None:
         """Move the position without a row. Raises SeqnoOrder when it would fall."""
         if seqno < self.staged_seqno:
-            raise SeqnoOrder(f"advance to {seqno} below {self.staged_seqno}", path=self._path, vbid=self.base.vbid)
+            raise SeqnoOrder(f"advance to {seqno} below {self.staged_seqno}", path=self.owner.path, vbid=self.vbid)
         self.staged_seqno = seqno
-        self.dirty = True
-
-    def set_open_snapshot(self, open_snapshot: SnapshotRange | None) -> None:
-        """Record the range of the open snapshot."""
         self.open_snapshot = open_snapshot
         self.dirty = True
 
+    @contained
     def system_event(
         self,
         seqno: int,
         row_value: bytes,
         manifest: Manifest,
         open_snapshot: SnapshotRange,
-        change: ManifestChange | None,
+        change: ManifestChange | None = None,
     ) -> None:
-        """Accept a system event: its row, and the manifest that holds from its seqno on."""
-        branch = self.base.staging_branch
-        self.stage([(keys.ROW.pack(branch, seqno), row_value)], len(row_value), open_snapshot)
+        """Accept a system event: its row, and the manifest that holds from its seqno on.
+
+        `change` leads from the manifest before to this one; without it the two are compared. A manifest row holds a
+        change, and now and then the whole, so that reading a manifest takes no more rows than it has collections, times
+        a constant.
+        """
+        self._stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
             change = ManifestChange.between(self.base.manifest, manifest)
-        self._bytes.count += self._change_manifest(seqno, manifest, change)
-
-    def _change_manifest(self, seqno: int, manifest: Manifest, change: ManifestChange) -> int:
-        """Accept a manifest that holds from `seqno` on; returns the bytes that it costs until it is written.
-
-        A row holds what has changed, and now and then all: so that reading a manifest takes no more rows than it has
-        collections, times a constant.
-        """
         if self.manifest_depth > MANIFEST_DEPTH_MIN + 2 * len(manifest.collections):
             change = change.as_whole(manifest)
         self.manifest_changes.append((seqno, change))
         self.manifest_depth = 1 if change.whole else self.manifest_depth + 1
         self.change(manifest=manifest)
-        return change.byte_count
+        self._bytes.count += change.byte_count
 
-    def publish(self, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None) -> None:
-        """The snapshot that ends at `boundary_seqno` is complete (see `GroupWriter.publish`)."""
-        assert boundary_seqno >= self.base.staging_published_seqno, (self.base.vbid, boundary_seqno)
+    @contained
+    def publish(self, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None) -> None:
+        """Take the snapshot that ends at `boundary_seqno` for complete; a coming commit makes it visible.
+
+        `boundary_seqno` is the staged seqno, or above it if the source skipped the end. It is below it if a complete
+        snapshot was held back for a while: then what was staged after it stays staged.
+        """
+        assert boundary_seqno >= self.base.staging_published_seqno, (self.vbid, boundary_seqno)
         self.complete_seqno = boundary_seqno
         self.complete_start = snap_start_seqno
         if boundary_seqno >= self.staged_seqno:
@@ -193,14 +238,69 @@ class PendingVbucket:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True
 
-    def save_failover_log(self, log: FailoverLog, source_purge_seqno: int | None, missing_seqno: int | None) -> None:
-        """Replace the failover log (see `GroupWriter.save_failover_log`)."""
+    def save_failover_log(
+        self, log: FailoverLog, source_purge_seqno: int | None = None, missing_seqno: int | None = None
+    ) -> None:
+        """Replace the failover log, with the next commit and never later than the first rows of its stream.
+
+        While nothing of the vbucket is stored, the log waits for those rows, or until it is known that there are none
+        (`publish` at 0).
+        """
         self.change(failover_log=log)
         if source_purge_seqno is not None:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         if missing_seqno is not None:
             self.change(missing_seqno=missing_seqno)
         self.dirty = True
+
+    def save_filter(self, text: str) -> None:
+        """Keep the filter of the staging branch's streams, never later than their first rows."""
+        self.change(stream_filter=text)
+        self.dirty = True
+
+    # -- key rows of a large snapshot -----------------------------------------------------------------------------
+
+    def complete_on_disk(self) -> bool:
+        """True if the last writer ended with a snapshot that lacks nothing but key rows; it is then complete here.
+
+        The marker's start is not stored; the boundary gets the one below it, as a stream request would.
+        """
+        state = self.base
+        if state.open_snapshot is not None or state.staged_seqno <= state.staging_published_seqno:
+            return False
+        self.complete_seqno = state.staged_seqno
+        self.complete_start = state.staging_published_seqno
+        return True
+
+    def begin_job(self) -> None:
+        """Have the key rows of the complete snapshot made, in slices."""
+        assert self.complete_seqno is not None
+        self.job = index.IndexJob(
+            self.owner.environment, self.vbid, self.prefix, self.indexed_seqno, self.complete_seqno
+        )
+
+    def end_job(self) -> None:
+        """Take the job's key rows for written. Few rows came while it ran: commit indexes them, or begins another."""
+        assert self.job is not None
+        self.indexed_seqno = self.job.to_seqno
+        self.indexed_bytes += self.job.row_bytes
+        self.cancel_job()
+        self.count_unindexed()
+        self.dirty = True
+
+    def cancel_job(self) -> None:
+        """Give up the key rows that are being made; those that are written stay, unseen."""
+        if self.job is not None:
+            self.job.close()
+            self.job = None
+
+    def count_unindexed(self) -> None:
+        """Count the rows on disk that lack their key rows; None: too many for one commit."""
+        with self.owner.environment.read() as txn:
+            _, count, _, _ = index.key_rows_between(
+                txn, self.vbid, self.prefix, self.indexed_seqno, self.flushed_seqno, INLINE_INDEX_ROWS + 1
+            )
+        self.unindexed_count = count if count <= INLINE_INDEX_ROWS else None
 
     # -- what a commit wrote --------------------------------------------------------------------------------------
 
@@ -213,8 +313,28 @@ class PendingVbucket:
         below = [at for at in staged if at <= seqno]
         return (branch, below[-1]) if below else self.manifest_key
 
-    def manifests_written(self, count: int) -> None:
-        """The first `count` manifest changes are on the disk."""
+    def purged(self, floor_seqno: int, local_purge_seqno: int, moved: tuple[int, int, int] | None) -> None:
+        """Note what the purger did. `moved` (branch, parent, seqno): rows of a branch up to there are its parent's."""
+        self.change(history_floor_seqno=Seqno(floor_seqno), local_purge_seqno=Seqno(local_purge_seqno))
+        if moved is not None and self.manifest_key[0] == moved[0] and self.manifest_key[1] <= moved[2]:
+            self.manifest_key = (moved[1], self.manifest_key[1])
+
+    def settle(self, plan: Plan) -> None:
+        """Follow a commit."""
+        self.counters = plan.counters
+        if plan.manifest_count:
+            self._settle_manifests(plan.manifest_count)
+        self._settle_rows(plan.row_count)
+        indexed_rows = 0
+        if plan.published:
+            indexed_rows = self.complete_count
+            self._settle_published(plan)
+        if self.unindexed_count is not None:
+            self.unindexed_count += plan.row_count - indexed_rows
+        self.complete_count = 0
+        self.dirty = bool(self.rows)
+
+    def _settle_manifests(self, count: int) -> None:
         branch, written = self.base.staging_branch, self.manifest_changes[:count]
         del self.manifest_changes[:count]
         self._bytes.count -= sum(change.byte_count for _, change in written)
@@ -222,8 +342,7 @@ class PendingVbucket:
             (branch, seqno) for seqno, _ in written if (branch, seqno) not in self.manifest_keys[-1:]
         ]
 
-    def rows_written(self, count: int) -> None:
-        """The first `count` rows are on the disk."""
+    def _settle_rows(self, count: int) -> None:
         if count == len(self.rows):
             flushed = self.staged_seqno
             dropped = self.pending_bytes
@@ -237,38 +356,52 @@ class PendingVbucket:
         self._bytes.count -= dropped
         self.flushed_seqno = flushed
 
+    def _settle_published(self, plan: Plan) -> None:
+        assert self.complete_seqno is not None
+        seqno, base = Seqno(self.complete_seqno), self.base
+        if base.rollback_deferred:
+            self.change(rollback_count=base.rollback_count + 1, last_rollback_ms=plan.time_ms)
+        self.manifest_key = self.manifest_key_at(seqno)
+        self.manifest_keys = [key for key in self.manifest_keys if key[1] > seqno]
+        self.change(
+            missing_seqno=plan.missing_seqno,
+            branch=base.staging_branch,
+            published_seqno=seqno,
+            history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
+            staging_published_seqno=seqno,
+        )
+        self.known_empty = True
+        self.indexed_seqno = seqno
+        self.indexed_bytes = 0
+        self.unindexed_count = 0
+        self.complete_seqno = None
+
     # -- giving up ------------------------------------------------------------------------------------------------
 
-    def drop_rows(self) -> None:
-        """Forget the rows in memory."""
+    def _drop_rows(self) -> None:
         self._bytes.count -= self.pending_bytes
         self.rows = []
         self.pending_bytes = 0
         self.complete_count = 0
 
-    def drop_complete(self) -> None:
-        """Forget that a snapshot was complete; what of it is on the disk stays hidden."""
-        self.drop_rows()
-        self.complete_seqno = None
-
-    def drop_above(self, txn: Transaction, seqno: int) -> None:
-        """Continue from `seqno`, after `drop_rows`: forget the position and manifests above it."""
+    def _drop_above(self, seqno: int) -> None:
+        """Continue from `seqno`, after `_drop_rows`: forget the position and manifests above it."""
         self.staged_seqno = seqno
-        self._drop_manifests(txn, seqno)
         self.dirty = True
-
-    def _drop_manifests(self, txn: Transaction, above_seqno: int) -> None:
-        kept = [(seqno, change) for seqno, change in self.manifest_changes if seqno <= above_seqno]
-        if len(kept) == len(self.manifest_changes) and all(at <= above_seqno for _, at in self.manifest_keys):
+        kept = [(at, change) for at, change in self.manifest_changes if at <= seqno]
+        if len(kept) == len(self.manifest_changes) and all(at <= seqno for _, at in self.manifest_keys):
             return
         self._bytes.count -= sum(change.byte_count for _, change in self.manifest_changes[len(kept) :])
         self.manifest_changes = kept
-        self.manifest_keys = [key for key in self.manifest_keys if key[1] <= above_seqno]
+        self.manifest_keys = [key for key in self.manifest_keys if key[1] <= seqno]
         newest = self.manifest_keys[-1] if self.manifest_keys else self.manifest_key
-        manifest, depth = branches.read_manifest(txn, self.base.vbid, newest)
+        with self.owner.environment.read() as txn:
+            manifest, depth = branches.read_manifest(txn, self.vbid, newest)
         self.manifest_depth = depth + len(kept)
         self.change(manifest=manifest.changed(*(change for _, change in kept)))
 
-    def drop_manifests(self) -> None:
-        """Forget the bytes of all manifests that are pending: this object is replaced."""
+    def _reread(self) -> None:
+        """Begin at the last commit, after the rows in memory were dropped."""
         self._bytes.count -= sum(change.byte_count for _, change in self.manifest_changes)
+        with self.owner.environment.read() as txn:
+            self.load(txn)

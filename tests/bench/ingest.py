@@ -27,7 +27,7 @@ from mirror.supervise.processes.figures import private_bytes
 from mirror.supervise.processes.worker import settle_collector
 from storage.env import directory
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.bench import limits, stores
 from tests.bench.children import Child, child, wait_closed
 from tests.bench.limits import Timing
@@ -135,14 +135,16 @@ async def consuming(
     if not directory.exists(path):
         directory.create(path, identity)
     writers = [
-        GroupWriter.open(
+        GroupWriter(
             directory.group_path(path, group),
-            group=group,
-            vbids=directory.group_vbids(identity, group),
-            identity=identity,
-            sync=sync,
-            clock_ms=clock.wall_ms,
-            monotonic_ms=lambda: int(clock.monotonic() * 1000),
+            WriterOptions(
+                group=group,
+                vbids=directory.group_vbids(identity, group),
+                identity=identity,
+                sync=sync,
+                clock_ms=clock.wall_ms,
+                monotonic_ms=lambda: int(clock.monotonic() * 1000),
+            ),
         )
         for group in groups
     ]

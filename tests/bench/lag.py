@@ -93,12 +93,12 @@ def _write(pipe: Connection) -> None:
 
 def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
     """Have each commit of the consumer add what became visible, and when."""
-    seen = {vbid: int(vbucket.writer.served(vbid).published_seqno) for vbid, vbucket in consumer.vbuckets.items()}
+    seen = {vbid: int(vbucket.writer.base.published_seqno) for vbid, vbucket in consumer.vbuckets.items()}
 
     def note(group: Group) -> None:
         now = time.monotonic()
         for vbid in group.vbuckets:
-            published = int(group.writer.served(vbid).published_seqno)
+            published = int(group.writer.vbuckets[vbid].base.published_seqno)
             if published != seen[vbid]:
                 seen[vbid] = published
                 visible.append((vbid, published, now))

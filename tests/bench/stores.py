@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.bench.limits import Row
 
 COMMIT_BYTES = 8 << 20
@@ -58,7 +58,7 @@ def store(path: str, rows: Mapping[int, list[Row]], groups: int = 1) -> None:
     for group in range(groups):
         with _writing(path, identity, group) as writer:
             for vbid in directory.group_vbids(identity, group):
-                writer.save_failover_log(vbid, FailoverLog.of([(7, 0)]))
+                writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(7, 0)]))
                 _store_snapshot(writer, vbid, rows[vbid])
 
 
@@ -80,26 +80,30 @@ def mirror(path: str, count: int, vbuckets: int = 64) -> str:
 
 @contextmanager
 def _writing(path: str, identity: Identity, group: int) -> Iterator[GroupWriter]:
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(path, group),
-        group=group,
-        vbids=list(directory.group_vbids(identity, group)),
-        identity=identity,
-        clock_ms=lambda: int(time.time() * 1000),
+        WriterOptions(
+            group=group,
+            vbids=list(directory.group_vbids(identity, group)),
+            identity=identity,
+            clock_ms=lambda: int(time.time() * 1000),
+        ),
     )
     yield writer
     writer.commit()
-    while writer.step() or any(writer.publishing(vbid) for vbid in writer.environment.vbids):
+    while writer.step() or any((writer.vbuckets[vbid].complete_seqno is not None) for vbid in writer.environment.vbids):
         writer.commit()
     writer.close()
 
 
 def _store_snapshot(writer: GroupWriter, vbid: int, rows: list[Row]) -> None:
-    before = int(writer.served(vbid).published_seqno)
+    before = int(writer.vbuckets[vbid].base.published_seqno)
     end = before + len(rows)
     for first in range(0, len(rows), RUN_ROWS):
         run = rows[first : first + RUN_ROWS]
-        writer.stage(vbid, run, sum(len(frame) for _, frame in run), SnapshotRange(Seqno(before + 1), Seqno(end)))
+        writer.vbuckets[vbid].stage(
+            run, sum(len(frame) for _, frame in run), SnapshotRange(Seqno(before + 1), Seqno(end))
+        )
         if writer.pending_bytes >= COMMIT_BYTES:
             writer.commit(flush_open=True)
-    writer.publish(vbid, end, before + 1 if rows else 0)
+    writer.vbuckets[vbid].publish(end, before + 1 if rows else 0)

@@ -22,7 +22,7 @@ from storage.format import records
 from storage.history.purge import Window
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 VBUCKETS = 3
 IDENTITY = Identity("cluster", "bucket", "uuid", VBUCKETS, 1)
@@ -41,15 +41,17 @@ class Run:
         self.random = Random(5)
         self.now_ms = 1_700_000_000_000
         directory.create(self.path, IDENTITY)
-        self.writer = GroupWriter.open(
+        self.writer = GroupWriter(
             directory.group_path(self.path, 0),
-            group=0,
-            vbids=range(VBUCKETS),
-            identity=IDENTITY,
-            sync=sync,
-            clock_ms=lambda: self.now_ms,
-            map_size=1 << 19,
-            window=Window(time_ms=300),
+            WriterOptions(
+                group=0,
+                vbids=range(VBUCKETS),
+                identity=IDENTITY,
+                sync=sync,
+                clock_ms=lambda: self.now_ms,
+                map_size=1 << 19,
+                window=Window(time_ms=300),
+            ),
         )
         self.states: list[dict[int, State]] = [{0: {}} for _ in range(VBUCKETS)]
         """Of each vbucket: the state at each seqno that was published and not rolled back."""
@@ -76,7 +78,7 @@ class Run:
             work()
         except StorageError as error:
             self.errors[type(error).__name__] += 1
-            while self.writer.lost:
+            while self.writer.owner.lost:
                 try:
                     self.writer.reopen()
                 except StorageError as again:
@@ -84,7 +86,7 @@ class Run:
         self.judge()
 
     def judge(self) -> None:
-        found = [int(self.writer.state(vbid).published_seqno) for vbid in range(VBUCKETS)]
+        found = [int(self.writer.vbuckets[vbid].state.published_seqno) for vbid in range(VBUCKETS)]
         if any(seqno not in allowed for seqno, allowed in zip(found, self.may_be, strict=True)):
             self.problems.append(f"published {found}, expected {self.may_be}")
         self.tips = found
@@ -95,19 +97,21 @@ class Run:
     def write_round(self) -> None:
         ends = []
         for vbid in range(VBUCKETS):
-            self.writer.save_failover_log(vbid, FailoverLog.of([(10, 0)]))
+            self.writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(10, 0)]))
             first = self.tips[vbid] + 1
             state = dict(self.states[vbid][self.tips[vbid]])
             rows = []
             for seqno in range(first, first + self.random.choice((1, 4, 30))):
                 key, value = b"k%d" % self.random.randrange(30), self.random.randbytes(self.random.choice((40, 5000)))
                 rows.append(
-                    (self.writer.row_prefix(vbid) + seqno.to_bytes(8), records.encode_mutation(key, value, seqno))
+                    (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), records.encode_mutation(key, value, seqno))
                 )
                 state[key] = (seqno, value)
             end = first + len(rows) - 1
-            self.writer.stage(vbid, rows, sum(len(row) for _, row in rows), SnapshotRange(Seqno(first), Seqno(end)))
-            self.writer.publish(vbid, end, first)
+            self.writer.vbuckets[vbid].stage(
+                rows, sum(len(row) for _, row in rows), SnapshotRange(Seqno(first), Seqno(end))
+            )
+            self.writer.vbuckets[vbid].publish(end, first)
             self.states[vbid] = {at: old for at, old in self.states[vbid].items() if at < first} | {end: state}
             ends.append(end)
         self.may_be = [{tip, end} for tip, end in zip(self.tips, ends, strict=True)]
@@ -115,10 +119,10 @@ class Run:
         self.may_be = [{end} for end in ends]
 
     def roll_back(self) -> None:
-        floor = self.writer.state(1).history_floor_seqno
+        floor = self.writer.vbuckets[1].state.history_floor_seqno
         target = max((at for at in self.states[1] if floor <= at < self.tips[1]), default=0) or self.tips[1]
         self.may_be[1] = {self.tips[1], target}
-        result = self.writer.rollback(1, self.tips[1] - 1)
+        result = self.writer.vbuckets[1].rollback(self.tips[1] - 1)
         self.may_be[1] = {int(result.boundary_seqno) or self.tips[1]}
         if result.boundary_seqno and result.boundary_seqno != target:
             self.problems.append(f"a rollback to {result.boundary_seqno}, expected {target}")

@@ -16,7 +16,7 @@ from storage.format import records
 from storage.history.purge import Window
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 1)
 ROUNDS = 60
@@ -40,14 +40,16 @@ def write(path: str, seed: int) -> None:
     random = Random(seed)
     now = [1_700_000_000_000]
     directory.create(path, IDENTITY)
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(path, 0),
-        group=0,
-        vbids=range(4),
-        identity=IDENTITY,
-        clock_ms=lambda: now[0],
-        map_size=1 << 19,
-        window=Window(time_ms=500),
+        WriterOptions(
+            group=0,
+            vbids=range(4),
+            identity=IDENTITY,
+            clock_ms=lambda: now[0],
+            map_size=1 << 19,
+            window=Window(time_ms=500),
+        ),
     )
     digests = [digest(path)]
     shim.power_cut_mark(ctypes.c_long(0))
@@ -67,7 +69,7 @@ def write(path: str, seed: int) -> None:
             writer.commit()
             committed()
             if random.random() < 0.15:
-                writer.rollback(0, max(0, writer.state(0).published_seqno - random.randrange(1, 30)))
+                writer.vbuckets[0].rollback(max(0, writer.vbuckets[0].state.published_seqno - random.randrange(1, 30)))
                 committed()
             now[0] += random.choice((25, 100, 300, 1000))
             for _ in range(random.randrange(3)):
@@ -81,16 +83,16 @@ def write(path: str, seed: int) -> None:
 
 
 def put(writer: GroupWriter, random: Random, vbid: int) -> None:
-    writer.save_failover_log(vbid, FailoverLog.of([(10, 0)]))
-    first = writer.state(vbid).published_seqno + 1
+    writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(10, 0)]))
+    first = writer.vbuckets[vbid].state.published_seqno + 1
     rows = []
     for seqno in range(first, first + random.choice((1, 3, 40))):
         value = random.randbytes(random.choice((40, 300, 9000)))
         frame = records.encode_mutation(b"k%d" % random.randrange(50), value, seqno)
-        rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+        rows.append((writer.vbuckets[vbid].prefix + seqno.to_bytes(8, "big"), frame))
     last = first + len(rows) - 1
-    writer.stage(vbid, rows, sum(len(frame) for _, frame in rows), SnapshotRange(Seqno(first), Seqno(last)))
-    writer.publish(vbid, last, first)
+    writer.vbuckets[vbid].stage(rows, sum(len(frame) for _, frame in rows), SnapshotRange(Seqno(first), Seqno(last)))
+    writer.vbuckets[vbid].publish(last, first)
 
 
 if __name__ == "__main__":

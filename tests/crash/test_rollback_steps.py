@@ -30,8 +30,8 @@ from storage.history import branches, index, purge, removal
 from storage.history.purge import Window
 from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
 from storage.read.view import open_view
-from storage.write import background, commit
-from storage.write.writer import GroupWriter
+from storage.write import background
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, row
 
 VBID = 0
@@ -144,23 +144,25 @@ def counting(fuse: Fuse) -> Iterator[None]:
 
 
 def open_writer(data: str, window: Window = KEEP_ALL) -> GroupWriter:
-    return GroupWriter.open(
+    return GroupWriter(
         directory.group_path(data, 0),
-        group=0,
-        vbids=directory.group_vbids(IDENTITY, 0),
-        identity=IDENTITY,
-        sync="unsafe",
-        clock_ms=lambda: NOW_MS,
-        window=window,
+        WriterOptions(
+            group=0,
+            vbids=directory.group_vbids(IDENTITY, 0),
+            identity=IDENTITY,
+            sync="unsafe",
+            clock_ms=lambda: NOW_MS,
+            window=window,
+        ),
     )
 
 
 def stage(target: GroupWriter, rows: Rows, start: int, end: int) -> None:
     """Rows of the snapshot [start, end] that are above what is held."""
-    prefix = target.row_prefix(VBID)
-    held = target.state(VBID).staged_seqno
+    prefix = target.vbuckets[VBID].prefix
+    held = target.vbuckets[VBID].state.staged_seqno
     made = [row(prefix, name, value, seqno) for seqno, name, value in rows if seqno > held]
-    target.stage(VBID, made, 100, SnapshotRange(Seqno(start), Seqno(end)))
+    target.vbuckets[VBID].stage(made, 100, SnapshotRange(Seqno(start), Seqno(end)))
 
 
 def finish(target: GroupWriter) -> None:
@@ -176,18 +178,18 @@ def finish(target: GroupWriter) -> None:
 def fetch(target: GroupWriter, snapshots: list[tuple[int, int, Rows]]) -> None:
     """The stream from where the store stands: each snapshot in pieces that are written down, then published."""
     for start, end, rows in snapshots:
-        state = target.state(VBID)
-        if target.publishing(VBID):  # it was complete when the last writer died
+        state = target.vbuckets[VBID].state
+        if target.vbuckets[VBID].complete_seqno is not None:  # it was complete when the last writer died
             finish(target)
-            state = target.state(VBID)
+            state = target.vbuckets[VBID].state
         if end <= state.staging_published_seqno:
             continue
         for first in range(0, len(rows), 4):
             piece = rows[first : first + 4]
-            if piece[-1][0] > target.state(VBID).staged_seqno:
+            if piece[-1][0] > target.vbuckets[VBID].state.staged_seqno:
                 stage(target, piece, start, end)
                 target.commit(flush_open=True)
-        target.publish(VBID, end, start)
+        target.vbuckets[VBID].publish(end, start)
         finish(target)
 
 
@@ -199,7 +201,7 @@ OTHER_SNAPSHOTS = [(0, 14, rows_of(1, 14, b"other")), (14, 17, rows_of(15, 17, b
 def prepared(data: str, *, part: bool = False) -> None:
     """Three published snapshots, and perhaps a part of a fourth on disk."""
     target = open_writer(data)
-    target.save_failover_log(VBID, OLD_LOG)
+    target.vbuckets[VBID].save_failover_log(OLD_LOG)
     fetch(target, OLD_SNAPSHOTS)
     if part:
         stage(target, rows_of(31, 37, b"part"), 30, 40)
@@ -209,8 +211,8 @@ def prepared(data: str, *, part: bool = False) -> None:
 
 def rolled_back(data: str) -> None:
     target = open_writer(data)
-    target.rollback(VBID, 25)
-    target.save_failover_log(VBID, NEW_LOG)
+    target.vbuckets[VBID].rollback(25)
+    target.vbuckets[VBID].save_failover_log(NEW_LOG)
     fetch(target, NEW_SNAPSHOTS)
     target.close()
 
@@ -220,29 +222,33 @@ def rolled_back(data: str) -> None:
 
 def roll_back(data: str) -> None:
     target = open_writer(data)
-    if target.state(VBID).rollback_count == 0:  # the source says ROLLBACK to 25 to anyone who holds more of the old
-        result = target.rollback(VBID, 25)
+    if (
+        target.vbuckets[VBID].state.rollback_count == 0
+    ):  # the source says ROLLBACK to 25 to anyone who holds more of the old
+        result = target.vbuckets[VBID].rollback(25)
         assert result.boundary_seqno == 20
-    target.save_failover_log(VBID, NEW_LOG)
+    target.vbuckets[VBID].save_failover_log(NEW_LOG)
     fetch(target, NEW_SNAPSHOTS)
     target.close()
 
 
 def abandon(data: str) -> None:
     target = open_writer(data)
-    if target.state(VBID).branch == 1:  # the source goes on at 30 alone, which is recorded by leaving the part behind
-        target.abandon(VBID)
-    assert target.state(VBID).staged_seqno >= 30
+    if (
+        target.vbuckets[VBID].state.branch == 1
+    ):  # the source goes on at 30 alone, which is recorded by leaving the part behind
+        target.vbuckets[VBID].abandon()
+    assert target.vbuckets[VBID].state.staged_seqno >= 30
     fetch(target, [(30, 40, rows_of(31, 40, b"again"))])
     target.close()
 
 
 def resync(data: str) -> None:
     target = open_writer(data)
-    state = target.state(VBID)
+    state = target.vbuckets[VBID].state
     if state.failover_log == OLD_LOG:  # the source knows nothing of our history
-        target.begin_resync(VBID)
-    target.save_failover_log(VBID, OTHER_LOG)
+        target.vbuckets[VBID].begin_resync()
+    target.vbuckets[VBID].save_failover_log(OTHER_LOG)
     fetch(target, OTHER_SNAPSHOTS)
     target.close()
 
@@ -345,7 +351,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a few rows reach, so that each operation has many steps."""
-    monkeypatch.setattr(commit, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 3)
     monkeypatch.setattr(background, "PURGE_INTERVAL_MS", 0)
     monkeypatch.setattr(index, "SLICE_ROWS", 3)
     monkeypatch.setattr(index, "RUN_ROWS", 5)

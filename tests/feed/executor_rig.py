@@ -16,7 +16,7 @@ from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from storage.env import directory
 from storage.model import Identity, Seqno, SnapshotRange, Vbid
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.manual_clock import ManualClock
 
 VBID = Vbid(0)
@@ -29,7 +29,7 @@ class FakeVbucket(VbucketHost):
     stream_filter: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, writer: GroupWriter) -> None:
-        super().__init__(int(VBID), StoreSink(0, writer, self), ManualClock())
+        super().__init__(int(VBID), StoreSink(writer.vbuckets[0], self), ManualClock())
         self.writer = writer
         self.machine = VbucketMachine(VBID, self.sink.state())
         self.done: list[Any] = []
@@ -63,7 +63,7 @@ class FakeVbucket(VbucketHost):
         self.writer.commit()
 
     def branch_changed(self) -> None:
-        self.done.append(("branch", self.writer.row_prefix(self.vbid)))
+        self.done.append(("branch", self.writer.vbuckets[self.vbid].prefix))
 
     def refresh_map(self, config: bytes) -> None:
         self.done.append(("map", config))
@@ -85,13 +85,14 @@ def open_writer(path: Path) -> GroupWriter:
     identity = Identity("c", "b", "u", 1, 1)
     data = str(path / "data")
     directory.create(data, identity)
-    return GroupWriter.open(
-        directory.group_path(data, 0), group=0, vbids=[0], identity=identity, sync="unsafe", clock_ms=lambda: 1000
+    return GroupWriter(
+        directory.group_path(data, 0),
+        WriterOptions(group=0, vbids=[0], identity=identity, sync="unsafe", clock_ms=lambda: 1000),
     )
 
 
 def rows(writer: GroupWriter, *seqnos: int, prefix: bytes | None = None) -> list[tuple[bytes, bytes]]:
-    branch = writer.row_prefix(0) if prefix is None else prefix
+    branch = writer.vbuckets[0].prefix if prefix is None else prefix
     return [
         (branch + seqno.to_bytes(8), encode_event(ev.Mutation(0, b"\0k%d" % seqno, seqno, 1, 1, value=b"{}")))
         for seqno in seqnos

@@ -17,7 +17,7 @@ from storage.errors import StorageError
 from storage.history.purge import Window
 from storage.model import FailoverLog, Identity
 from storage.read.view import Change, Token, View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.manual_clock import ManualClock
 from tests.storage.model import row
 
@@ -102,14 +102,16 @@ class GatedVbucket:
 
     def open(self, *, gated: bool = True) -> None:
         """A process starts on what is stored."""
-        self.writer = GroupWriter.open(
+        self.writer = GroupWriter(
             directory.group_path(self.path, 0),
-            group=0,
-            vbids=[VBID],
-            identity=self.identity,
-            sync="unsafe",
-            clock_ms=lambda: self.now_ms,
-            window=self.window,
+            WriterOptions(
+                group=0,
+                vbids=[VBID],
+                identity=self.identity,
+                sync="unsafe",
+                clock_ms=lambda: self.now_ms,
+                window=self.window,
+            ),
         )
         self.session = ScriptedSession()
         around: Any = _Around()
@@ -150,7 +152,7 @@ class GatedVbucket:
         opaque = self.actor.opaque
         assert opaque is not None
         self.actor.handle(SnapshotMarker(VBID, start, end, 1, opaque=opaque))
-        rows = [row(self.writer.row_prefix(VBID), key, value, seqno) for seqno, (key, value) in items.items()]
+        rows = [row(self.writer.vbuckets[VBID].prefix, key, value, seqno) for seqno, (key, value) in items.items()]
         self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:
             self.actor.published(seqno)
@@ -159,7 +161,7 @@ class GatedVbucket:
         """Every copy answers so."""
         self.actor.persisted(vbuuid, seqno)
         self.commit()
-        while self.writer.publishing(VBID):
+        while self.writer.vbuckets[VBID].complete_seqno is not None:
             self.writer.step()
             self.commit()
 
@@ -171,7 +173,7 @@ class GatedVbucket:
 
     @property
     def published(self) -> int:
-        return int(self.writer.state(VBID).published_seqno)
+        return int(self.writer.vbuckets[VBID].state.published_seqno)
 
     def view(self) -> View:
         return open_view(self.path)

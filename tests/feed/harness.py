@@ -14,7 +14,7 @@ from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.selection import Selection
 from storage.env import directory
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 WAIT_S = 30.0
 
@@ -66,13 +66,15 @@ class Mirror:
     def start(self, connection_string: str, **more: Any) -> Consumer:
         clock = SystemClock()
         self.writers = [
-            GroupWriter.open(
+            GroupWriter(
                 directory.group_path(self.path, group),
-                group=group,
-                vbids=directory.group_vbids(self.identity, group),
-                identity=self.identity,
-                sync="unsafe",
-                clock_ms=clock.wall_ms,
+                WriterOptions(
+                    group=group,
+                    vbids=directory.group_vbids(self.identity, group),
+                    identity=self.identity,
+                    sync="unsafe",
+                    clock_ms=clock.wall_ms,
+                ),
             )
             for group in self.own_groups
         ]

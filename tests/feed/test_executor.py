@@ -32,13 +32,13 @@ def test_without_a_machine_the_rest_of_a_list_is_not_executed(vbucket: FakeVbuck
     vbucket.close_stream = lambda opaque: setattr(vbucket, "machine", None)  # type: ignore[method-assign]
     vbucket.execute([stage(vbucket, 1, 2), ins.CloseStream(VBID, "t", 5), publish(2)])
     vbucket.commit()
-    assert vbucket.writer.state(0).published_seqno == 0
+    assert vbucket.writer.vbuckets[0].state.published_seqno == 0
 
 
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbucket: FakeVbucket) -> None:
     vbucket.answers[events.Abandoned] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "abandoned")]
     vbucket.execute([ins.AbandonStaged(VBID, "t"), ins.RefreshMap(VBID, "t", b"config")])
-    prefix = vbucket.writer.row_prefix(0)
+    prefix = vbucket.writer.vbuckets[0].prefix
     assert vbucket.done == ["commit", ("branch", prefix), ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
 
 

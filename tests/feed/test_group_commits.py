@@ -173,7 +173,7 @@ async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_mad
         return step(background)
 
     monkeypatch.setattr(Background, "step", counted)
-    monkeypatch.setattr(commit, "INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     monkeypatch.setattr(group_commits, "STEP_IDLE_S", 3600.0)
     cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(1000)), vbid=1)
     mirror = mirror_of(cluster, tmp_path, settings={"batch_bytes_max": 64 * 1024, "connection_buffer_size": 32768})

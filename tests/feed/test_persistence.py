@@ -382,11 +382,11 @@ def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket
     with gated.view() as view:
         (record,) = view.rollbacks(0)
     assert (record.from_seqno, record.to_seqno, record.reached_seqno) == (85, 81, 88)
-    state = gated.writer.state(0)
+    state = gated.writer.vbuckets[0].state
     assert (state.rollback_count, state.last_rollback_ms) == (1, gated.now_ms)
     gated.close()
     gated.open()
-    assert gated.writer.state(0) == state
+    assert gated.writer.vbuckets[0].state == state
 
 
 def test_a_version_comes_again_after_an_older_one_of_its_key(gated: GatedVbucket) -> None:
@@ -507,14 +507,14 @@ def test_history_that_a_deferred_rollback_goes_on_from_is_not_purged(tmp_path: P
     for _ in range(50):
         gated.writer.step()
         gated.now_ms += 10_000
-    assert gated.writer.state(0).history_floor_seqno <= 81
+    assert gated.writer.vbuckets[0].state.history_floor_seqno <= 81
     gated.snapshot(82, 90, {90: (b"d", b"7")})
     gated.persisted(0xB, 90)
     assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"7")}
     for _ in range(50):
         gated.writer.step()
         gated.now_ms += 10_000
-    assert gated.writer.state(0).history_floor_seqno == 90
+    assert gated.writer.vbuckets[0].state.history_floor_seqno == 90
     assert gated.seen() == {b"a": (81, b"1"), b"c": (41, b"0"), b"d": (90, b"7")}
     gated.close()
     assert check(gated.path).problems == []

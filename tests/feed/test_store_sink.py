@@ -27,7 +27,7 @@ def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
     log = FailoverLog.of([(7, 0)])
     vbucket.execute([ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
     assert vbucket.writer.commit().published == [(0, 5)]
-    state = vbucket.writer.state(0)
+    state = vbucket.writer.vbuckets[0].state
     assert (state.published_seqno, state.failover_log, state.open_snapshot) == (5, log, None)
     assert vbucket.answers_given == []
 
@@ -53,7 +53,10 @@ def test_refused_rows_end_their_list_and_the_machine_is_notified(vbucket: FakeVb
 def test_advance_moves_the_position_and_the_open_snapshot(vbucket: FakeVbucket) -> None:
     snapshot = SnapshotRange(Seqno(0), Seqno(9))
     vbucket.execute([ins.Advance(VBID, "t", Seqno(7), snapshot)])
-    assert (vbucket.writer.state(0).staged_seqno, vbucket.writer.state(0).open_snapshot) == (7, snapshot)
+    assert (vbucket.writer.vbuckets[0].state.staged_seqno, vbucket.writer.vbuckets[0].state.open_snapshot) == (
+        7,
+        snapshot,
+    )
 
 
 def test_rollback_is_answered_with_the_state_or_with_no_boundary(vbucket: FakeVbucket) -> None:
@@ -77,7 +80,7 @@ def test_what_a_gate_holds_stays_staged_and_a_rollback_of_it_alone_is_none_to_re
     gate = vbucket.sink.gate = PersistenceGate()
     vbucket.execute([stage(vbucket, 3, 4), publish(4), stage(vbucket, 5), publish(5)])
     vbucket.writer.commit()
-    assert (vbucket.writer.state(0).published_seqno, vbucket.writer.state(0).staged_seqno) == (2, 5)
+    assert (vbucket.writer.vbuckets[0].state.published_seqno, vbucket.writer.vbuckets[0].state.staged_seqno) == (2, 5)
     vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(3))])
     (answer,) = vbucket.answers_given
     assert isinstance(answer, events.RolledBack)
@@ -95,24 +98,24 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
     """Found by the simulation: while its key rows were made, the source rolled back; the copy that was still served, of
     another history, went back to a boundary of its own, and its documents were taken for those of the source.
     """
-    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     vbucket.execute([stage(vbucket, 1, 2), publish(2)])
     vbucket.writer.commit()
-    vbucket.writer.begin_resync(0)
+    vbucket.writer.vbuckets[0].begin_resync()
     vbucket.execute([stage(vbucket, 5, 6)])
     vbucket.writer.commit(flush_open=True)
     vbucket.execute([publish(6)])
     vbucket.writer.commit()
-    assert vbucket.writer.publishing(0)
+    assert vbucket.writer.vbuckets[0].complete_seqno is not None
     vbucket.execute([ins.RollbackTo(VBID, "t", Seqno(4))])
     assert vbucket.answers_given == [events.NoBoundary()]
-    assert vbucket.writer.state(0).rollback_count == 0
+    assert vbucket.writer.vbuckets[0].state.rollback_count == 0
 
 
 def test_what_streams_are_filtered_to_is_kept(vbucket: FakeVbucket) -> None:
     vbucket.execute([ins.SaveFilter(VBID, "t", "collections 8")])
     vbucket.writer.commit()
-    assert vbucket.writer.state(0).stream_filter == "collections 8"
+    assert vbucket.writer.vbuckets[0].state.stream_filter == "collections 8"
 
 
 def test_staged_rows_are_abandoned_and_the_published_stay(vbucket: FakeVbucket) -> None:
@@ -125,7 +128,7 @@ def test_staged_rows_are_abandoned_and_the_published_stay(vbucket: FakeVbucket) 
 def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_disk(
     vbucket: FakeVbucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     vbucket.execute([stage(vbucket, 1, 4)])
     vbucket.writer.commit(flush_open=True)
     vbucket.execute([publish(4)])
@@ -140,7 +143,7 @@ def test_abandoning_waits_for_a_complete_snapshot_where_the_next_one_is_on_the_d
     vbucket.execute([ins.AbandonStaged(VBID, "t")])
     assert vbucket.answers_given == []
     assert vbucket.sink.abandon_due
-    while vbucket.writer.publishing(0):
+    while vbucket.writer.vbuckets[0].complete_seqno is not None:
         vbucket.writer.step()
         vbucket.writer.commit()
     vbucket.execute([ins.AbandonStaged(VBID, "t")])
@@ -166,8 +169,8 @@ def test_resync_needs_space_next_to_the_old_copy(vbucket: FakeVbucket, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))
     vbucket.execute([ins.BeginResync(VBID, "t")])
     assert isinstance(vbucket.answers_given[-1], events.ResyncRefused)
-    assert vbucket.writer.state(0).staging_branch == vbucket.writer.state(0).branch
+    assert vbucket.writer.vbuckets[0].state.staging_branch == vbucket.writer.vbuckets[0].state.branch
     monkeypatch.setattr(shutil, "disk_usage", usage)
     vbucket.execute([ins.BeginResync(VBID, "t")])
     assert isinstance(vbucket.answers_given[-1], events.ResyncOpened)
-    assert vbucket.writer.state(0).published_seqno == 2, "the old copy is served on"
+    assert vbucket.writer.vbuckets[0].state.published_seqno == 2, "the old copy is served on"

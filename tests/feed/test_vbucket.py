@@ -188,7 +188,7 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
     on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated row in the next snapshot drops that one alone: the stream is requested from the complete end."""
-    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     index_step = Background.index_step
     held = True
 
@@ -208,7 +208,7 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
             consumer.commits.groups[0].commit(flush_open=True)
         actor = consumer.vbuckets[VBID]
         assert actor.opaque is not None
-        twice = mirror.writers[0].row_prefix(VBID) + (6).to_bytes(8)
+        twice = mirror.writers[0].vbuckets[VBID].prefix + (6).to_bytes(8)
         actor.on_rows(actor.opaque, [(twice, b"not to be stored")], 100)
         assert mirror.row(VBID)["published_seqno"] == 0
         held = False

@@ -148,10 +148,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = []
         for seqno, key in enumerate(keys, first):
             frame = records.encode_mutation(key, b'{"number": %d}' % seqno, seqno, datatype=1)
-            rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8), frame))
+            rows.append((writer.vbuckets[vbid].prefix + seqno.to_bytes(8), frame))
         last = first + len(rows) - 1
-        writer.stage(vbid, rows, 0, SnapshotRange(Seqno(first), Seqno(last)))
-        writer.publish(vbid, last, first)
+        writer.vbuckets[vbid].stage(rows, 0, SnapshotRange(Seqno(first), Seqno(last)))
+        writer.vbuckets[vbid].publish(last, first)
         writer.commit()
 
     for first in range(2, VERSIONS + 2, 1000):

@@ -25,7 +25,7 @@ _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
 _PERSISTENCE, _VBUCKET = "mirror/feed/cluster/persistence.py", "mirror/feed/follow/vbucket.py"
 _STORE_SINK = "mirror/feed/follow/store_sink.py"
 _BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
-_OWNER, _LEAVING = "storage/write/owner.py", "storage/write/leaving.py"
+_OWNER, _LEAVING = "storage/write/owner.py", "storage/write/vbucket.py"
 _RETRACTIONS, _OF_RETRACTIONS = "storage/read/retractions.py", "tests/storage/test_retractions.py"
 
 _OF_WATCH_END = "tests/feed/test_watch.py -k snapshot_without"
@@ -228,8 +228,8 @@ MUTATIONS = (
     ),
     Mutation(
         _STORE_SINK,
-        "        self.drop_held()\n        writer.begin_resync(",
-        "        writer.begin_resync(",
+        "        self.drop_held()\n        self.writer.begin_resync(",
+        "        self.writer.begin_resync(",
         f"{_OF_STORE_SINK} -k were_held",
     ),
     Mutation(
@@ -272,7 +272,7 @@ MUTATIONS = (
     ),
     Mutation(
         _LEAVING,
-        "if keep_complete and vbucket.complete_seqno is not None:",
+        "if keep_complete and self.complete_seqno is not None:",
         "if False:",
         f"{_OF_LEAVING} -k complete_one",
     ),
@@ -416,9 +416,9 @@ MUTATIONS = (
         "tests/storage/test_history_clock.py",
     ),
     Mutation(
-        "storage/write/writer.py",
-        "        except Exception as error:",
-        "        except OSError as error:",
+        _OWNER,
+        "        except Exception as error:\n            raise storage_error(error, owner.path)",
+        "        except OSError as error:\n            raise storage_error(error, owner.path)",
         "tests/feed/test_group_commits.py -k stops_that_group",
     ),
     Mutation(

@@ -40,7 +40,7 @@ from storage.history.purge import Window
 from storage.model import SEQNO_MAX, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.read import stream
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 WINDOW_MS = 1000
 State = dict[bytes, int]
@@ -90,14 +90,16 @@ class World:
         self.path = str(path / "data")
         identity = Identity("cluster", "orders", "b1", 1, 1)
         directory.create(self.path, identity)
-        self.writer = GroupWriter.open(
+        self.writer = GroupWriter(
             directory.group_path(self.path, 0),
-            group=0,
-            vbids=directory.group_vbids(identity, 0),
-            identity=identity,
-            sync="unsafe",
-            clock_ms=lambda: self.now_ms,
-            window=Window(time_ms=WINDOW_MS),
+            WriterOptions(
+                group=0,
+                vbids=directory.group_vbids(identity, 0),
+                identity=identity,
+                sync="unsafe",
+                clock_ms=lambda: self.now_ms,
+                window=Window(time_ms=WINDOW_MS),
+            ),
         )
         self.view = open_view(self.path)
         self.changes: list[Change] = []
@@ -109,7 +111,7 @@ class World:
         """(branch, seqno) of everything that the mirror served -> what was alive there."""
         self.resyncing = False
         self.kept_rows = 0
-        self.writer.save_failover_log(0, self.log)
+        self.writer.vbuckets[0].save_failover_log(self.log)
         self.writer.commit()
         self._served()
 
@@ -120,10 +122,10 @@ class World:
     @property
     def held_seqno(self) -> int:
         """Up to here the mirror has everything, published or not."""
-        return int(self.writer.state(0).staged_seqno)
+        return int(self.writer.vbuckets[0].state.staged_seqno)
 
     def _served(self) -> None:
-        state = self.writer.state(0)
+        state = self.writer.vbuckets[0].state
         branch, seqno = int(state.branch), int(state.published_seqno)
         self.expected.setdefault((branch, seqno), fold(self.changes, seqno))
 
@@ -175,14 +177,14 @@ class World:
     def receive(self, end_seqno: int, *, publish: bool = True) -> None:
         """A snapshot up to `end_seqno`, deduplicated as a source does."""
         start = self.held_seqno
-        if start > end_seqno or self.writer.state(0).open_snapshot is not None:
+        if start > end_seqno or self.writer.vbuckets[0].state.open_snapshot is not None:
             return
         newest = {each.dedup_key: each for each in self.changes if start < each.seqno <= end_seqno}
         rows = sorted(newest.values(), key=lambda each: each.seqno)
         if start == 0:  # a backfill from nothing: what the source has purged does not come
             rows = [each for each in rows if each.alive or each.content or each.seqno > self.source_purge_seqno]
             missing = self.rng.choice([self.source_purge_seqno, SEQNO_MAX])
-            self.writer.save_failover_log(0, self.log, missing_seqno=missing)
+            self.writer.vbuckets[0].save_failover_log(self.log, missing_seqno=missing)
         within = SnapshotRange(Seqno(start), Seqno(end_seqno))
         manifest = Manifest.initial()
         for each in self.changes:
@@ -194,14 +196,15 @@ class World:
             if each.content is not None:
                 manifest = manifests.apply(manifest, each.content, Seqno(each.seqno))
                 frame = codec_dcp.encode(encode_system_event(each.content, vbid=0, seqno=each.seqno))
-                self.writer.system_event(0, each.seqno, frame, manifest, within)
+                self.writer.vbuckets[0].system_event(each.seqno, frame, manifest, within)
             else:
-                self.writer.stage(0, [self._row(each)], 10, within)
+                self.writer.vbuckets[0].stage([self._row(each)], 10, within)
             self.kept_rows += 1
         if publish:
             self.publish(end_seqno)
         else:
-            self.writer.set_open_snapshot(0, within)
+            vbucket = self.writer.vbuckets[0]
+            vbucket.advance(vbucket.staged_seqno, within)
             self.writer.commit(flush_open=True)
 
     def _row(self, change: Change) -> tuple[bytes, bytes]:
@@ -210,43 +213,43 @@ class World:
             frame = records.encode_mutation(key, b"v%d" % change.seqno, change.seqno, collection_id=cid)
         else:
             frame = records.encode_deletion(key, change.seqno, collection_id=cid)
-        return self.writer.row_prefix(0) + change.seqno.to_bytes(8), frame
+        return self.writer.vbuckets[0].prefix + change.seqno.to_bytes(8), frame
 
     def publish(self, end_seqno: int) -> None:
-        self.writer.publish(0, end_seqno, 0)
+        self.writer.vbuckets[0].publish(end_seqno, 0)
         self.writer.commit()
         self.resyncing = False
         self._served()
 
     def follow_failover(self) -> None:
         """What the mirror's consumer does once the source has failed over."""
-        state = self.writer.state(0)
+        state = self.writer.vbuckets[0].state
         common = self.log[0].seqno
         if state.staging_branch != state.branch:  # the resync that was under way may hold what is lost
             if self.held_seqno > common:
                 self.resync()
         elif state.staged_seqno > state.published_seqno:
-            self.writer.abandon(0)
-        if self.writer.state(0).staging_branch == self.writer.state(0).branch:
-            published = int(self.writer.state(0).published_seqno)
-            if published > common and not self.writer.rollback(0, common).boundary_seqno:
+            self.writer.vbuckets[0].abandon()
+        if self.writer.vbuckets[0].state.staging_branch == self.writer.vbuckets[0].state.branch:
+            published = int(self.writer.vbuckets[0].state.published_seqno)
+            if published > common and not self.writer.vbuckets[0].rollback(common).boundary_seqno:
                 self.resync()
-        self.writer.save_failover_log(0, self.log)
+        self.writer.vbuckets[0].save_failover_log(self.log)
         self.writer.commit()
         self._served()
 
     def resync(self) -> None:
         """Everything from 0, next to the old copy."""
-        self.writer.begin_resync(0)
-        self.writer.save_failover_log(0, self.log)
+        self.writer.vbuckets[0].begin_resync()
+        self.writer.vbuckets[0].save_failover_log(self.log)
         self.writer.commit()
         self.resyncing = True
 
     def go_back(self) -> None:
         """An operator's rollback: the source knows nothing of it, and its log stays what it was."""
-        published = int(self.writer.state(0).published_seqno)
-        if published and self.writer.rollback(0, self.rng.randint(published // 2, published)).boundary_seqno:
-            self.writer.save_failover_log(0, self.log)
+        published = int(self.writer.vbuckets[0].state.published_seqno)
+        if published and self.writer.vbuckets[0].rollback(self.rng.randint(published // 2, published)).boundary_seqno:
+            self.writer.vbuckets[0].save_failover_log(self.log)
             self.writer.commit()
             self._served()
 

@@ -214,6 +214,6 @@ def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *coll
     manifest = Manifest(
         ManifestUid(seqno), {0: "_default", 8: "shop"}, {each.collection_id: each for each in collections}
     )
-    store.writer.system_event(0, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
-    store.writer.publish(0, seqno, seqno)
+    store.writer.vbuckets[0].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+    store.writer.vbuckets[0].publish(seqno, seqno)
     store.writer.commit()

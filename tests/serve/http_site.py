@@ -23,7 +23,7 @@ from mirror.supervise.status import stored_status, totals
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 VBUCKETS = 8
 GROUPS = 2
@@ -49,12 +49,13 @@ class Source:
         for group in range(GROUPS):
             vbids = directory.group_vbids(self.identity, group)
             path = directory.group_path(self.path, group)
-            writer = GroupWriter.open(
-                path, group=group, vbids=vbids, identity=self.identity, clock_ms=self.clock, map_size=1 << 28
+            writer = GroupWriter(
+                path,
+                WriterOptions(group=group, vbids=vbids, identity=self.identity, clock_ms=self.clock, map_size=1 << 28),
             )
             for vbid in vbids:
-                writer.save_failover_log(vbid, FailoverLog.of([(VBUUID, 0)]))
-                writer.publish(vbid, 0, 0)  # the source has nothing yet
+                writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(VBUUID, 0)]))
+                writer.vbuckets[vbid].publish(0, 0)  # the source has nothing yet
             writer.commit()
             self.writers.append(writer)
 
@@ -79,11 +80,11 @@ class Source:
                 if value is None
                 else records.encode_mutation(key, value, seqno, **({"cas": seqno << 16} | more))
             )
-            rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+            rows.append((writer.vbuckets[vbid].prefix + seqno.to_bytes(8, "big"), frame))
         last = self.seqnos[vbid] = first + len(items) - 1
-        writer.stage(vbid, rows, 0, SnapshotRange(Seqno(first), Seqno(last)))
+        writer.vbuckets[vbid].stage(rows, 0, SnapshotRange(Seqno(first), Seqno(last)))
         if publish:
-            writer.publish(vbid, last, first)
+            writer.vbuckets[vbid].publish(last, first)
         writer.commit()
         return last
 
@@ -102,12 +103,12 @@ class Source:
             ManifestUid(7), {0: "_default", 8: "shop"}, {each.collection_id: each for each in (default, *collections)}
         )
         frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + seqno.to_bytes(8, "big") + b"\0\0\0\0\0"
-        writer.system_event(vbid, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
-        writer.publish(vbid, seqno, seqno)
+        writer.vbuckets[vbid].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+        writer.vbuckets[vbid].publish(seqno, seqno)
         writer.commit()
 
     def rollback(self, vbid: int, to_seqno: int) -> int:
-        found = self.writer(vbid).rollback(vbid, to_seqno)
+        found = self.writer(vbid).vbuckets[vbid].rollback(to_seqno)
         self.seqnos[vbid] = found.boundary_seqno
         return found.boundary_seqno
 

@@ -27,7 +27,7 @@ from mirror.wire.frame import Frame
 from storage.env import directory
 from storage.format import keys
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.feed.harness import Mirror
 from tests.oracle import kv_client
 
@@ -59,26 +59,28 @@ class Store:
         self.path = str(path / "data")
         self.identity = Identity("cluster", bucket, uuid, vbuckets, 1, held)
         directory.create(self.path, self.identity)
-        self.writer = GroupWriter.open(
+        self.writer = GroupWriter(
             directory.group_path(self.path, 0),
-            group=0,
-            vbids=directory.group_vbids(self.identity, 0),
-            identity=self.identity,
-            sync="unsafe",
-            **{"clock_ms": SystemClock().wall_ms, **options},
+            WriterOptions(
+                group=0,
+                vbids=directory.group_vbids(self.identity, 0),
+                identity=self.identity,
+                sync="unsafe",
+                **{"clock_ms": SystemClock().wall_ms, **options},
+            ),
         )
 
     def log(self, vbid: int, *entries: tuple[int, int]) -> None:
         """The source's failover log, newest first."""
-        self.writer.save_failover_log(vbid, FailoverLog.of(entries))
+        self.writer.vbuckets[vbid].save_failover_log(FailoverLog.of(entries))
         self.writer.commit()
 
     def logs(self, vbuuid: int = 77) -> None:
         """Every stream is accepted, and the source has nothing that is not staged already."""
         for vbid in self.identity.vbids:
             self.log(vbid, (vbuuid, 0))
-            if not self.writer.state(vbid).staged_seqno:
-                self.writer.publish(vbid, 0, 0)
+            if not self.writer.vbuckets[vbid].state.staged_seqno:
+                self.writer.vbuckets[vbid].publish(0, 0)
         self.writer.commit()
 
     def put(
@@ -114,10 +116,10 @@ class Store:
         self._stage(vbid, seqno, head + wire_key, True)
 
     def _stage(self, vbid: int, seqno: int, frame: bytes, publish: bool) -> None:
-        row = (self.writer.row_prefix(vbid) + seqno.to_bytes(8), frame)
-        self.writer.stage(vbid, [row], len(frame), SnapshotRange(Seqno(seqno), Seqno(seqno)))
+        row = (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), frame)
+        self.writer.vbuckets[vbid].stage([row], len(frame), SnapshotRange(Seqno(seqno), Seqno(seqno)))
         if publish:
-            self.writer.publish(vbid, seqno, seqno)
+            self.writer.vbuckets[vbid].publish(seqno, seqno)
             self.writer.commit()
         else:
             self.writer.commit(flush_open=True)
@@ -135,8 +137,8 @@ class Store:
         manifest = Manifest(ManifestUid(uid or seqno), {0: "_default", **scopes}, named)
         frame = struct.pack(">BBHBBHIIQQIB", 0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0, seqno, 0, 0)
         for vbid in vbids or range(self.identity.vbucket_count):
-            self.writer.system_event(vbid, seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
-            self.writer.publish(vbid, seqno, seqno)
+            self.writer.vbuckets[vbid].system_event(seqno, frame, manifest, SnapshotRange(Seqno(seqno), Seqno(seqno)))
+            self.writer.vbuckets[vbid].publish(seqno, seqno)
         self.writer.commit()
 
     def close(self) -> None:

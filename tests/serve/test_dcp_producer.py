@@ -66,7 +66,7 @@ async def test_nothing_that_is_not_published_is_sent(store: Store, endpoint: Dcp
     assert (await client.stream(0)).status == 0
     assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 1]
     assert await client.silent()
-    store.writer.publish(0, 2, 2)
+    store.writer.vbuckets[0].publish(2, 2)
     store.writer.commit()
     assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 2]
 
@@ -77,7 +77,7 @@ async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: St
     client = await endpoint.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(3)
-    store.writer.rollback(0, 2)
+    store.writer.vbuckets[0].rollback(2)
     assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
     assert (await client.stream(0, 3, vbuuid=UUID)).status == Status.NOT_MY_VBUCKET, "it may yet come"
     store.log(0, (UUID + 1, 2), (UUID, 0))
@@ -129,7 +129,7 @@ async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(
     found = await client.events(4)
     assert [each.end_seqno for each in found if isinstance(each, ev.SnapshotMarker)] == [81, 82]
     assert isinstance(found[1], ev.Deletion)
-    store.writer.rollback(0, 81)
+    store.writer.vbuckets[0].rollback(81)
     store.log(0, (UUID + 1, 81), (UUID, 0))
     await client.event()
     assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 81
@@ -144,7 +144,7 @@ async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
     client = await endpoint.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(82)
-    store.writer.rollback(0, 81)
+    store.writer.vbuckets[0].rollback(81)
     store.log(0, (UUID + 1, 81), (UUID, 0))
     await client.event()
     assert (await client.stream(0, 82, vbuuid=UUID)).rollback_seqno == 0
@@ -165,7 +165,7 @@ async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_l
     store.put(b"d", b"lost", 10)
     client = KeepingClient(await endpoint.client())
     assert await client.follow(0, 10) == []
-    store.writer.rollback(0, 4)
+    store.writer.vbuckets[0].rollback(4)
     assert isinstance(await client.client.event(), ev.StreamEnd)
     store.log(0, (UUID + 1, 7), (UUID, 0))
     store.delete(b"a", 6)
@@ -200,7 +200,7 @@ async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_histo
     client = await endpoint.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(5)
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     assert await client.event() == ev.StreamEnd(0, int(StreamEndReason.STATE_CHANGED), opaque=0x77)
     store.log(0, (UUID + 9, 0))
     store.put(b"z", b"1", 7)
@@ -363,7 +363,7 @@ async def test_a_client_without_collections_gets_the_default_one_and_snapshots_t
 async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
     store: Store, endpoint: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
 ) -> None:
-    store.writer.save_failover_log(0, store.writer.state(0).failover_log, missing_seqno=purged)
+    store.writer.vbuckets[0].save_failover_log(store.writer.vbuckets[0].state.failover_log, missing_seqno=purged)
     store.put(b"a", b"1", 5)
     client = await endpoint.client(controls={b"max_marker_version": requested})
     assert (await client.stream(0)).status == 0

@@ -120,7 +120,9 @@ async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(
 ) -> None:
     """The source had purged who knows what when it sent that snapshot."""
     vbid = keys.vbid_of(b"a", store.identity.vbucket_count)
-    store.writer.save_failover_log(vbid, store.writer.state(vbid).failover_log, missing_seqno=SEQNO_MAX)
+    store.writer.vbuckets[vbid].save_failover_log(
+        store.writer.vbuckets[vbid].state.failover_log, missing_seqno=SEQNO_MAX
+    )
     store.put(b"a", b"1", 50)
     client = await endpoint.client()
     answer = await client.stream(vbid, 49, vbuuid=UUID)
@@ -159,7 +161,7 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
     vbid = store.put(b"a", b"1", 5, publish=False)
     other = store.put(b"b", b"1", 5)
     assert other != vbid
-    store.writer.begin_resync(other)
+    store.writer.vbuckets[other].begin_resync()
     for each in (vbid, other):
         refused = await client.stream(each)
         assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, b"")
@@ -168,7 +170,7 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
             assert (answer.status, answer.value) == (Status.NOT_MY_VBUCKET, b"")
     empty = next(each for each in range(4) if each not in (vbid, other))
     assert (await client.stream(empty)).status == 0
-    store.writer.publish(vbid, 5, 5)
+    store.writer.vbuckets[vbid].publish(5, 5)
     store.writer.commit()
     assert (await client.stream(vbid)).status == 0
 
@@ -288,9 +290,8 @@ async def test_end_of_a_finite_stream(store: Store, endpoint: DcpEndpoint) -> No
 @pytest.mark.usefixtures("all_settled")
 async def test_a_seqno_that_no_row_carries_is_reported(store: Store, endpoint: DcpEndpoint) -> None:
     vbid = store.put(b"a", b"1", 5)
-    store.writer.set_open_snapshot(vbid, SnapshotRange(Seqno(5), Seqno(9)))
-    store.writer.advance(vbid, 9)
-    store.writer.publish(vbid, 9, 5)
+    store.writer.vbuckets[vbid].advance(9, SnapshotRange(Seqno(5), Seqno(9)))
+    store.writer.vbuckets[vbid].publish(9, 5)
     store.writer.commit()
     client = await endpoint.client(flags=XATTRS)
     await client.stream(vbid)

@@ -27,7 +27,7 @@ def run(path: Path, seed: int, steps: int) -> Counter[str]:
                     client.read(rng.choice([1, 60, 300, 1000]))
                 if rng.random() < 0.05:
                     client.hang_up()
-        if (opened := world.writer.state(0).open_snapshot) is not None:
+        if (opened := world.writer.vbuckets[0].state.open_snapshot) is not None:
             world.publish(opened.end_seqno)
         world.write(1)
         world.receive(world.high_seqno)
@@ -49,7 +49,7 @@ def run(path: Path, seed: int, steps: int) -> Counter[str]:
 def step(world: World, rng: Random) -> None:
     world.write(rng.randrange(6))
     roll = rng.random()
-    opened = world.writer.state(0).open_snapshot
+    opened = world.writer.vbuckets[0].state.open_snapshot
     if opened is not None:
         if rng.random() < 0.5:
             world.publish(opened.end_seqno)
@@ -63,10 +63,10 @@ def step(world: World, rng: Random) -> None:
         world.follow_failover()
     elif roll < 0.05:
         world.purge_source()
-        if world.writer.state(0).open_snapshot is None:
+        if world.writer.vbuckets[0].state.open_snapshot is None:
             world.resync()
     elif roll < 0.08:
-        if world.writer.state(0).open_snapshot is None and not world.resyncing:
+        if world.writer.vbuckets[0].state.open_snapshot is None and not world.resyncing:
             world.go_back()
     elif roll < 0.18:
         world.purge()

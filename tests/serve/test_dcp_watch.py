@@ -67,7 +67,7 @@ async def test_it_looks_by_itself_while_somebody_follows(store: Store, view: Vie
     notified: list[int] = []
     watch.follow(0, notified.append)
     await until(lambda: notified == [0])
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     await until(lambda: notified == [0, 0])
     await watch.stop()
     assert notified == [0, 0]

@@ -171,7 +171,7 @@ def test_a_resync_ends_the_stream_with_a_reset_and_refuses_its_position(site: Si
         listener.event()
         last = listener.last_id
         writer = site.source.writer(2)
-        writer.begin_resync(2)
+        writer.vbuckets[2].begin_resync()
         writer.commit()
         site.source.seqnos[2] = 0
         site.source.put(key, b"9")

@@ -93,7 +93,7 @@ def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site
     many = site.client.post("/v1/collections/_default/multi-get", json={"keys": [key.decode()]})
     assert many.status_code == 503
     assert site.get("/v1/collections/_default/documents", 503).json()["vbid"] == 3
-    site.source.writer(3).publish(3, 1, 1)
+    site.source.writer(3).vbuckets[3].publish(1, 1)
     site.source.writer(3).commit()
     assert site.get(site.document(key.decode())).content == b"{}"
 
@@ -102,7 +102,7 @@ def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key)
     site.stands(service_report(site.data))
-    site.source.writer(2).begin_resync(2)
+    site.source.writer(2).vbuckets[2].begin_resync()
     site.source.writer(2).commit()
     assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
     assert site.get("/v1/collections/_default/documents", 503, params={"limit": 1000}).json()["vbid"] == 2
@@ -314,7 +314,7 @@ def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> No
     site.source.put(key, b"2")
     site.source.rollback(4, 1)
     writer = site.source.writer(4)
-    writer.save_failover_log(4, FailoverLog.of([(77, 1), (VBUUID, 0)]))
+    writer.vbuckets[4].save_failover_log(FailoverLog.of([(77, 1), (VBUUID, 0)]))
     writer.commit()
     problem = site.get(site.document(key.decode()), 409, params={"token": f"4:{VBUUID}:2", "timeout_ms": 60_000}).json()
     assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")

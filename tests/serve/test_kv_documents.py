@@ -293,7 +293,7 @@ async def test_a_vbucket_that_is_resynced(store: Store, stale_allowed: bool) -> 
     vbid = store.put(b"a", b"old", 2)
     async with serving(store.path, stale_allowed=stale_allowed) as endpoint:
         client = await endpoint.sdk()
-        store.writer.begin_resync(vbid)
+        store.writer.vbuckets[vbid].begin_resync()
         store.log(vbid, (88, 0))
         got = await client.ask(at(endpoint, b"a"))
         assert (got.status, got.value) == (Status.SUCCESS, b"old") if stale_allowed else got.status == Status.ETMPFAIL

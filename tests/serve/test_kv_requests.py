@@ -279,7 +279,7 @@ async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkey
 async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:
     store.put(b"a", b"1", 1)
     vbid = endpoint.bucket.view.vbid_of(b"a")
-    store.writer.begin_resync(vbid)
+    store.writer.vbuckets[vbid].begin_resync()
     store.log(vbid, (99, 0))
     client = await endpoint.connect()
     assert (await client.ask(codec_kv.observe_seqno(vbid, 99))).status == Status.ETMPFAIL
@@ -297,7 +297,7 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
     store.log(2, (77, 0))
     store.put(keys_of[2], b"1", 5, publish=False)
     store.log(3, (77, 0))
-    store.writer.publish(3, 0, 0)
+    store.writer.vbuckets[3].publish(0, 0)
     store.writer.commit()
     async with serving(store.path) as endpoint:
         modern, plain = await endpoint.sdk(), await endpoint.connect()
@@ -311,10 +311,10 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
         for client, request in ((modern, ()), (modern, (1,)), (modern, (1, 0)), (plain, (1,))):
             assert await seqnos(client, *request) == {1: 5, 3: 0}, request
         assert await seqnos(modern, 2) == {}
-        store.writer.publish(2, 5, 5)
+        store.writer.vbuckets[2].publish(5, 5)
         store.writer.commit()
         assert await seqnos(modern, 1) == {1: 5, 2: 5, 3: 0}
-        store.writer.begin_resync(1)
+        store.writer.vbuckets[1].begin_resync()
         assert await seqnos(modern, 1) == {2: 5, 3: 0}
         store.collections(9, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(9)), vbids=(2,))
         assert await seqnos(modern, 1, 8) == {2: 9}, "a vbucket that does not know the collection yet is left out"

@@ -141,7 +141,7 @@ async def test_a_scan_is_of_one_moment_while_the_vbucket_is_written(store: Store
 async def test_a_rollback_cancels_a_scan_whose_moment_it_took_back(store: Store, client: Client) -> None:
     name = await begin(client, between())
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_MORE
-    store.writer.rollback(0, 20)
+    store.writer.vbuckets[0].rollback(20)
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
     assert (await client.ask(go_on(name, 3))).status == Status.KEY_ENOENT
     assert len(await keys(client, between())) == 20
@@ -149,7 +149,7 @@ async def test_a_rollback_cancels_a_scan_whose_moment_it_took_back(store: Store,
 
 async def test_a_resync_cancels_scans_and_new_ones_wait_for_its_end(store: Store, client: Client) -> None:
     name = await begin(client, between())
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     store.writer.commit()
     assert (await client.ask(go_on(name, 3))).status == Status.RANGE_SCAN_CANCELLED
     assert (await client.ask(create(between()))).status == Status.ETMPFAIL

@@ -404,7 +404,7 @@ def test_rollbacks_and_resyncs_are_reported(page: Any, site: Site) -> None:
     site.source.rollback(2, 1)
     writer = site.source.writer(4)
     site.source.put(site.source.key_of(4))
-    writer.begin_resync(4)
+    writer.vbuckets[4].begin_resync()
     writer.commit()
     site.source.seqnos[4] = 0
     site.source.put(site.source.key_of(4))

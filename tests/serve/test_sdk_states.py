@@ -91,7 +91,7 @@ async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
 async def test_while_a_vbucket_is_resynced_its_old_copy_is_withheld(store: Store) -> None:
     store.logs()
     write(store, 1, 5)
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     store.writer.commit()
     async with reading(store) as collection:
         await temporary(collection)
@@ -100,7 +100,7 @@ async def test_while_a_vbucket_is_resynced_its_old_copy_is_withheld(store: Store
 async def test_or_is_given_where_the_operator_allows_that(store: Store) -> None:
     store.logs()
     write(store, 1, 5)
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     store.writer.commit()
     async with reading(store, stale_allowed=True) as collection:
         assert await got(collection) == 1
@@ -114,7 +114,7 @@ async def test_after_a_rollback_the_version_before_it_is_read_at_once(store: Sto
     write(store, 2, 6)
     async with reading(store) as collection:
         assert await got(collection) == 2
-        store.writer.rollback(0, 5)
+        store.writer.vbuckets[0].rollback(5)
         assert await got(collection) == 1
 
 
@@ -133,7 +133,7 @@ async def test_the_refusal_says_why(store: Store) -> None:
         await _refused(endpoint, b"nothing of the vbucket is published yet")
         store.logs()
         write(store, 1, 5)
-        store.writer.begin_resync(0)
+        store.writer.vbuckets[0].begin_resync()
         store.writer.commit()
         await _refused(endpoint, b"the vbucket is being resynced")
     store.close()

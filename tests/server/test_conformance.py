@@ -466,7 +466,9 @@ async def pass_the_clients_snapshot(server: Server, _client: DcpClient) -> None:
     for number in range(3):
         server.cluster.set("d2", {"n": number}, vbid=0)
         await server.mirror.until_published(0, server.vbucket(0).high_seqno)
-    await server.mirror.until(lambda: writer.state(0).history_floor_seqno > snapshot_end, "the floor to pass it")
+    await server.mirror.until(
+        lambda: writer.vbuckets[0].state.history_floor_seqno > snapshot_end, "the floor to pass it"
+    )
 
 
 async def damage_the_store(server: Server, _client: DcpClient) -> None:

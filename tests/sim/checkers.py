@@ -404,7 +404,7 @@ class Checker:
         watched = self.watched[vbid]
         if self.mirror.actors[vbid].machine.resyncing or not watched.seqno:  # type: ignore[union-attr]
             return
-        if self.mirror.writers[vbid % len(self.mirror.writers)].state(vbid).staging_branch != watched.branch:
+        if self.mirror.writers[vbid % len(self.mirror.writers)].vbuckets[vbid].state.staging_branch != watched.branch:
             return
         line = self.source.lines[opaque]
         proof = (watched.branch, watched.seqno, id(line))

@@ -42,7 +42,7 @@ from storage.write import owner
 from storage.write.background import Background
 from storage.write.owner import GroupOwner
 from storage.write.pending import PendingVbucket
-from storage.write.writer import GroupWriter, RollbackResult
+from storage.write.writer import GroupWriter, RollbackResult, VbucketWriter, WriterOptions
 from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
 from tests.sim.loop import SimLoop, drive
@@ -223,7 +223,7 @@ class SimBackground(Background):
     fate: Fate
 
     def new_purger(self) -> Purger:
-        purger = SimPurger(self._owner.environment, self._owner.vbids, self.window, self.leases)
+        purger = SimPurger(self.owner.environment, self.owner.vbids, self.window, self.leases)
         purger.fate = self.fate
         return purger
 
@@ -232,28 +232,41 @@ class SimBackground(Background):
         super().begin_job(vbucket)
 
 
+class SimVbucketWriter(VbucketWriter):
+    """A writer whose rollbacks are watched."""
+
+    fate: Fate
+
+    def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
+        self._commit()
+        self.fate.rolling_back(self.vbid, to_seqno)
+        result = super().rollback(to_seqno, deferred=deferred)
+        self.fate.rolled_back(self.vbid, to_seqno, result)
+        return result
+
+
 class SimWriter(GroupWriter):
     """A writer whose commits are watched."""
 
     fate: Fate
     disk: Disk | None
 
-    def _new_owner(self, path: str, **options: Any) -> GroupOwner:
-        owner = SimOwner(path, **options)
+    def _new_owner(self) -> GroupOwner:
+        owner = SimOwner(self.path, self.options, load=self._load, forget=self._forget)
         owner.writer = self
         return owner
 
-    def _new_background(self, window: Window) -> Background:
-        background = SimBackground(self.owner, self._vbuckets, window, self.clock_ms)
+    def _new_background(self) -> Background:
+        background = SimBackground(self.owner, self.vbuckets)
         background.fate = self.fate
         return background
 
-    def rollback(self, vbid: int, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
-        self.commit()
-        self.fate.rolling_back(vbid, to_seqno)
-        result = super().rollback(vbid, to_seqno, deferred=deferred)
-        self.fate.rolled_back(vbid, to_seqno, result)
-        return result
+    def _new_vbucket(self, txn: Transaction, vbid: Vbid) -> VbucketWriter:
+        vbucket = SimVbucketWriter(
+            txn, vbid, self.owner, self._bytes, commit=self.commit, cancel_job=self.background.cancel_job
+        )
+        vbucket.fate = self.fate
+        return vbucket
 
 
 class Keeper:
@@ -372,14 +385,16 @@ class Mirror:
         GroupWriter.__init__(
             writer,
             path,
-            group=group,
-            vbids=directory.group_vbids(self.identity, group),
-            identity=self.identity,
-            sync=self.sync,
-            clock_ms=self.wall_ms,
-            monotonic_ms=self.monotonic_ms,
-            map_size=self.map_size,
-            window=self.window,
+            WriterOptions(
+                group=group,
+                vbids=directory.group_vbids(self.identity, group),
+                identity=self.identity,
+                sync=self.sync,
+                clock_ms=self.wall_ms,
+                monotonic_ms=self.monotonic_ms,
+                map_size=self.map_size,
+                window=self.window,
+            ),
         )
         return writer
 
@@ -450,8 +465,8 @@ class Mirror:
         """Hold a position, or hold it on. Raises NoSuchBoundary when it is not kept any more."""
         positions = {lease.vbid: lease.position}
         writer = self.writer_of(lease.vbid)
-        if not writer.renew_lease(lease.name, positions, lease.until_wall_ms):
-            writer.lease(lease.name, positions, lease.until_wall_ms)
+        if not writer.background.renew_lease(lease.name, positions, lease.until_wall_ms):
+            writer.background.lease(lease.name, positions, lease.until_wall_ms)
         lease.until_ms = self.monotonic_ms() + lease.until_wall_ms - self.wall_ms()
         self.leases[lease.name] = lease
 
@@ -459,7 +474,7 @@ class Mirror:
         """Hold no longer."""
         lease = self.leases.pop(name, None)
         if lease is not None:
-            self.writer_of(lease.vbid).leases.release(name)
+            self.writer_of(lease.vbid).background.leases.release(name)
 
     def active_leases(self, vbid: int) -> list[HeldLease]:
         """Those that hold something of a vbucket now."""
@@ -507,7 +522,7 @@ class Mirror:
             writer = self._open_writer(group, fate)
             for lease in leases:
                 with suppress(NoSuchBoundary):  # of a copy that was replaced
-                    writer.lease(lease.name, {lease.vbid: lease.position}, lease.until_wall_ms)
+                    writer.background.lease(lease.name, {lease.vbid: lease.position}, lease.until_wall_ms)
             for _ in range(steps):
                 writer.step()
                 writer.commit()
@@ -529,7 +544,7 @@ class Mirror:
     def reader_died(self, pid: int) -> None:
         """A reader was killed in its transactions."""
         for writer in self.writers:
-            if not writer.lost and not writer.owner.closed:
+            if not writer.owner.lost and not writer.owner.closed:
                 assert str(pid) in writer.environment.env.readers().split(), "it had no transaction open"
         self.dead_readers.append((pid, self.monotonic_ms()))
 

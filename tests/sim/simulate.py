@@ -31,7 +31,7 @@ from storage.errors import StorageError
 from storage.format import keys as storage_keys
 from storage.history import chain, index, merge, purge, removal
 from storage.read import bulk, scan, vbucket_reader
-from storage.write import background, commit
+from storage.write import background
 from tests.manual_clock import ManualClock
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
@@ -79,7 +79,7 @@ NAMES = all_keys()
 def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
     """Limits that a few rows reach."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(commit, "INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
+    patch.setattr("storage.write.pending.INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
     patch.setattr(background, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
     patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 5, 20_000)))
     patch.setattr(index, "RUN_ROWS", rng.choice((1, 3, 8, 200_000)))
@@ -306,7 +306,7 @@ class World:
         machine = actor.machine
         return (
             f"vb {vbid}: source {vbucket.high_seqno}, purged {vbucket.purge_seqno}, log {vbucket.failover_log}; "
-            f"mirror {actor.writer.state(vbid)}, {actor.status}: {actor.text}, {machine and machine.phase}"
+            f"mirror {actor.writer.state}, {actor.status}: {actor.text}, {machine and machine.phase}"
         )
 
     def caught_up(self) -> bool:
@@ -314,7 +314,7 @@ class World:
         for vbid in range(VBUCKETS):
             vbucket = self.source.vbucket(vbid)
             high = vbucket.high_seqno
-            state = self.mirror.writer_of(vbid).state(vbid)
+            state = self.mirror.writer_of(vbid).vbuckets[vbid].state
             asks = self.mirror.consumer.collections.resolved.streams
             if state.staging_branch != state.branch and asks:  # a resync is under way
                 return False
@@ -329,7 +329,7 @@ class World:
             if not self.mirror.consumer.collections.resolved.streams:  # it waits for collections that there are none of
                 return True
             line, watched = self.source.vbucket(vbid).log, self.checker.watched[vbid]
-            state = self.mirror.writer_of(vbid).state(vbid)
+            state = self.mirror.writer_of(vbid).vbuckets[vbid].state
             if state.staging_branch != watched.branch or state.staged_seqno > state.staging_published_seqno:
                 return False
             if self.mirror.view.manifest(vbid).collections.keys() - self.source.bucket.manifest.collections.keys():
@@ -675,7 +675,7 @@ class World:
             wire.deliver_up(1 << 20)
             self.pump_one(number)
             wire.deliver_down(self.rng.choice((60, 200, 600)))
-            state = self.mirror.writer_of(vbid).state(vbid)
+            state = self.mirror.writer_of(vbid).vbuckets[vbid].state
             snapshot = state.open_snapshot
             if snapshot is not None and vbucket.memory_floor_seqno <= state.staged_seqno < snapshot.end_seqno:
                 wire.cut()
@@ -716,7 +716,7 @@ class World:
         """Memory pressure: rows of open snapshots go to the disk."""
         group = self.rng.choice(self.mirror.consumer.commits.groups)
         if group.error is None:
-            if any(vbucket.rows for vbucket in group.writer._vbuckets.values()):
+            if any(vbucket.rows for vbucket in group.writer.vbuckets.values()):
                 self.counts["open snapshots written down"] += 1
             try:
                 group.commit(flush_open=True)
@@ -829,7 +829,7 @@ class World:
     def lease(self) -> None:
         """Somebody who reads changes has its place in them held for a while."""
         follower = self.rng.choice([each for each in self.checker.followers if each.token is not None] or [None])
-        if follower is not None and not self.mirror.writer_of(follower.vbid).lost:
+        if follower is not None and not self.mirror.writer_of(follower.vbid).owner.lost:
             self.checker.lease(follower, self.rng.choice((1, 5, 20, 3600)))
 
     def release(self) -> None:
@@ -852,7 +852,7 @@ class World:
             self.mirror.reader_died(reader.pid)
             self.counts["readers killed in a transaction"] += 1
             return
-        if any(each.lost for each in self.mirror.writers):
+        if any(each.owner.lost for each in self.mirror.writers):
             return
         found = []
         for each in self.mirror.writers:

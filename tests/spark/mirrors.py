@@ -9,7 +9,7 @@ from storage.env import directory
 from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 VBUCKETS, GROUPS = 8, 2
 IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)
@@ -30,22 +30,24 @@ class SmallMirror:
     def open(self) -> None:
         """Take the groups; also after another directory was put in the place of this one."""
         self.writers = [
-            GroupWriter.open(
+            GroupWriter(
                 directory.group_path(str(self.path), group),
-                group=group,
-                vbids=directory.group_vbids(IDENTITY, group),
-                identity=IDENTITY,
-                clock_ms=lambda: self.now_ms,
-                map_size=1 << 30,
+                WriterOptions(
+                    group=group,
+                    vbids=directory.group_vbids(IDENTITY, group),
+                    identity=IDENTITY,
+                    clock_ms=lambda: self.now_ms,
+                    map_size=1 << 30,
+                ),
             )
             for group in range(GROUPS)
         ]
         for vbid in range(VBUCKETS):
             writer = self.writers[vbid % GROUPS]
-            self.seqnos[vbid] = int(writer.state(vbid).published_seqno)
-            writer.save_failover_log(vbid, FailoverLog.of([(77, 0)]))
+            self.seqnos[vbid] = int(writer.vbuckets[vbid].state.published_seqno)
+            writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(77, 0)]))
             if self.filled and not self.seqnos[vbid]:
-                writer.publish(vbid, 0, 0)
+                writer.vbuckets[vbid].publish(0, 0)
             writer.commit()
 
     def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
@@ -64,16 +66,16 @@ class SmallMirror:
                     if value is None
                     else records.encode_mutation(key, value, seqno, **{"datatype": 1, **fields})
                 )
-                rows.append((writer.row_prefix(vbid) + seqno.to_bytes(8, "big"), frame))
+                rows.append((writer.vbuckets[vbid].prefix + seqno.to_bytes(8, "big"), frame))
             self.seqnos[vbid] = end = first + len(items) - 1
-            writer.stage(vbid, rows, 0, SnapshotRange(Seqno(first), Seqno(end)))
-            writer.publish(vbid, end, first)
+            writer.vbuckets[vbid].stage(rows, 0, SnapshotRange(Seqno(first), Seqno(end)))
+            writer.vbuckets[vbid].publish(end, first)
             writer.commit()
-            while writer.step() or writer.publishing(vbid):
+            while writer.step() or (writer.vbuckets[vbid].complete_seqno is not None):
                 writer.commit()
 
     def roll_back(self, vbid: int, to_seqno: int) -> None:
-        self.writers[vbid % GROUPS].rollback(vbid, to_seqno)
+        self.writers[vbid % GROUPS].vbuckets[vbid].rollback(to_seqno)
         self.seqnos[vbid] = to_seqno
 
     def close(self) -> None:

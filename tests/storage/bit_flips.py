@@ -22,7 +22,7 @@ from storage.history.purge import Window
 from storage.model import Branch, Vbid
 from storage.read import bulk, stream
 from storage.read.view import View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 VBIDS = (0, 2)
@@ -35,14 +35,16 @@ KEYS = {vbid: keys_of(vbid, KEY_COUNT) for vbid in VBIDS}
 def opened_writer(path: str, first_ms: int) -> GroupWriter:
     """The writer of group 0, whose clock rises by a second at every look."""
     clock = iter(range(first_ms, 10**10, 1_000))
-    return GroupWriter.open(
+    return GroupWriter(
         directory.group_path(path, 0),
-        group=0,
-        vbids=directory.group_vbids(IDENTITY, 0),
-        identity=IDENTITY,
-        clock_ms=lambda: next(clock),
-        sync="unsafe",
-        map_size=1 << 28,
+        WriterOptions(
+            group=0,
+            vbids=directory.group_vbids(IDENTITY, 0),
+            identity=IDENTITY,
+            clock_ms=lambda: next(clock),
+            sync="unsafe",
+            map_size=1 << 28,
+        ),
     )
 
 
@@ -52,13 +54,13 @@ def make(path: str, seed: int) -> None:
     directory.create(path, IDENTITY)
     writer = opened_writer(path, 1_000_000)
     for vbid in VBIDS:
-        writer.save_failover_log(vbid, log())
+        writer.vbuckets[vbid].save_failover_log(log())
         written = KEYS[vbid][: -KEY_COUNT // 10]
         _publish(writer, rng, vbid, rng.sample(written, len(written)))
         for _ in range(rng.randrange(4, 12)):
             _publish(writer, rng, vbid, rng.choices(written[:20], k=5) + rng.choices(written, k=10))
             if rng.random() < 0.15:
-                writer.rollback(vbid, writer.state(vbid).published_seqno - rng.randrange(20))
+                writer.vbuckets[vbid].rollback(writer.vbuckets[vbid].state.published_seqno - rng.randrange(20))
     writer.background.purger.window = Window(boundaries=rng.randrange(2, 8))
     _purge(writer, rng.choice((0, 1, 100)))
     writer.close()
@@ -71,7 +73,7 @@ def go_on(path: str) -> None:
     try:
         for vbid in VBIDS:
             _publish(writer, rng, vbid, rng.choices(KEYS[vbid], k=20))
-            writer.rollback(vbid, writer.state(vbid).published_seqno - 1)
+            writer.vbuckets[vbid].rollback(writer.vbuckets[vbid].state.published_seqno - 1)
             _publish(writer, rng, vbid, rng.choices(KEYS[vbid], k=20))
         writer.background.purger.window = Window(boundaries=2)
         _purge(writer, 20)
@@ -88,14 +90,14 @@ def _purge(writer: GroupWriter, steps: int) -> None:
 
 
 def _publish(writer: GroupWriter, rng: random.Random, vbid: int, written: list[bytes]) -> None:
-    at = writer.state(vbid).staged_seqno
-    prefix = writer.row_prefix(vbid)
+    at = writer.vbuckets[vbid].state.staged_seqno
+    prefix = writer.vbuckets[vbid].prefix
     rows = [
         row(prefix, key, None if rng.random() < 0.1 else rng.randbytes(rng.choice((20, 200, 200, 3_000))), seqno)
         for seqno, key in enumerate(dict.fromkeys(written), at + 1)
     ]
-    writer.stage(vbid, rows, sum(len(frame) for _, frame in rows), span(at + 1, at + len(rows)))
-    writer.publish(vbid, at + len(rows), 0)
+    writer.vbuckets[vbid].stage(rows, sum(len(frame) for _, frame in rows), span(at + 1, at + len(rows)))
+    writer.vbuckets[vbid].publish(at + len(rows), 0)
     writer.commit()
 
 

@@ -10,7 +10,6 @@ import pytest
 import storage.history.index
 import storage.history.purge
 import storage.read.scan
-import storage.write.commit
 from storage.admin.check import check
 from storage.env import directory
 from storage.read.view import View, open_view
@@ -34,7 +33,7 @@ def path(tmp_path: Path) -> str:
 def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
     """What a test leaves behind must be sound."""
     opened = open_writer(path, clock=clock)
-    opened.save_failover_log(0, log())
+    opened.vbuckets[0].save_failover_log(log())
     yield opened
     opened.close()
     assert check(path).problems == []
@@ -49,7 +48,7 @@ def view(path: str, writer: GroupWriter) -> Iterator[View]:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so small that a dozen rows reach the paths that millions take in service."""
-    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", 3)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 3)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 2)
     monkeypatch.setattr(storage.history.index, "RUN_ROWS", 5)
     monkeypatch.setattr(storage.history.index, "_CHUNK_ROWS", 2)

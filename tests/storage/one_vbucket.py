@@ -13,18 +13,18 @@ ID = "00000000000000ff"
 
 def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes = b"v", cid: int = 0, expiry: int = 0) -> None:
     frame = records.encode_mutation(key, value, seqno, collection_id=cid, expiry=expiry)
-    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
+    writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
 
 
 def system_event(writer: GroupWriter, seqno: int, *collections: Collection, scopes: dict[int, str]) -> None:
     manifest = Manifest(ManifestUid(seqno), scopes, {c.collection_id: c for c in collections})
     extras = seqno.to_bytes(8, "big") + b"\0\0\0\0\0"
     frame = records.HEADER.pack(0x80, 0x5F, 0, 13, 0, 0, 13, 0, 0) + extras
-    writer.system_event(0, seqno, frame, manifest, span(seqno, seqno))
+    writer.vbuckets[0].system_event(seqno, frame, manifest, span(seqno, seqno))
 
 
 def commit(writer: GroupWriter, seqno: int) -> None:
-    writer.publish(0, seqno, seqno)
+    writer.vbuckets[0].publish(seqno, seqno)
     writer.commit()
 
 

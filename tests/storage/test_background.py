@@ -7,7 +7,6 @@ import pytest
 import storage.history.index
 import storage.history.purge
 import storage.read.scan
-import storage.write.commit
 from storage.admin.check import check
 from storage.errors import NoSuchBoundary
 from storage.read.view import open_view
@@ -27,17 +26,17 @@ pytestmark = pytest.mark.usefixtures("small_limits")
 
 
 def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", 0)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 100)
     writer = open_writer(path, map_size=1 << 20)
     count = 2_500
-    rows = [row(writer.row_prefix(0), b"%0240d" % number, b"v", number + 1) for number in range(count)]
-    writer.stage(0, rows, 0, span(1, count))
+    rows = [row(writer.vbuckets[0].prefix, b"%0240d" % number, b"v", number + 1) for number in range(count)]
+    writer.vbuckets[0].stage(rows, 0, span(1, count))
     writer.commit(flush_open=True)
-    writer.publish(0, count, 1)
+    writer.vbuckets[0].publish(count, 1)
     writer.commit()
     before = writer.figures()["map_bytes"]
-    while writer.publishing(0):
+    while writer.vbuckets[0].complete_seqno is not None:
         writer.step()
         writer.commit()
     assert writer.figures()["map_bytes"] > before, "it became full while key rows were written"
@@ -55,27 +54,27 @@ def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_g
     without anything to write counted those as not on disk. They were published without key rows: documents that no read
     could find. After a crash they lay above what the state said was staged, and could not be appended again.
     """
-    monkeypatch.setattr("storage.write.commit.INLINE_INDEX_ROWS", 2)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 2)
     writer = open_writer(path)
     staged(writer, 0, 1, 9, 10)
     writer.commit(flush_open=True)
     staged(writer, 0, 10, 10, 10)
-    writer.publish(0, 10, 0)
+    writer.vbuckets[0].publish(10, 0)
     staged(writer, 0, 11, 12, 18)
     writer.commit(flush_open=True)
     staged(writer, 0, 13, 14, 18)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     writer.commit()
     if dies:
         crash(writer)
         writer = open_writer(path)
-        assert writer.state(0).staged_seqno == 12
+        assert writer.vbuckets[0].state.staged_seqno == 12
         staged(writer, 0, 13, 14, 18)
     else:
         settle(writer)
-        assert writer.state(0).published_seqno == 10
+        assert writer.vbuckets[0].state.published_seqno == 10
     staged(writer, 0, 15, 18, 18)
-    writer.publish(0, 18, 10)
+    writer.vbuckets[0].publish(18, 10)
     settle(writer)
     with open_view(path) as view:
         assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 19))
@@ -85,11 +84,11 @@ def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_g
 
 def test_leases_end_by_the_history_clock_whatever_the_wall_clock_says(writer: GroupWriter, clock: Clock) -> None:
     publish(writer, 0, [(KEYS[0][0], b"v", 1)])
-    branch = writer.state(0).branch
-    writer.lease("job", {0: (branch, 1)}, clock.now + 60_000)
-    assert writer.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)
-    assert not writer.renew_lease("other", {0: (branch, 1)}, clock.now + 60_000)
+    branch = writer.vbuckets[0].state.branch
+    writer.background.lease("job", {0: (branch, 1)}, clock.now + 60_000)
+    assert writer.background.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)
+    assert not writer.background.renew_lease("other", {0: (branch, 1)}, clock.now + 60_000)
     with pytest.raises(NoSuchBoundary, match="is not kept"):
-        writer.lease("job", {0: (branch + 7, 1)}, clock.now + 60_000)
+        writer.background.lease("job", {0: (branch + 7, 1)}, clock.now + 60_000)
     writer.background.leases.prune(writer.owner.clock.now_ms() + 61_000)
-    assert not writer.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)
+    assert not writer.background.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)

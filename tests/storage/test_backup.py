@@ -50,10 +50,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def publish(writer: GroupWriter, first_seqno: int, values: dict[bytes, bytes | None]) -> None:
     """A snapshot of vbucket 0."""
     last = first_seqno + len(values) - 1
-    prefix = writer.row_prefix(0)
+    prefix = writer.vbuckets[0].prefix
     rows = [row(prefix, key, value, first_seqno + at) for at, (key, value) in enumerate(values.items())]
-    writer.stage(0, rows, sum(len(frame) for _, frame in rows), span(first_seqno, last))
-    writer.publish(0, last, first_seqno)
+    writer.vbuckets[0].stage(rows, sum(len(frame) for _, frame in rows), span(first_seqno, last))
+    writer.vbuckets[0].publish(last, first_seqno)
     writer.commit()
 
 
@@ -143,7 +143,7 @@ def test_branches_of_the_original_and_of_the_copy_have_different_histories(
     copy = open_writer(target)
     tokens = []
     for writer, where in ((filled, path), (copy, target)):
-        writer.rollback(0, 4)
+        writer.vbuckets[0].rollback(4)
         publish(writer, 5, {KEYS[3]: b"again"})
         with open_view(where) as view:
             tokens.append(view.token(0))
@@ -172,7 +172,7 @@ def test_as_of_an_older_boundary_the_copy_serves_that_one(path: str, filled: Gro
 
 
 def test_a_vbucket_that_is_resynced_has_no_older_boundary_to_go_back_to(path: str, filled: GroupWriter) -> None:
-    filled.begin_resync(0)
+    filled.vbuckets[0].begin_resync()
     assert made(path)
     with pytest.raises(StorageError, match="resynced"):
         made(path, as_of_ms=2_000_000)
@@ -202,7 +202,7 @@ def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
 ) -> None:
     """The checksums of the files match: they were made of the damaged rows."""
     writer = open_writer(path, clock=clock)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
     writer.close()
     file = Path(directory.group_path(path, 0)) / "data.mdb"
@@ -222,7 +222,7 @@ def test_a_mirror_whose_reference_was_damaged_when_it_was_copied_is_refused(
     path: str, clock: Clock, tmp_path: Path
 ) -> None:
     writer = open_writer(path, clock=clock)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
     with writer.environment.begin(write=True) as txn:
         txn.put(b"\0" + KEYS[0], keys.DUP.pack(1, 2, 0x57), db=writer.environment.db(keys.keys_db(0)))

@@ -32,28 +32,28 @@ def boundary(seqno: int, vbuuid: int) -> Boundary:
 
 def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> None:
     writer = open_writer(path)
-    seen = [writer.state(0).staging_branch]
-    writer.save_failover_log(0, log())
+    seen = [writer.vbuckets[0].state.staging_branch]
+    writer.vbuckets[0].save_failover_log(log())
     publish(writer, 0, [(KEY, b"1", 1)])
     publish(writer, 0, [(KEY, b"2", 2)])
-    writer.rollback(0, 1)
-    seen.append(writer.state(0).staging_branch)
-    writer.stage(0, [row(writer.row_prefix(0), KEY, b"3", 5)], 0, SnapshotRange(Seqno(5), Seqno(9)))
+    writer.vbuckets[0].rollback(1)
+    seen.append(writer.vbuckets[0].state.staging_branch)
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"3", 5)], 0, SnapshotRange(Seqno(5), Seqno(9)))
     writer.commit(flush_open=True)
-    writer.abandon(0)
-    seen.append(writer.state(0).staging_branch)
-    writer.begin_resync(0)
-    seen.append(writer.state(0).staging_branch)
-    writer.abandon(0)  # nothing was written to it: it stays
-    assert writer.state(0).staging_branch == seen[-1]
-    writer.stage(0, [row(writer.row_prefix(0), KEY, b"4", 1)], 0, SnapshotRange(Seqno(1), Seqno(9)))
+    writer.vbuckets[0].abandon()
+    seen.append(writer.vbuckets[0].state.staging_branch)
+    writer.vbuckets[0].begin_resync()
+    seen.append(writer.vbuckets[0].state.staging_branch)
+    writer.vbuckets[0].abandon()  # nothing was written to it: it stays
+    assert writer.vbuckets[0].state.staging_branch == seen[-1]
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"4", 1)], 0, SnapshotRange(Seqno(1), Seqno(9)))
     writer.commit(flush_open=True)
-    writer.abandon(0)
-    seen.append(writer.state(0).staging_branch)
-    writer.rollback(0, 1)  # gives the resync up
-    seen.append(writer.state(0).staging_branch)
+    writer.vbuckets[0].abandon()
+    seen.append(writer.vbuckets[0].state.staging_branch)
+    writer.vbuckets[0].rollback(1)  # gives the resync up
+    seen.append(writer.vbuckets[0].state.staging_branch)
     assert seen == sorted(set(seen))
-    assert writer.state(0).branch == writer.state(0).staging_branch
+    assert writer.vbuckets[0].state.branch == writer.vbuckets[0].state.staging_branch
     writer.close()
 
 
@@ -66,28 +66,28 @@ def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
     path: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = open_writer(path)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     publish(writer, 0, [(KEY, b"1", 1)])
     publish(writer, 0, [(KEY, b"2", 2)])
-    writer.stage(0, [row(writer.row_prefix(0), KEY, b"3", 3)], 0, SnapshotRange(Seqno(3), Seqno(9)))
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"3", 3)], 0, SnapshotRange(Seqno(3), Seqno(9)))
     writer.commit(flush_open=True)
-    before = writer.state(0)
+    before = writer.vbuckets[0].state
     original = branches._put_state  # the last write of each of them
 
     def cut(*args: object, **more: object) -> None:
         original(*args, **more)  # type: ignore[arg-type]
         raise Interrupted
 
-    arguments = (0, 1) if operation == "rollback" else (0,)
+    arguments = (1,) if operation == "rollback" else ()
     with monkeypatch.context() as patch:
         patch.setattr(branches, "_put_state", cut)
         with pytest.raises(Interrupted):
-            getattr(writer, operation)(*arguments)
+            getattr(writer.vbuckets[0], operation)(*arguments)
     crash(writer)
     writer = open_writer(path)
-    assert writer.state(0) == before
-    getattr(writer, operation)(*arguments)
-    after = writer.state(0)
+    assert writer.vbuckets[0].state == before
+    getattr(writer.vbuckets[0], operation)(*arguments)
+    after = writer.vbuckets[0].state
     assert after.staging_branch == before.staging_branch + 1
     with open_view(path) as view:
         document = view.get(KEY)
@@ -98,11 +98,11 @@ def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
 
 def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
     writer: GroupWriter = open_writer(path)
-    writer.save_failover_log(0, entries((5, 0)))
+    writer.vbuckets[0].save_failover_log(entries((5, 0)))
     publish(writer, 0, [(KEY, b"1", 10)])
-    writer.save_failover_log(0, entries((6, 10), (5, 0)))
+    writer.vbuckets[0].save_failover_log(entries((6, 10), (5, 0)))
     publish(writer, 0, [(KEY, b"2", 20)])
-    writer.rollback(0, 15)
+    writer.vbuckets[0].rollback(15)
     with open_view(path) as view:
         record = view.rollbacks(0)[-1]
     assert (record.from_branch, record.from_seqno, record.to_branch, record.to_seqno) == (1, 20, 2, 10)
@@ -114,7 +114,7 @@ def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
 def fill(path: str, seqnos: range) -> None:
     writer = open_writer(path)
     if seqnos.start == 1:
-        writer.save_failover_log(0, log())
+        writer.vbuckets[0].save_failover_log(log())
     for seqno in seqnos:
         publish(writer, 0, [(KEY, b"%d" % seqno, seqno)])
     writer.close()
@@ -172,14 +172,14 @@ def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) 
     fill(path, range(1, 4))
     before = data_of(path).read_bytes()
     writer = open_writer(path)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(KEY, b"seen, then lost", 3)])
     writer.close()
     with open_view(path) as view:
         seen = [view.token(0, 1, 2), view.token(0, 2, 2), view.token(0, 2, 3)]
     data_of(path).write_bytes(before)
     writer = open_writer(path)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(KEY, b"another", 3)])
     writer.close()
     with open_view(path) as view:
@@ -228,7 +228,7 @@ def test_a_lease_of_a_lost_position_makes_it_none_of_the_new_history(path: str) 
     data_of(path).write_bytes(before)
     fill(path, range(3, 6))
     writer = open_writer(path)
-    writer.lease("reader", {0: (token.branch, token.seqno)}, 2**50)
+    writer.background.lease("reader", {0: (token.branch, token.seqno)}, 2**50)
     assert refused(path, token) == [True]
     with open_view(path) as view, pytest.raises(ViewInvalidated, match="of a history that this mirror does not have"):
         list(bulk.documents(view, pin))
@@ -259,7 +259,7 @@ def test_restarts_without_number_keep_a_branch_small(path: str, monkeypatch: pyt
 def test_a_resync_that_a_power_cut_undid_leaves_no_position_behind(path: str) -> None:
     fill(path, range(1, 3))
     writer = open_writer(path)
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     writer.close()
     before = data_of(path).read_bytes()
     fill(path, range(1, 6))

@@ -33,7 +33,7 @@ def documents(view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: i
 
 def delete(writer: GroupWriter, key: bytes, seqno: int, cid: int) -> None:
     frame = records.encode_deletion(key, seqno, collection_id=cid)
-    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
+    writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
 
 
 def keys_in(chunk: bulk.Chunk) -> list[bytes]:
@@ -66,9 +66,9 @@ def test_the_same_documents_as_a_scan_also_across_rollbacks(
 ) -> None:
     following = fill(writer, 1, 1, 60)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
-    writer.rollback(0, 35)
+    writer.vbuckets[0].rollback(35)
     fill(writer, 2, 36, 30)
-    writer.rollback(0, 50)
+    writer.vbuckets[0].rollback(50)
     fill(writer, 3, following, 20)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
     for key_range in (
@@ -88,7 +88,7 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
     pin, before = view.pin(0), scanned(view)
     chunks = bulk.documents(view, pin, rows_max=5)
     seen = keys_in(next(chunks))
-    writer.rollback(0, 40)
+    writer.vbuckets[0].rollback(40)
     fill(writer, 2, 41, 80)
     for chunk in chunks:
         seen += keys_in(chunk)
@@ -112,7 +112,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
     pins = [view.pin(0, as_of) for as_of in (50, 60, 80, 100)]
     before = [scanned(view, as_of=pin.seqno) for pin in pins]
     if rolled_back_to is not None:
-        writer.rollback(0, rolled_back_to)
+        writer.vbuckets[0].rollback(rolled_back_to)
         fill(writer, 2, rolled_back_to + 1, 40)
     chunks = [bulk.documents(view, pin, rows_max=5) for pin in pins]
     seen = [keys_in(next(each)) for each in chunks]
@@ -123,8 +123,8 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
             writer.background.purge(vbid, clock.now)
 
     purge(boundaries=41, time_ms=10**9)  # from 60 on
-    writer.begin_resync(0)
-    writer.save_failover_log(0, log(88))
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].save_failover_log(log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
         list(chunks[0])
@@ -142,13 +142,13 @@ def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_o
 ) -> None:
     fill(writer, 1, 1, 100)
     pin = view.pin(0)
-    writer.rollback(0, 60)
+    writer.vbuckets[0].rollback(60)
     fill(writer, 2, 61, 40)
     writer.background.purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
     while (vbid := writer.background.purger.plan(clock.now)) is not None:
         writer.background.purge(vbid, clock.now)
-    writer.begin_resync(0)
-    writer.save_failover_log(0, log(88))
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].save_failover_log(log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 60 is gone"):
         bulk.documents(view, pin)
@@ -175,7 +175,7 @@ def test_a_damaged_row_is_not_taken_for_one_that_is_not_requested(
         monkeypatch.setattr(bulk, "GET_ROWS", 1)
     publish(writer, 0, [(name, b"value", seqno) for seqno, name in enumerate(NAMES, 1)])
     rows = view.reader(0).rows
-    row_key = keys.ROW.pack(writer.state(0).branch, 20)
+    row_key = keys.ROW.pack(writer.vbuckets[0].state.branch, 20)
     with writer.environment.env.begin(write=True) as txn:
         whole = txn.get(row_key, db=rows)
         assert whole is not None
@@ -252,7 +252,7 @@ def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View
     put(writer, b"bc", 2, cid=0x61)
     frame = records.HEADER.pack(0x80, 0x5F, 3, 13, 0, 0, 16, 0, 0) + (3).to_bytes(8, "big") + bytes(5) + b"abc"
     manifest = Manifest(ManifestUid(3), scopes, {0x61: orders, 0x62: more})
-    writer.system_event(0, 3, frame, manifest, span(3, 3))
+    writer.vbuckets[0].system_event(3, frame, manifest, span(3, 3))
     commit(writer, 3)
     assert [row.key for row in documents(view, view.pin(0))] == [b"bc"]
 

@@ -31,8 +31,8 @@ def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view
 def test_a_token_below_its_branch_is_refused(writer: GroupWriter, view: View) -> None:
     for seqno in range(1, 7):
         publish(writer, 0, [(A, b"1", seqno)])
-    writer.rollback(0, 5)
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(5)
+    writer.vbuckets[0].rollback(3)
     with pytest.raises(ViewInvalidated, match="not given by this mirror"):
         list(view.changes(0, since=view.token(0, 2, 4)))
 
@@ -49,11 +49,11 @@ def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupW
     commit(writer, 1)
     put(writer, A, 2)
     writer.commit(flush_open=True)
-    writer.abandon(0)
+    writer.vbuckets[0].abandon()
     put(writer, A, 3)
     commit(writer, 3)
-    token = view.token(0, writer.state(0).branch, 3)
-    writer.rollback(0, 2)
+    token = view.token(0, writer.vbuckets[0].state.branch, 3)
+    writer.vbuckets[0].rollback(2)
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
 
 
@@ -66,14 +66,14 @@ def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the
     start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
     before = list(view.changes_between(start, end))
     assert [(each.kind, each.document and each.document.seqno) for each in before] == [("mutation", 3), ("deletion", 4)]
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(D, b"d1", 3)])
     assert list(view.changes_between(start, end)) == before
     assert list(view.changes_between(None, start)) == list(view.changes_between(None, end))[:2]
     reported = [each.kind for each in view.changes_between(end, view.token(0, 2, 3))]
     assert reported == ["rollback", "retraction", "restoration", "retraction", "restoration", "mutation"]
     again = list(view.changes_between(end, view.token(0, 2, 3)))
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     assert list(view.changes_between(end, view.token(0, 2, 3))) == again
 
 
@@ -81,7 +81,7 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(writer: 
     for seqno in range(1, 5):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     end = view.token(0, 1, 4)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(B, b"b", 3)])
     assert [each.token.seqno for each in view.changes_between(None, end)] == [1, 2, 3, 4]
     purge(writer, Window(boundaries=1))
@@ -137,8 +137,8 @@ def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone
     ways = [list(view.changes_between(start, end)) for start in (None, floor)]
     half = view.changes_between(None, end)
     next(half)
-    writer.begin_resync(0)
-    writer.save_failover_log(0, log(88))
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].save_failover_log(log(88))
     publish(writer, 0, [(D, b"9", 1)])
     with pytest.raises(ViewInvalidated, match="tombstones above seqno 2 are gone"):
         list(view.changes_between(before, end))

@@ -25,15 +25,15 @@ def path(tmp_path: Path) -> str:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     writer = open_writer(path)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     for first in (1, 6):
-        rows = [row(writer.row_prefix(0), key, b"v", first + n) for n, key in enumerate(KEYS)]
-        writer.stage(0, rows, 0, span(first, first + 4))
-        writer.publish(0, first + 4, first)
+        rows = [row(writer.vbuckets[0].prefix, key, b"v", first + n) for n, key in enumerate(KEYS)]
+        writer.vbuckets[0].stage(rows, 0, span(first, first + 4))
+        writer.vbuckets[0].publish(first + 4, first)
         writer.commit()
-    writer.rollback(0, 7)
-    rows = [row(writer.row_prefix(0), key, b"w", 20 + n) for n, key in enumerate(KEYS)]
-    writer.stage(0, rows, 0, span(20, 30))
+    writer.vbuckets[0].rollback(7)
+    rows = [row(writer.vbuckets[0].prefix, key, b"w", 20 + n) for n, key in enumerate(KEYS)]
+    writer.vbuckets[0].stage(rows, 0, span(20, 30))
     writer.commit(flush_open=True)
     writer.close()
     assert check(path).problems == []
@@ -143,10 +143,10 @@ def test_boundaries_that_count_wrongly_are_found(tmp_path: Path) -> None:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     writer = open_writer(path)
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     for seqno in (1, 2):
-        writer.stage(0, [row(writer.row_prefix(0), KEYS[0], b"v", seqno)], 0, span(seqno, seqno))
-        writer.publish(0, seqno, seqno)
+        writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEYS[0], b"v", seqno)], 0, span(seqno, seqno))
+        writer.vbuckets[0].publish(seqno, seqno)
         writer.commit()
     key = keys.ROW.pack(1, 2) + keys.BOUNDARY_SUFFIX
     with writer.environment.begin(write=True) as txn:

@@ -22,16 +22,16 @@ pytestmark = pytest.mark.usefixtures("small_limits")
 def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_writer(path: str) -> None:
     writer = open_writer(path)
     events = [(seqno, b"k%d" % seqno, b"v") for seqno in range(1, 10)]
-    rows = [row(writer.row_prefix(0), key, value, seqno) for seqno, key, value in events]
-    writer.stage(0, rows[:5], 5, span(0, 9))
+    rows = [row(writer.vbuckets[0].prefix, key, value, seqno) for seqno, key, value in events]
+    writer.vbuckets[0].stage(rows[:5], 5, span(0, 9))
     writer.commit(flush_open=True)
-    writer.stage(0, rows[5:], 5, span(0, 9))
-    writer.publish(0, 9, 0)
+    writer.vbuckets[0].stage(rows[5:], 5, span(0, 9))
+    writer.vbuckets[0].publish(9, 0)
     assert writer.commit().published == []
     crash(writer)
     again = open_writer(path)
-    assert (again.state(0).staged_seqno, again.state(0).published_seqno) == (9, 0)
-    assert again.publishing(0)
+    assert (again.vbuckets[0].state.staged_seqno, again.vbuckets[0].state.published_seqno) == (9, 0)
+    assert again.vbuckets[0].complete_seqno is not None
     published: list[object] = []
     for _ in range(100):
         again.step()
@@ -47,11 +47,11 @@ def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_write
 def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: GroupWriter) -> None:
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"gone", 5)])
-    writer.begin_resync(0)
-    writer.save_failover_log(0, log(9))
-    writer.publish(0, 0, 0)
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].save_failover_log(log(9))
+    writer.vbuckets[0].publish(0, 0)
     assert writer.commit().published == [(0, 0)]
-    state = writer.state(0)
+    state = writer.vbuckets[0].state
     assert (state.branch, state.published_seqno, state.staged_seqno) == (state.staging_branch, 0, 0)
     with open_view(path) as view:
         assert list(view.scan(0)) == []
@@ -63,44 +63,44 @@ def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: G
 def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -> None:
     """A stream that was accepted may bring everything yet: its log alone must not make an absent document of it."""
     writer = open_writer(path)
-    writer.save_failover_log(0, log(77))
+    writer.vbuckets[0].save_failover_log(log(77))
     writer.commit()
-    assert writer.state(0).failover_log == log(77)
+    assert writer.vbuckets[0].state.failover_log == log(77)
     with open_view(path) as view:
         assert not view.state(0).is_whole
-        writer.publish(0, 0, 0)
+        writer.vbuckets[0].publish(0, 0)
         writer.commit()
         assert view.state(0).is_whole
         assert view.boundaries(0) == []
-        writer.save_failover_log(0, log(78))
+        writer.vbuckets[0].save_failover_log(log(78))
         writer.commit()
         assert view.state(0).is_whole
     crash(writer)
     writer = open_writer(path)
-    assert writer.state(0).is_whole
-    assert writer.state(0).failover_log == log(78)
+    assert writer.vbuckets[0].state.is_whole
+    assert writer.vbuckets[0].state.failover_log == log(78)
     (key,) = keys_of(0, 1)
-    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 3)], 0, span(3, 9))
     writer.commit(flush_open=True)
-    assert not writer.state(0).is_whole
-    assert writer.state(0).failover_log == log(78)
-    writer.abandon(0)
-    assert not writer.state(0).is_whole
+    assert not writer.vbuckets[0].state.is_whole
+    assert writer.vbuckets[0].state.failover_log == log(78)
+    writer.vbuckets[0].abandon()
+    assert not writer.vbuckets[0].state.is_whole
     writer.close()
 
 
 def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
     writer = open_writer(path)
     (key,) = keys_of(0, 1)
-    writer.save_failover_log(0, log(77))
-    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 3)], 0, span(3, 9))
+    writer.vbuckets[0].save_failover_log(log(77))
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 3)], 0, span(3, 9))
     writer.commit()
     with open_view(path) as view:
         assert view.state(0).failover_log == ()
         writer.commit(flush_open=True)
         assert view.state(0).failover_log == log(77)
         assert not view.state(0).is_whole
-        writer.publish(0, 9, 3)
+        writer.vbuckets[0].publish(9, 3)
         writer.commit()
         assert view.state(0).is_whole
     writer.close()
@@ -110,13 +110,13 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
     """After a crash its seqnos may be other events; a manifest that was there already would hold from them on."""
     key = keys_of(0, 1)[0]
     writer = open_writer(path)
-    writer.stage(0, [row(writer.row_prefix(0), key, b"1", 1)], 1, span(1, 1))
-    writer.publish(0, 1, 1)
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 1)], 1, span(1, 1))
+    writer.vbuckets[0].publish(1, 1)
     system_event(writer, 2, DEFAULT, Collection(8, 8, "lost", Seqno(2)), scopes=SCOPES)
     assert writer.commit().published == [(0, 1)]
     crash(writer)
     writer = open_writer(path)
-    assert writer.state(0).staged_seqno == 1
+    assert writer.vbuckets[0].state.staged_seqno == 1
     publish(writer, 0, [(key, b"2", 2)])
     with open_view(path) as view:
         assert sorted(manifest_at(view, 1, 2).collections) == [0]

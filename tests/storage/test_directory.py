@@ -15,7 +15,7 @@ from storage.env import directory
 from storage.env.environment import WRITER_LOCK_FILE
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, StorageError, WrongBucket
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY
 
 
@@ -50,7 +50,9 @@ def test_groups_without_a_description_are_left_alone_and_the_error_says_how_to_m
     identity = replace(IDENTITY, held=held, selection=selection)
     directory.create(path, identity)
     vbids = directory.group_vbids(identity, 1)
-    GroupWriter.open(directory.group_path(path, 1), group=1, vbids=vbids, identity=identity, clock_ms=int).close()
+    GroupWriter(
+        directory.group_path(path, 1), WriterOptions(group=1, vbids=vbids, identity=identity, clock_ms=int)
+    ).close()
     os.unlink(os.path.join(path, "mirror.json"))
     for read in (directory.check_unused, directory.load, lambda path: directory.create(path, identity)):
         with pytest.raises(CorruptedError, match=r"mirror.json is missing, .* hold a mirror") as caught:

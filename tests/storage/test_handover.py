@@ -12,7 +12,7 @@ from storage.env import directory, handover
 from storage.errors import CorruptedError, StorageError
 from storage.model import Identity
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish
 
@@ -22,11 +22,12 @@ def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTIT
     vbids = directory.group_vbids(identity, group)
     scratch.mkdir(parents=True, exist_ok=True)
     directory.create_environment(str(scratch), group, vbids, identity)
-    writer = GroupWriter.open(
-        str(scratch), group=group, vbids=vbids, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30
+    writer = GroupWriter(
+        str(scratch),
+        WriterOptions(group=group, vbids=vbids, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30),
     )
     for vbid in vbids:
-        writer.save_failover_log(vbid, log())
+        writer.vbuckets[vbid].save_failover_log(log())
         publish(writer, vbid, [(key, b"value", seqno) for seqno, key in enumerate(keys_of(vbid, 2), 1)])
     writer.close()
     return handover.pack(str(scratch), group, identity, str(target))

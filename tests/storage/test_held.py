@@ -12,7 +12,7 @@ from storage.errors import CorruptedError, NotHeld, StorageError, WrongBucket
 from storage.format import keys, records
 from storage.model import Identity
 from storage.read.view import View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import log, span
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 8, 2, (3, 6))
@@ -28,19 +28,21 @@ def path(tmp_path: Path) -> str:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     for group in range(2):
-        writer = GroupWriter.open(
+        writer = GroupWriter(
             directory.group_path(path, group),
-            group=group,
-            vbids=directory.group_vbids(IDENTITY, group),
-            identity=IDENTITY,
-            sync="unsafe",
-            clock_ms=lambda: 1,
+            WriterOptions(
+                group=group,
+                vbids=directory.group_vbids(IDENTITY, group),
+                identity=IDENTITY,
+                sync="unsafe",
+                clock_ms=lambda: 1,
+            ),
         )
         for vbid in directory.group_vbids(IDENTITY, group):
-            writer.save_failover_log(vbid, log())
+            writer.vbuckets[vbid].save_failover_log(log())
             frame = records.encode_mutation(keys_in(vbid), b"v", 7)
-            writer.stage(vbid, [(writer.row_prefix(vbid) + (7).to_bytes(8), frame)], 0, span(7, 7))
-            writer.publish(vbid, 7, 7)
+            writer.vbuckets[vbid].stage([(writer.vbuckets[vbid].prefix + (7).to_bytes(8), frame)], 0, span(7, 7))
+            writer.vbuckets[vbid].publish(7, 7)
         writer.commit()
         writer.close()
     return path

@@ -8,11 +8,10 @@ from random import Random
 import pytest
 
 import storage.history.index
-import storage.write.commit
 from storage.admin.check import check
 from storage.env import directory
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 
@@ -21,61 +20,58 @@ from tests.storage.model import IDENTITY, keys_of, log, row, span
 def test_any_complete_end_may_be_published_later(
     tmp_path: Path, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.write.commit, "INLINE_INDEX_ROWS", inline_rows)
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", inline_rows)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 3)
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
 
     def open_writer() -> GroupWriter:
-        return GroupWriter.open(
+        return GroupWriter(
             directory.group_path(path, 0),
-            group=0,
-            vbids=directory.group_vbids(IDENTITY, 0),
-            identity=IDENTITY,
-            clock_ms=lambda: 1,
+            WriterOptions(group=0, vbids=directory.group_vbids(IDENTITY, 0), identity=IDENTITY, clock_ms=lambda: 1),
         )
 
     rng = Random(seed)
     names = keys_of(0, 6)
     writer = open_writer()
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     events: list[tuple[int, bytes]] = []
     ends: list[int] = []
     published = 0
     with open_view(path) as view:
         for _ in range(60):
-            start = writer.state(0).staged_seqno + 1
+            start = writer.vbuckets[0].state.staged_seqno + 1
             end = start + rng.randrange(4)
             batch = [(seqno, rng.choice(names)) for seqno in range(start, end + 1)]
             events += batch
-            staged = [row(writer.row_prefix(0), key, b"%d" % seqno, seqno) for seqno, key in batch]
-            writer.stage(0, staged, 9 * len(staged), span(start, end))
+            staged = [row(writer.vbuckets[0].prefix, key, b"%d" % seqno, seqno) for seqno, key in batch]
+            writer.vbuckets[0].stage(staged, 9 * len(staged), span(start, end))
             ends.append(end)
             if rng.random() < 0.3:
                 writer.commit(flush_open=rng.random() < 0.7)
-            if rng.random() < 0.4 and not writer.publishing(0):
+            if rng.random() < 0.4 and not (writer.vbuckets[0].complete_seqno is not None):
                 published = rng.choice([each for each in ends if each >= published])
-                writer.publish(0, published, 0)
+                writer.vbuckets[0].publish(published, 0)
                 writer.commit(flush_open=rng.random() < 0.3)
-                while writer.publishing(0):
+                while writer.vbuckets[0].complete_seqno is not None:
                     writer.step()
                     writer.commit()
-                state = writer.state(0)
+                state = writer.vbuckets[0].state
                 assert (state.published_seqno, state.staged_seqno) == (published, end)
                 assert (state.open_snapshot is None) == (published == end)
             contents = {key: seqno for seqno, key in events if seqno <= published}
             assert {document.key: int(document.seqno) for document in view.scan(0)} == contents
     writer.commit(flush_open=True)
     if published < ends[-1]:
-        assert writer.state(0).open_snapshot is not None  # else the next writer would take it for complete
+        assert writer.vbuckets[0].state.open_snapshot is not None  # else the next writer would take it for complete
     writer.close()
     assert check(path).problems == []
     writer = open_writer()
-    assert not writer.publishing(0)
-    assert writer.state(0).published_seqno == published
-    writer.publish(0, ends[-1], 0)
+    assert not (writer.vbuckets[0].complete_seqno is not None)
+    assert writer.vbuckets[0].state.published_seqno == published
+    writer.vbuckets[0].publish(ends[-1], 0)
     writer.commit()
-    while writer.publishing(0):
+    while writer.vbuckets[0].complete_seqno is not None:
         writer.step()
         writer.commit()
     writer.close()

@@ -24,7 +24,7 @@ A, B, C = keys_of(0, 3)
 def writer(tmp_path: Path) -> Iterator[GroupWriter]:
     directory.create(str(tmp_path), IDENTITY)
     opened = open_writer(str(tmp_path))
-    opened.save_failover_log(0, log())
+    opened.vbuckets[0].save_failover_log(log())
     system_event(opened, 1, Collection(0, 0, "_default", Seqno(0)), Collection(300, 0, "c", Seqno(1)), scopes={0: "s"})
     commit(opened, 1)
     yield opened
@@ -70,7 +70,7 @@ def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWr
     writer.commit(flush_open=True)
     assert newest(view, 300) == (5, 1)
     pin = view.pin(0)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     with pytest.raises(ViewInvalidated):
         states.newest_of(view.reader(0), pin, 300)
     assert newest(view, 300) == (2, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from storage.env import directory
 from storage.history.purge import Window
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 KEYS = keys_of(0, 4)
@@ -17,21 +17,20 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
     now = 1_000
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(path, 0),
-        group=0,
-        vbids=directory.group_vbids(IDENTITY, 0),
-        identity=IDENTITY,
-        clock_ms=lambda: now,
+        WriterOptions(group=0, vbids=directory.group_vbids(IDENTITY, 0), identity=IDENTITY, clock_ms=lambda: now),
     )
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     with open_view(path) as view:
         empty = view.history(0)
         assert (empty.floor_seqno, empty.floor_ms, empty.boundaries, empty.versions) == (0, None, 0, 0)
         for seqno in range(1, 11):
             now = 1_000 * seqno
-            writer.stage(0, [row(writer.row_prefix(0), KEYS[seqno % 4], b"v", seqno)], 9, span(seqno, seqno))
-            writer.publish(0, seqno, seqno)
+            writer.vbuckets[0].stage(
+                [row(writer.vbuckets[0].prefix, KEYS[seqno % 4], b"v", seqno)], 9, span(seqno, seqno)
+            )
+            writer.vbuckets[0].publish(seqno, seqno)
             writer.commit()
         full = view.history(0)
         assert full == writer.histories()[0]
@@ -41,10 +40,10 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
         assert full.versions - view.count(0) == 6  # what history takes
         assert full.row_bytes >= 4096
         assert full.key_bytes >= 4096
-        writer.stage(0, [row(writer.row_prefix(0), KEYS[0], b"v", 11)], 9, span(11, 12))
+        writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEYS[0], b"v", 11)], 9, span(11, 12))
         writer.commit(flush_open=True)
         assert view.history(0).boundaries is None  # a staged row has no key row yet: indistinguishable
-        writer.abandon(0)
+        writer.vbuckets[0].abandon()
         window = Window(boundaries=1, time_ms=0)
         writer.background.window = writer.background.purger.window = window
         while writer.step():
@@ -52,5 +51,5 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
         purged = view.history(0)
         assert (purged.floor_seqno, purged.floor_ms, purged.purged_seqno) == (10, 10_000, 10)
         assert purged.versions == view.count(0) == 4
-        assert purged.local_purge_seqno == writer.state(0).local_purge_seqno
+        assert purged.local_purge_seqno == writer.vbuckets[0].state.local_purge_seqno
     writer.close()

@@ -10,7 +10,7 @@ from storage.env import directory
 from storage.history.purge import Window
 from storage.read.view import open_view
 from storage.write.history_clock import HistoryClock
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish
 
@@ -43,23 +43,25 @@ def clocks() -> TwoClocks:
 
 
 def opened(path: str, clocks: TwoClocks) -> GroupWriter:
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(path, 0),
-        group=0,
-        vbids=directory.group_vbids(IDENTITY, 0),
-        identity=IDENTITY,
-        clock_ms=clocks.wall_ms,
-        monotonic_ms=clocks.monotonic_ms,
-        window=WINDOW,
+        WriterOptions(
+            group=0,
+            vbids=directory.group_vbids(IDENTITY, 0),
+            identity=IDENTITY,
+            clock_ms=clocks.wall_ms,
+            monotonic_ms=clocks.monotonic_ms,
+            window=WINDOW,
+        ),
     )
-    writer.save_failover_log(0, log())
+    writer.vbuckets[0].save_failover_log(log())
     return writer
 
 
 def live(writer: GroupWriter, clocks: TwoClocks, minutes: int) -> None:
     """A new version of a document each minute, with the purger at work in between."""
     for _ in range(minutes):
-        publish(writer, 0, [(A, b"v", writer.state(0).published_seqno + 1)])
+        publish(writer, 0, [(A, b"v", writer.vbuckets[0].state.published_seqno + 1)])
         clocks.advance(MINUTE_MS)
         for _ in range(10):
             writer.step()
@@ -89,7 +91,7 @@ def test_one_commit_with_a_wrong_clock_does_not_stop_the_purger_nor_empty_histor
     clocks.wall -= step_ms
     live(writer, clocks, 30)
     assert 10 <= kept(path) <= 13
-    assert writer.clock_steps() == (2, -step_ms)
+    assert (writer.owner.clock.step_count, writer.owner.clock.last_step_ms) == (2, -step_ms)
     writer.close()
 
 
@@ -103,10 +105,10 @@ def test_a_writer_that_starts_with_a_wrong_clock_costs_half_of_the_history_at_mo
     writer = restart(writer, path, clocks)
     live(writer, clocks, 1)
     assert kept(path) >= 6
-    assert writer.clock_steps()[0] == (1 if step_ms < 0 else 0)  # a jump ahead may as well have been a long stop
+    assert writer.owner.clock.step_count == (1 if step_ms < 0 else 0)  # a jump ahead may as well have been a long stop
     clocks.wall -= step_ms
     writer = restart(writer, path, clocks)
-    assert writer.clock_steps()[0] == (1 if step_ms > 0 else 0)
+    assert writer.owner.clock.step_count == (1 if step_ms > 0 else 0)
     live(writer, clocks, 30)
     assert 10 <= kept(path) <= 13
     writer.close()
@@ -117,7 +119,7 @@ def test_what_was_retracted_goes_by_age_and_not_by_the_wall_clock(path: str, clo
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2)])
     clocks.wall += YEAR_MS
-    writer.rollback(0, 1)
+    writer.vbuckets[0].rollback(1)
     clocks.wall -= YEAR_MS
     with open_view(path) as view:
         token = view.token(0, 1, 2)
@@ -137,14 +139,14 @@ def test_a_lease_ends_when_it_should_however_the_clock_is_set_meanwhile(path: st
     writer = opened(path, clocks)
     live(writer, clocks, 5)
     clocks.wall += YEAR_MS
-    writer.lease("job", {0: (1, 5)}, clocks.wall + 20 * MINUTE_MS)
+    writer.background.lease("job", {0: (1, 5)}, clocks.wall + 20 * MINUTE_MS)
     clocks.wall -= 2 * YEAR_MS
     live(writer, clocks, 19)
     assert kept(path) == 20  # 5 to 24
     live(writer, clocks, 5)
     assert kept(path) <= 13
-    writer.lease("job", {0: (1, int(writer.state(0).published_seqno))}, clocks.wall + YEAR_MS)
-    held = writer.leases.of(0, writer.owner.clock.now_ms() + 86_400_001)
+    writer.background.lease("job", {0: (1, int(writer.vbuckets[0].state.published_seqno))}, clocks.wall + YEAR_MS)
+    held = writer.background.leases.of(0, writer.owner.clock.now_ms() + 86_400_001)
     assert held == []  # a year is the error of some clock
     writer.close()
 

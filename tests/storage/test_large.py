@@ -22,8 +22,10 @@ def put(writer: GroupWriter, key: bytes, seqno: int, value: bytes, metadata: int
     frame = bytearray(records.encode_mutation(key, value, seqno, **more) + bytes(metadata))
     frame[8:12] = (len(frame) - 24).to_bytes(4, "big")
     frame[52:54] = metadata.to_bytes(2, "big")
-    writer.stage(0, [(writer.row_prefix(0) + seqno.to_bytes(8, "big"), bytes(frame))], 0, span(seqno, seqno))
-    writer.publish(0, seqno, seqno)
+    writer.vbuckets[0].stage(
+        [(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), bytes(frame))], 0, span(seqno, seqno)
+    )
+    writer.vbuckets[0].publish(seqno, seqno)
     writer.commit()
 
 

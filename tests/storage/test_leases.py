@@ -20,33 +20,33 @@ HOUR_MS = 3_600_000
 def purge(writer: GroupWriter, window: Window) -> None:
     writer.background.purger.window = window
     for _ in range(10_000):
-        if (vbid := writer.background.purger.plan(writer.clock_ms())) is None:
+        if (vbid := writer.background.purger.plan(writer.options.clock_ms())) is None:
             return
-        writer.background.purge(vbid, writer.clock_ms())
+        writer.background.purge(vbid, writer.options.clock_ms())
     raise AssertionError("the purger finds no end")
 
 
 def test_the_floor_stays_below_what_is_held_until_the_lease_ends(writer: GroupWriter, view: View, clock: Clock) -> None:
     for seqno in range(1, 6):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
+    writer.background.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 3
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
     held = view.get(A, as_of=3)
     assert held is not None
     assert held.value == b"3"
     clock.now += HOUR_MS
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 5
+    assert writer.vbuckets[0].state.history_floor_seqno == 5
 
 
 def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"4", 4), (B, b"5", 5)])
     publish(writer, 0, [(A, b"6", 6)])
-    writer.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
+    writer.background.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 1
+    assert writer.vbuckets[0].state.history_floor_seqno == 1
 
 
 def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
@@ -54,50 +54,50 @@ def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
 ) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
-    assert writer.leases.renew("job", {0: (1, 1)}, clock.now + 2 * HOUR_MS, clock.now)
+    writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+    assert writer.background.leases.renew("job", {0: (1, 1)}, clock.now + 2 * HOUR_MS, clock.now)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 1
-    writer.leases.release("job")
-    assert not writer.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
+    assert writer.vbuckets[0].state.history_floor_seqno == 1
+    writer.background.leases.release("job")
+    assert not writer.background.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 3
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
 
 
 def test_a_lease_that_ended_is_not_renewed_but_judged_again(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.lease("job", {0: (1, 1)}, clock.now + 1_000)
+    writer.background.lease("job", {0: (1, 1)}, clock.now + 1_000)
     clock.now += 2_000
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 3
-    assert not writer.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
+    assert not writer.background.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
     with pytest.raises(NoSuchBoundary, match="1:1 is not kept"):
-        writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+        writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
 
 
 def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
-    assert not writer.leases.renew("job", {0: (1, 2)}, clock.now + HOUR_MS, clock.now)
-    writer.lease("job", {0: (1, 2)}, clock.now + HOUR_MS)
+    writer.background.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
+    assert not writer.background.leases.renew("job", {0: (1, 2)}, clock.now + HOUR_MS, clock.now)
+    writer.background.lease("job", {0: (1, 2)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 2
+    assert writer.vbuckets[0].state.history_floor_seqno == 2
 
 
 def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
-    writer.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
-    writer.rollback(0, 1)
+    writer.background.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
+    writer.vbuckets[0].rollback(1)
     publish(writer, 0, [(C, b"3", 2)])
     publish(writer, 0, [(C, b"4", 3)])
     clock.now += 5 * HOUR_MS
     window = Window(time_ms=HOUR_MS, boundaries=1)
     purge(writer, window)
-    assert writer.state(0).history_floor_seqno == 1  # where the two histories part
+    assert writer.vbuckets[0].state.history_floor_seqno == 1  # where the two histories part
     reported = [c.kind for c in view.changes(0, since=token)]
     assert reported == ["rollback", "retraction", "restoration", "retraction", "mutation", "mutation"]
     clock.now += 5 * HOUR_MS
@@ -105,15 +105,15 @@ def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWrit
     with pytest.raises(ViewInvalidated, match="gone from history"):
         list(view.changes(0, since=token))
     with pytest.raises(NoSuchBoundary, match="1:3 is not kept"):
-        writer.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
+        writer.background.lease("late", {0: (1, 3)}, clock.now + HOUR_MS)
 
 
 def test_at_seqno_0_there_is_nothing_to_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.lease("job", {0: (1, 0)}, clock.now + HOUR_MS)
+    writer.background.lease("job", {0: (1, 0)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
-    assert writer.state(0).history_floor_seqno == 3
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
 
 
 def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is_held(
@@ -124,17 +124,17 @@ def test_what_is_below_the_floor_or_of_no_known_branch_is_refused_and_nothing_is
     purge(writer, Window(boundaries=2))
     for position in ((1, 1), (7, 3)):
         with pytest.raises(NoSuchBoundary, match="is not kept; history begins at 1:2"):
-            writer.lease("job", {0: position}, clock.now + HOUR_MS)
-    assert writer.leases.of(0, clock.now) == []
+            writer.background.lease("job", {0: position}, clock.now + HOUR_MS)
+    assert writer.background.leases.of(0, clock.now) == []
 
 
 def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, clock: Clock) -> None:
     publish(writer, 0, [(A, b"1", 1)])
-    writer.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
-    writer.begin_resync(0)
-    writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1)], 0, span(1, 1))
-    writer.save_failover_log(0, log(88))
-    writer.publish(0, 1, 0)
+    writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, B, b"2", 1)], 0, span(1, 1))
+    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].publish(1, 0)
     writer.commit()
     while writer.step():
         pass
@@ -147,9 +147,9 @@ def test_leases_are_not_without_end(writer: GroupWriter, clock: Clock, monkeypat
     monkeypatch.setattr(leases_module, "LEASES_MAX", 2)
     publish(writer, 0, [(A, b"1", 1)])
     for name in "ab":
-        writer.lease(name, {0: (1, 1)}, clock.now + 1000)
+        writer.background.lease(name, {0: (1, 1)}, clock.now + 1000)
     with pytest.raises(StorageError, match="too many leases"):
-        writer.lease("c", {0: (1, 1)}, clock.now + 1000)
+        writer.background.lease("c", {0: (1, 1)}, clock.now + 1000)
     clock.now += 1000
-    writer.lease("c", {0: (1, 1)}, clock.now + 1000)  # the others ended
+    writer.background.lease("c", {0: (1, 1)}, clock.now + 1000)  # the others ended
     assert Leases().of(0, clock.now) == []

@@ -26,12 +26,12 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
     path: str, writer: GroupWriter
 ) -> None:
     key = keys_of(0, 1)[0]
-    writer.save_failover_log(0, log(5))
+    writer.vbuckets[0].save_failover_log(log(5))
     publish(writer, 0, [(key, b"1", 10)])
-    writer.save_failover_log(0, FailoverLog.of([(6, 12)]))
+    writer.vbuckets[0].save_failover_log(FailoverLog.of([(6, 12)]))
     publish(writer, 0, [(key, b"2", 20)])
-    assert writer.rollback(0, 15).boundary_seqno == 10
-    assert writer.state(0).failover_log == FailoverLog.of([(5, 10)])
+    assert writer.vbuckets[0].rollback(15).boundary_seqno == 10
+    assert writer.vbuckets[0].state.failover_log == FailoverLog.of([(5, 10)])
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on the disk"])
@@ -41,23 +41,23 @@ def test_abandoning_the_next_snapshot_keeps_a_complete_one_that_waits_for_its_ke
     """A first snapshot of any size was fetched again because one row of the next one was given up."""
     staged(writer, 0, 1, 9, 9)
     writer.commit(flush_open=True)
-    writer.publish(0, 9, 0)
+    writer.vbuckets[0].publish(9, 0)
     writer.commit()
-    assert writer.publishing(0)
+    assert writer.vbuckets[0].complete_seqno is not None
     staged(writer, 0, 10, 12, 15)
     if on_disk:
         writer.commit(flush_open=True)
-    assert writer.abandon(0) is not on_disk
-    state = writer.state(0)
+    assert writer.vbuckets[0].abandon() is not on_disk
+    state = writer.vbuckets[0].state
     assert (state.staged_seqno, state.open_snapshot is None) == ((12, False) if on_disk else (9, True))
     assert writer.pending_bytes == 0
     settle(writer)
-    assert writer.state(0).published_seqno == 9
-    assert writer.abandon(0)
-    state = writer.state(0)
+    assert writer.vbuckets[0].state.published_seqno == 9
+    assert writer.vbuckets[0].abandon()
+    state = writer.vbuckets[0].state
     assert (state.staged_seqno, state.open_snapshot) == (9, None)
     staged(writer, 0, 10, 11, 11)
-    writer.publish(0, 11, 10)
+    writer.vbuckets[0].publish(11, 10)
     settle(writer)
     with open_view(path) as view:
         assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 12))
@@ -68,10 +68,10 @@ def test_what_is_to_go_with_the_complete_one_goes(writer: GroupWriter) -> None:
     """A rollback below its end: it is no longer the source's history."""
     staged(writer, 0, 1, 9, 9)
     writer.commit(flush_open=True)
-    writer.publish(0, 9, 0)
+    writer.vbuckets[0].publish(9, 0)
     writer.commit()
-    assert writer.abandon(0, keep_complete=False)
-    assert (writer.state(0).staged_seqno, writer.publishing(0)) == (0, False)
+    assert writer.vbuckets[0].abandon(keep_complete=False)
+    assert (writer.vbuckets[0].state.staged_seqno, (writer.vbuckets[0].complete_seqno is not None)) == (0, False)
 
 
 @pytest.mark.parametrize("leave", ["nothing", "resync", "resync again", "deferred rollback"])
@@ -84,14 +84,14 @@ def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
     commit(writer, 2)
     publish(writer, 0, [(keys_of(0, 1)[0], b"y", 3)])
     if leave.startswith("resync"):
-        writer.begin_resync(0)
+        writer.vbuckets[0].begin_resync()
     elif leave == "deferred rollback":
-        writer.rollback(0, 2, deferred=True)
+        writer.vbuckets[0].rollback(2, deferred=True)
     for _ in range(1 + (leave == "resync again")):
         staged(writer, 0, 5, 7, 9)
         writer.commit(flush_open=True)
-        writer.abandon(0)
-        assert (writer.state(0).staging_branch == writer.state(0).branch) is (leave == "nothing")
+        writer.vbuckets[0].abandon()
+        assert (writer.vbuckets[0].state.staging_branch == writer.vbuckets[0].state.branch) is (leave == "nothing")
     crash(writer)
     writer = open_writer(path)
     with open_view(path) as view:
@@ -103,21 +103,21 @@ def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
 
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
     """A reader must know what was left out: a resync begins again, what is served next to it claims nothing."""
-    assert writer.state(0).stream_filter is None
-    writer.save_filter(0, "collections 8")
+    assert writer.vbuckets[0].state.stream_filter is None
+    writer.vbuckets[0].save_filter("collections 8")
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
     publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
-    assert writer.rollback(0, 1).boundary_seqno == 1
-    assert writer.state(0).stream_filter == "collections 8"
-    writer.begin_resync(0)
-    assert writer.state(0).stream_filter is None
-    writer.save_filter(0, "collections 8,9")
+    assert writer.vbuckets[0].rollback(1).boundary_seqno == 1
+    assert writer.vbuckets[0].state.stream_filter == "collections 8"
+    writer.vbuckets[0].begin_resync()
+    assert writer.vbuckets[0].state.stream_filter is None
+    writer.vbuckets[0].save_filter("collections 8,9")
     writer.commit()
     crash(writer)
     writer = open_writer(path)
-    assert writer.state(0).stream_filter == "collections 8,9"
-    assert writer.rollback(0, 1).boundary_seqno == 1
-    assert writer.state(0).stream_filter == "", "of the served copy nobody knows it any more"
+    assert writer.vbuckets[0].state.stream_filter == "collections 8,9"
+    assert writer.vbuckets[0].rollback(1).boundary_seqno == 1
+    assert writer.vbuckets[0].state.stream_filter == "", "of the served copy nobody knows it any more"
     writer.close()
 
 
@@ -126,14 +126,14 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
     its documents for its own past, and they stayed for ever.
     """
     key = keys_of(0, 1)[0]
-    writer.save_failover_log(0, log(77))
+    writer.vbuckets[0].save_failover_log(log(77))
     publish(writer, 0, [(key, b"1", 5)])
     publish(writer, 0, [(key, b"2", 9)])
-    writer.begin_resync(0)
-    writer.save_failover_log(0, log(88))
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].save_failover_log(log(88))
     writer.commit()
-    writer.rollback(0, 6)
-    assert [entry.vbuuid for entry in writer.state(0).failover_log] == [77]
+    writer.vbuckets[0].rollback(6)
+    assert [entry.vbuuid for entry in writer.vbuckets[0].state.failover_log] == [77]
     with open_view(path) as view:
         assert [boundary.vbuuid for boundary in view.boundaries(0)] == [77]
         assert [(each.from_vbuuid, each.to_vbuuid) for each in view.rollbacks(0)] == [(77, 77)]
@@ -141,14 +141,14 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
 
 def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
     """A resync from an empty source is published at 0; "went to 0" means that nothing was changed."""
-    writer.save_failover_log(0, log(77))
+    writer.vbuckets[0].save_failover_log(log(77))
     publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
-    writer.begin_resync(0)
-    writer.publish(0, 0, 0)
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].publish(0, 0)
     settle(writer)
-    branch = writer.state(0).branch
-    assert writer.rollback(0, 0).boundary_seqno == 0
-    assert writer.state(0).branch == branch
+    branch = writer.vbuckets[0].state.branch
+    assert writer.vbuckets[0].rollback(0).boundary_seqno == 0
+    assert writer.vbuckets[0].state.branch == branch
 
 
 def test_a_token_of_a_resynced_vbucket_is_refused(path: str, writer: GroupWriter) -> None:
@@ -156,7 +156,7 @@ def test_a_token_of_a_resynced_vbucket_is_refused(path: str, writer: GroupWriter
     publish(writer, 0, [(key, b"1", 5)])
     with open_view(path) as view:
         token = view.token(0)
-        writer.begin_resync(0)
+        writer.vbuckets[0].begin_resync()
         assert view.stale(0)
         assert list(view.changes(0, since=token)) == []
         publish(writer, 0, [(key, b"2", 3)])
@@ -176,7 +176,7 @@ def test_a_scan_fails_when_a_rollback_passes_it(path: str, writer: GroupWriter) 
         assert [d.value for d in scan] == [b"2"] * 9  # what came later stays out of sight
         scan = view.scan(0)
         next(scan)
-        writer.rollback(0, 10)
+        writer.vbuckets[0].rollback(10)
         with pytest.raises(ViewInvalidated):
             list(scan)
         assert {d.value for d in view.scan(0)} == {b"1"}

@@ -21,7 +21,7 @@ from storage.history.purge import Window
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
 from storage.read import bulk
 from storage.read.view import View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import keys_of, log, manifest_at, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import purge
@@ -43,9 +43,9 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
     """
     assemblers = [Assembler(Vbid(vbid)) for vbid in vbids]
     for vbid, assembler in zip(vbids, assemblers, strict=True):
-        assembler.load(writer.state(vbid))
+        assembler.load(writer.vbuckets[vbid].state)
         assembler.begin_stream(inside_snapshot=False, collections_granted=True)
-        writer.save_failover_log(vbid, log())
+        writer.vbuckets[vbid].save_failover_log(log())
         assembler.marker(SnapshotMarker(vbid, 0, count + 1, 2, opaque=1), [])
     before = entries_in_memory()
     rows = 0
@@ -56,8 +56,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
             out: list[Any] = []
             assembler.system_event(event, out)
             for instruction in out:
-                writer.system_event(
-                    instruction.vbid,
+                writer.vbuckets[instruction.vbid].system_event(
                     instruction.seqno,
                     instruction.row_value,
                     instruction.manifest,
@@ -67,8 +66,10 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
                 rows += len(instruction.row_value)
     found = entries_in_memory() - before, writer.pending_bytes - rows
     for vbid in vbids:
-        writer.stage(vbid, [row(writer.row_prefix(vbid), b"k%d" % vbid, b"v", count + 1)], 0, span(0, count + 1))
-        writer.publish(vbid, count + 1, 0)
+        writer.vbuckets[vbid].stage(
+            [row(writer.vbuckets[vbid].prefix, b"k%d" % vbid, b"v", count + 1)], 0, span(0, count + 1)
+        )
+        writer.vbuckets[vbid].publish(count + 1, 0)
     writer.commit()
     return found
 
@@ -82,13 +83,9 @@ def manifest_bytes(writer: GroupWriter) -> int:
 def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
     identity = Identity("cluster", "bucket", "uuid", vbuckets, 1)
     directory.create(str(path), identity)
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(str(path), 0),
-        group=0,
-        vbids=range(vbuckets),
-        identity=identity,
-        clock_ms=Clock(),
-        sync="unsafe",
+        WriterOptions(group=0, vbids=range(vbuckets), identity=identity, clock_ms=Clock(), sync="unsafe"),
     )
     entries, counted = create_collections(writer, range(vbuckets), count)
     found = {"staged": entries, "counted bytes": counted, "on the disk": manifest_bytes(writer)}
@@ -143,15 +140,15 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
     expected: dict[int, Manifest] = {0: Manifest.initial()}
     stored = []
     for _ in range(600):
-        seqno = writer.state(0).published_seqno
+        seqno = writer.vbuckets[0].state.published_seqno
         for at in range(seqno + 1, seqno + rng.choice((2, 3))):
-            manifest = change_one(rng, writer.state(0).manifest, at)
+            manifest = change_one(rng, writer.vbuckets[0].state.manifest, at)
             system_event(writer, at, *manifest.collections.values(), scopes=manifest.scopes)
             if rng.random() < 0.3:
                 writer.commit(flush_open=True)
             if rng.random() < 0.1:
-                writer.abandon(0)
-                assert writer.state(0).manifest == expected[seqno]
+                writer.vbuckets[0].abandon()
+                assert writer.vbuckets[0].state.manifest == expected[seqno]
                 break
         else:
             assert writer.pending_bytes >= 0
@@ -159,13 +156,13 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
             expected[at] = manifest
         assert writer.pending_bytes == 0
         if rng.random() < 0.05 and len(kept := [each.seqno for each in view.boundaries(0)]) > 1:
-            writer.rollback(0, kept[1])
+            writer.vbuckets[0].rollback(kept[1])
             expected = {at: each for at, each in expected.items() if at <= kept[1]}
         if rng.random() < 0.2:
             purge(writer, Window(boundaries=20))
             stored.append(rows_stored(writer))
-        assert writer.state(0).manifest == expected[writer.state(0).published_seqno]
-        assert view.manifest(0) == view.state(0).manifest == writer.state(0).manifest
+        assert writer.vbuckets[0].state.manifest == expected[writer.vbuckets[0].state.published_seqno]
+        assert view.manifest(0) == view.state(0).manifest == writer.vbuckets[0].state.manifest
         if rng.random() < 0.1:
             with open_view(path) as fresh:
                 for boundary in fresh.boundaries(0):

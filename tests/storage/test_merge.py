@@ -15,7 +15,7 @@ from storage.history.purge import Window
 from storage.model import Collection, Seqno
 from storage.read import states, stream
 from storage.read.view import Token, View
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, VbucketWriter
 from tests.storage.model import events, keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
 from tests.storage.test_purge import HOUR_MS
@@ -28,14 +28,14 @@ WINDOW = Window(boundaries=1)
 
 def fail_over(writer: GroupWriter, number: int, *, lost: bool = True) -> None:
     """Progress of one document, progress that is lost, and the rollback that loses it."""
-    seqno = writer.state(0).published_seqno
+    seqno = writer.vbuckets[0].state.published_seqno
     publish(writer, 0, [(NAMES[number], b"%d" % number, seqno + 1)])
     if lost:
         publish(writer, 0, [(NAMES[number], b"lost", seqno + 2), (NAMES[-1], b"lost", seqno + 3)])
-        assert writer.rollback(0, seqno + 1).boundary_seqno == seqno + 1
+        assert writer.vbuckets[0].rollback(seqno + 1).boundary_seqno == seqno + 1
     else:
         publish(writer, 0, [(NAMES[0], b"again", seqno + 2)])
-        assert writer.rollback(0, seqno + 2).boundary_seqno == seqno + 2
+        assert writer.vbuckets[0].rollback(seqno + 2).boundary_seqno == seqno + 2
 
 
 def stored(writer: GroupWriter) -> dict[str, int]:
@@ -107,16 +107,16 @@ def test_every_position_ever_given_is_followed_rightly_or_refused(
     """One writer gives all branches the same history id: yet lost rows and moved ones are distinguished."""
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
     seen: list[tuple[Token, dict[bytes, bytes]]] = []
-    original = writer.rollback
+    original = VbucketWriter.rollback
 
     def remember(*_: Any) -> None:
         seen.append((view.token(0), shown(view)))
 
-    def noting(vbid: int, to_seqno: int) -> Any:
+    def noting(vbucket: VbucketWriter, to_seqno: int) -> Any:
         remember()
-        return original(vbid, to_seqno)
+        return original(vbucket, to_seqno)
 
-    monkeypatch.setattr(writer, "rollback", noting)
+    monkeypatch.setattr(VbucketWriter, "rollback", noting)
     outcomes: dict[str, int] = {"followed": 0, "refused": 0}
     for number in range(12):
         fail_over(writer, number)
@@ -149,9 +149,9 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
     fail_over(writer, 0)
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
     for number in range(1, 4):
-        seqno = writer.state(0).published_seqno
+        seqno = writer.vbuckets[0].state.published_seqno
         publish(writer, 0, [(NAMES[100 * number + each], b"x", seqno + 1 + each) for each in range(7)])
-        writer.rollback(0, seqno + 7)
+        writer.vbuckets[0].rollback(seqno + 7)
     publish(writer, 0, [(NAMES[0], b"newest", 100)])
     purge_all(writer, WINDOW)
     expected = shown(view)
@@ -159,10 +159,10 @@ def test_a_merge_can_be_cut_off_between_any_two_steps(
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     steps = 0
     writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
-    while (vbid := writer.background.purger.plan(writer.clock_ms())) is not None:
+    while (vbid := writer.background.purger.plan(writer.options.clock_ms())) is not None:
         half_read = view.scan(0)
         started = [next(half_read)]
-        writer.background.purge(vbid, writer.clock_ms())
+        writer.background.purge(vbid, writer.options.clock_ms())
         steps += 1
         assert shown(view) == expected
         assert all(view.get(key) is not None for key in expected)
@@ -209,7 +209,7 @@ def test_manifests_go_where_the_rows_go(
     put(writer, NAMES[5], 5)
     commit(writer, 5)
     assert sorted(view.manifest(0).collections) == [0, 9]
-    writer.rollback(0, 1)
+    writer.vbuckets[0].rollback(1)
     system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=8)
     put(writer, NAMES[5], 6)
@@ -217,7 +217,7 @@ def test_manifests_go_where_the_rows_go(
     put(writer, NAMES[4], 7)
     commit(writer, 7)
     assert sorted(view.manifest(0).collections) == [0, 8]
-    writer.rollback(0, 7)
+    writer.vbuckets[0].rollback(7)
     put(writer, NAMES[6], 8)
     commit(writer, 8)
     purge_all(writer, WINDOW)
@@ -235,10 +235,10 @@ def test_branches_of_a_copy_that_a_resync_replaced_go_with_its_last_row(
         fail_over(writer, number)
     held = view.token(0)
     clock.now += HOUR_MS
-    writer.lease("job", {0: (int(held.branch), int(held.seqno))}, clock.now + 10 * HOUR_MS)
-    writer.begin_resync(0)
+    writer.background.lease("job", {0: (int(held.branch), int(held.seqno))}, clock.now + 10 * HOUR_MS)
+    writer.vbuckets[0].begin_resync()
     publish(writer, 0, [(NAMES[0], b"new", 1)])
-    purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases)
+    purger = purge.Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.background.leases)
     for expected in (7, 1):
         writer.background.purger = purger
         while (vbid := purger.plan(clock.now)) is not None:
@@ -246,17 +246,17 @@ def test_branches_of_a_copy_that_a_resync_replaced_go_with_its_last_row(
         assert stored(writer)["branch"] - 1 == expected, "and one of the other vbucket"
         if expected == 7:
             assert shown(view) == {NAMES[0]: b"new"}
-        writer.leases.release("job")
+        writer.background.leases.release("job")
         clock.now += 2 * HOUR_MS
     with pytest.raises(ViewInvalidated, match="no branch"):
         list(view.changes(0, since=held))
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     publish(writer, 0, [(NAMES[0], b"newer", 1)])
     clock.now += 2 * HOUR_MS
     purge_all(writer, Window(time_ms=HOUR_MS))
     assert (len(view.history(0).resyncs_ms), view.history(0).resync_count) == (1, 2)
     publish(writer, 0, [(NAMES[1], b"new", 2)])
-    assert writer.state(0).branch == 8
+    assert writer.vbuckets[0].state.branch == 8
 
 
 def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
@@ -264,12 +264,12 @@ def test_branches_that_are_forgotten_in_several_steps_never_lack_a_parent(
 ) -> None:
     for number in range(5):
         fail_over(writer, number)
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     publish(writer, 0, [(NAMES[0], b"new", 1)])
     clock.now += 2 * HOUR_MS
     monkeypatch.setattr(purge.AdaptiveStepSize, "rows", 2)
     purger = writer.background.purger = purge.Purger(
-        writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.leases
+        writer.environment, writer.vbids, Window(time_ms=HOUR_MS), writer.background.leases
     )
     counted = []
     while (vbid := purger.plan(clock.now)) is not None:
@@ -287,7 +287,7 @@ def test_rows_that_were_lost_keep_a_link_from_being_merged_until_they_are_gone(
     fail_over(writer, 0)
     fail_over(writer, 1, lost=False)
     with writer.environment.read() as txn:
-        links = chain.load(txn, 0, writer.state(0).branch, writer.state(0).published_seqno)
+        links = chain.load(txn, 0, writer.vbuckets[0].state.branch, writer.vbuckets[0].state.published_seqno)
         known = branches.all_branches(txn, 0)
         assert storage.history.merge.next_pair(txn, 0, links, 100, known) is None
 
@@ -298,17 +298,17 @@ def test_rows_are_not_moved_below_the_base_of_a_branch_that_a_deeper_rollback_le
     """Readers in the order of seqnos look on a branch above its base alone: they missed what was moved there."""
     for seqno in range(1, 11):
         publish(writer, 0, [(NAMES[seqno], b"x", seqno)])
-    writer.rollback(0, 8)  # nothing comes on this branch
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(8)  # nothing comes on this branch
+    writer.vbuckets[0].rollback(2)
     for seqno in (3, 4):
         publish(writer, 0, [(NAMES[seqno], b"y", seqno)])
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
     purger = writer.background.purger = purge.Purger(writer.environment, writer.vbids, WINDOW)
     for newest in (5, 12):  # the second floor lies above all that was lost
         publish(writer, 0, [(NAMES[0], b"newest", newest)])
-        while (vbid := purger.plan(writer.clock_ms())) is not None:
-            writer.background.purge(vbid, writer.clock_ms())
+        while (vbid := purger.plan(writer.options.clock_ms())) is not None:
+            writer.background.purge(vbid, writer.options.clock_ms())
             assert check(path).problems == []
             assert {each.document.key for each in view.changes(0) if each.document} == set(shown(view))
             assert {each.key for each in events(view)} == set(shown(view)) == {*NAMES[:4]}
@@ -322,7 +322,7 @@ def test_the_boundary_at_the_floor_stays_where_a_rollback_went_back_to_it(
         fail_over(writer, number, lost=False)
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     purge_all(writer, WINDOW)
-    floor = writer.state(0).history_floor_seqno
+    floor = writer.vbuckets[0].state.history_floor_seqno
     assert floor == stream.served_state(view.reader(0)).links[0].base_seqno
     found = states.following(view.reader(0), 0)
     assert found is not None

@@ -21,7 +21,6 @@ import pytest
 from storage.admin.check import check
 from storage.history import branches, chain, index, merge, purge, removal
 from storage.read import bulk, large, scan, vbucket_reader
-from storage.write import commit
 from tests.storage.test_writer import TO_THE_END, VBIDS, Store
 
 STEPS_OF_A_WORLD = 400
@@ -35,7 +34,7 @@ def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
     patch.setattr(bulk, "REMEMBERED_MAX", rng.choice((1, 500_000)))
     patch.setattr(bulk, "ROWS_PER_DOCUMENT", rng.choice((0, 3)))
     patch.setattr(chain, "SPAN_SEQNOS", rng.choice((1, 3, 100)))
-    patch.setattr(commit, "INLINE_INDEX_ROWS", rng.choice((0, 3, 20_000)))
+    patch.setattr("storage.write.pending.INLINE_INDEX_ROWS", rng.choice((0, 3, 20_000)))
     patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 20_000)))
     patch.setattr(index, "RUN_ROWS", rng.choice((1, 5, 200_000)))
     patch.setattr(large, "PIECE_BYTES", rng.choice((1, 7)))

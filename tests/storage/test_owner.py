@@ -36,7 +36,7 @@ def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:
     new.close()
     revived = open_writer(path)
     revived.owner.fence -= 1
-    revived.save_failover_log(0, log())
+    revived.vbuckets[0].save_failover_log(log())
     with pytest.raises(Locked, match="took this group over"):
         revived.commit()
     revived.close()
@@ -61,7 +61,7 @@ def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_and_no_othe
     """Opening again after a failed write gave the unfinished copy up by another write, inside of the first one's
     recovery: KeyError, and the group was lost until a restart.
     """
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     staged(writer, 0, 5, 7, 9)
     writer.commit(flush_open=True)
 
@@ -70,8 +70,8 @@ def test_a_write_that_fails_next_to_an_unfinished_copy_is_that_error_and_no_othe
 
     with pytest.raises(StorageError):
         writer.owner.write(failing)
-    assert writer.state(0).staged_seqno == 7
-    writer.abandon(0)
+    assert writer.vbuckets[0].state.staged_seqno == 7
+    writer.vbuckets[0].abandon()
     publish(writer, 2, [(keys_of(2, 1)[0], b"y", 1)])
     assert check(path).problems == []
 

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
 def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
     key = keys_of(0, 1)[0]
-    prefix = writer.row_prefix(0)
+    prefix = writer.vbuckets[0].prefix
     rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]
     with pytest.raises(SeqnoOrder):
-        writer.stage(0, rows, 0, span(0, 9))
+        writer.vbuckets[0].stage(rows, 0, span(0, 9))
     other = keys_of(2, 1)[0]
     publish(writer, 2, [(other, b"y", 1)])
     with open_view(path) as view:
@@ -29,26 +29,26 @@ def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: Gr
 
 def test_bytes_wait_until_they_are_committed_or_dropped(writer: GroupWriter) -> None:
     one, two = KEYS[0][:2]
-    first, second = (row(writer.row_prefix(0), key, b"v", seqno) for seqno, key in enumerate((one, two), 1))
-    writer.stage(0, [first], len(first[1]), span(1, 1))
-    writer.publish(0, 1, 1)
-    writer.stage(0, [second], len(second[1]), span(2, 3))
+    first, second = (row(writer.vbuckets[0].prefix, key, b"v", seqno) for seqno, key in enumerate((one, two), 1))
+    writer.vbuckets[0].stage([first], len(first[1]), span(1, 1))
+    writer.vbuckets[0].publish(1, 1)
+    writer.vbuckets[0].stage([second], len(second[1]), span(2, 3))
     assert writer.pending_bytes == len(first[1]) + len(second[1])
     writer.commit()
     assert writer.pending_bytes == len(second[1])
-    writer.abandon(0)
-    assert (writer.pending_bytes, writer.state(0).staged_seqno) == (0, 1)
+    writer.vbuckets[0].abandon()
+    assert (writer.pending_bytes, writer.vbuckets[0].state.staged_seqno) == (0, 1)
 
 
 def test_rows_of_another_branch_are_refused_and_change_nothing(writer: GroupWriter) -> None:
-    before = writer.state(0)
+    before = writer.vbuckets[0].state
     with pytest.raises(SeqnoOrder, match="made for another branch"):
-        writer.stage(0, [row(b"\0\0\0\7", KEYS[0][0], b"v", 1)], 1, span(1, 1))
-    assert (writer.state(0), writer.pending_bytes) == (before, 0)
+        writer.vbuckets[0].stage([row(b"\0\0\0\7", KEYS[0][0], b"v", 1)], 1, span(1, 1))
+    assert (writer.vbuckets[0].state, writer.pending_bytes) == (before, 0)
 
 
 def test_a_position_does_not_fall(writer: GroupWriter) -> None:
     publish(writer, 0, [(KEYS[0][0], b"v", 5)])
     with pytest.raises(SeqnoOrder, match="advance to 4 below 5"):
-        writer.advance(0, 4)
-    assert writer.state(0).staged_seqno == 5
+        writer.vbuckets[0].advance(4, None)
+    assert writer.vbuckets[0].state.staged_seqno == 5

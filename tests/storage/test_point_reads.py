@@ -61,7 +61,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     assert old.value == b"order a"
     assert 9 not in view.manifest_of(view.pin(0)).collections
     assert view.manifest_of(view.pin(0, 4)).collections[9].name == "orders"
-    writer.rollback(0, 6)
+    writer.vbuckets[0].rollback(6)
     assert read(B, "shop.orders") == b"new b"
 
 
@@ -136,20 +136,20 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     unknown = view.find(b"\x09" + A)
     assert (unknown.document, unknown.collection_exists) == (None, False)
     frame = records.encode_deletion(A, 5)
-    writer.stage(0, [(writer.row_prefix(0) + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
+    writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
     commit(writer, 5)
     assert view.find(b"\0" + A).document is None
     tombstone = view.find(b"\0" + A, deletions=True).document
     assert isinstance(tombstone, Document)
     assert tombstone.deleted
-    writer.rollback(0, 4)
+    writer.vbuckets[0].rollback(4)
     again = view.find(b"\0" + A).document
     assert isinstance(again, Document)
     assert again.value == b"old"
     system_event(writer, 6, DEFAULT, scopes={0: "_default"})
     commit(writer, 6)
     assert not view.find(b"\xac\x02" + A).collection_exists
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     assert view.find(b"\0" + A).stale
 
 

@@ -32,8 +32,8 @@ def purge(writer: GroupWriter, window: Window) -> int:
     """To the end; how many steps it took."""
     writer.background.purger = Purger(writer.environment, writer.vbids, window)
     steps = 0
-    while (vbid := writer.background.purger.plan(writer.clock_ms())) is not None:
-        writer.background.purge(vbid, writer.clock_ms())
+    while (vbid := writer.background.purger.plan(writer.options.clock_ms())) is not None:
+        writer.background.purge(vbid, writer.options.clock_ms())
         steps += 1
         assert steps < 10_000
     return steps
@@ -51,7 +51,7 @@ def test_the_window_by_time_keeps_what_was_current_at_its_beginning(
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     clock.now = 5 * HOUR_MS + HOUR_MS // 2
     purge(writer, Window(time_ms=2 * HOUR_MS))  # it begins at 3:30, when the snapshot of 3:00 was current
-    assert writer.state(0).history_floor_seqno == 3
+    assert writer.vbuckets[0].state.history_floor_seqno == 3
     assert seqnos(view) == [3, 4, 5]
     assert [b.seqno for b in view.boundaries(0)] == [5, 4, 3]
     with pytest.raises(NoSuchBoundary, match="history begins at seqno 3"):
@@ -59,8 +59,8 @@ def test_the_window_by_time_keeps_what_was_current_at_its_beginning(
     old = view.get(A, as_of=3)
     assert old is not None
     assert old.value == b"3"
-    assert writer.rollback(0, 2).boundary_seqno == 0  # below the floor nothing may be pretended
-    assert writer.rollback(0, 3).boundary_seqno == 3
+    assert writer.vbuckets[0].rollback(2).boundary_seqno == 0  # below the floor nothing may be pretended
+    assert writer.vbuckets[0].rollback(3).boundary_seqno == 3
 
 
 def test_the_window_by_count_and_by_size(writer: GroupWriter, view: View) -> None:
@@ -88,7 +88,7 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
     publish(writer, 0, [(B, b"2", 4)])
     purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
     assert seqnos(view) == [2, 4]
-    assert writer.state(0).local_purge_seqno == 3
+    assert writer.vbuckets[0].state.local_purge_seqno == 3
     assert view.state(0).local_purge_seqno == 3
     first = Branch(1)
     assert [str(c.token) for c in view.changes(0, since=view.token(0, first, 3))] == [str(view.token(0, 1, 4))]
@@ -106,7 +106,7 @@ def test_a_tombstone_that_a_later_version_replaced_refuses_no_reader_of_changes(
     publish(writer, 0, [(B, b"2", 5)])
     purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
     assert seqnos(view) == [4, 5]
-    assert writer.state(0).local_purge_seqno == 0
+    assert writer.vbuckets[0].state.local_purge_seqno == 0
     assert [c.token.seqno for c in view.changes(0, since=view.token(0, Branch(1), 2))] == [4, 5]
 
 
@@ -119,7 +119,7 @@ def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
     clock.now += 2 * HOUR_MS
     purge(writer, Window(time_ms=HOUR_MS))
     assert [d.key for d in view.scan(0, deletions=True)] == sorted([A, C])
-    assert writer.state(0).local_purge_seqno == 2
+    assert writer.vbuckets[0].state.local_purge_seqno == 2
 
 
 def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> None:
@@ -128,7 +128,7 @@ def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> N
     publish(writer, 0, [(A, None, 3)])
     purge(writer, Window(boundaries=2))
     assert seqnos(view) == [1, 2, 3]
-    assert writer.state(0).local_purge_seqno == 0
+    assert writer.vbuckets[0].state.local_purge_seqno == 0
 
 
 def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
@@ -158,10 +158,10 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     clock.now = HOUR_MS
-    writer.rollback(0, 1)
-    writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 7)], 0, span(7, 9))
+    writer.vbuckets[0].rollback(1)
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", 7)], 0, span(7, 9))
     writer.commit(flush_open=True)
-    writer.abandon(0)
+    writer.vbuckets[0].abandon()
     with writer.environment.read() as txn:
         assert [(d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(txn, Vbid(0))] == [
             (1, 1, False),
@@ -180,12 +180,14 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
 
 def test_a_resync_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
-    writer.begin_resync(0)
-    writer.stage(0, [row(writer.row_prefix(0), B, b"2", 1), row(writer.row_prefix(0), C, b"2", 2)], 0, span(1, 9))
+    writer.vbuckets[0].begin_resync()
+    writer.vbuckets[0].stage(
+        [row(writer.vbuckets[0].prefix, B, b"2", 1), row(writer.vbuckets[0].prefix, C, b"2", 2)], 0, span(1, 9)
+    )
     writer.commit(flush_open=True)
     purge(writer, Window(time_ms=HOUR_MS))
-    assert writer.state(0).staged_seqno == 2  # under way: untouched
-    writer.abandon(0)
+    assert writer.vbuckets[0].state.staged_seqno == 2  # under way: untouched
+    writer.vbuckets[0].abandon()
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
         assert [key for key, _ in txn.cursor(b"v0") if key[:4] != b"\0\0\0\1"] == []
@@ -194,7 +196,7 @@ def test_a_resync_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, v
 
 def test_the_old_copy_goes_when_a_resync_took_its_place(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"old", 1), (B, b"old", 2)])
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     purge(writer, Window(time_ms=HOUR_MS))
     with writer.environment.read() as txn:
         assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 3
@@ -217,7 +219,7 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
     while not writer.background.purger.round_is_over:  # each look takes the walk a little further
         if (vbid := writer.background.purger.plan(clock.now)) is not None:
             writer.background.purge(vbid, clock.now)
-    assert writer.state(0).history_floor_seqno == 60
+    assert writer.vbuckets[0].state.history_floor_seqno == 60
     assert seqnos(view) == [59, 60]
 
 
@@ -237,10 +239,10 @@ def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch:
 
 def broken_backfill(writer: GroupWriter) -> None:
     """Some rows of a snapshot reach the disk; then the source will not continue it."""
-    seqno = writer.state(0).published_seqno
-    writer.stage(0, [row(writer.row_prefix(0), C, b"staged", seqno + 1)], 0, span(seqno + 1, seqno + 9))
+    seqno = writer.vbuckets[0].state.published_seqno
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", seqno + 1)], 0, span(seqno + 1, seqno + 9))
     writer.commit(flush_open=True)
-    writer.abandon(0)
+    writer.vbuckets[0].abandon()
 
 
 def branch_count(writer: GroupWriter) -> int:
@@ -250,10 +252,10 @@ def branch_count(writer: GroupWriter) -> int:
 
 def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    tokens = [view.token(0, writer.state(0).branch, 2)]
+    tokens = [view.token(0, writer.vbuckets[0].state.branch, 2)]
     for _ in range(200):
         broken_backfill(writer)
-        tokens.append(view.token(0, writer.state(0).branch, 2))
+        tokens.append(view.token(0, writer.vbuckets[0].state.branch, 2))
     assert len(stream.served_state(view.reader(0)).links) == 2
     pinned = view.pin(0)
     half_read = view.scan(0)
@@ -267,11 +269,11 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     assert {each.key for each in view.scan_page(pinned)[0]} == {A, B}
     for token in tokens:  # nothing was lost, so followers go on as if nothing had been
         assert [(each.kind, each.token.seqno) for each in view.changes(0, since=token)] == [("mutation", 3)]
-    newest = writer.state(0).branch
+    newest = writer.vbuckets[0].state.branch
     broken_backfill(writer)
     broken_backfill(writer)
-    assert writer.state(0).branch > newest
-    assert writer.rollback(0, 2).boundary_seqno == 2
+    assert writer.vbuckets[0].state.branch > newest
+    assert writer.vbuckets[0].rollback(2).boundary_seqno == 2
     for token in tokens:
         assert list(view.changes(0, since=token)) == []
     assert [each.kind for each in view.changes(0, since=view.token(0, newest, 3))] == [
@@ -284,12 +286,12 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
 def test_resyncs_that_are_given_up_leave_no_branches_behind(writer: GroupWriter) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     for _ in range(50):
-        writer.begin_resync(0)
-        writer.stage(0, [row(writer.row_prefix(0), C, b"staged", 1)], 0, span(1, 9))
+        writer.vbuckets[0].begin_resync()
+        writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", 1)], 0, span(1, 9))
         writer.commit(flush_open=True)
-    newest = writer.state(0).staging_branch
-    writer.rollback(0, 2)
-    assert writer.state(0).branch == newest + 1
+    newest = writer.vbuckets[0].state.staging_branch
+    writer.vbuckets[0].rollback(2)
+    assert writer.vbuckets[0].state.branch == newest + 1
     purge(writer, Window(time_ms=HOUR_MS))
     assert branch_count(writer) == 2
 
@@ -368,14 +370,14 @@ class Looked(Transaction):
 def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: GroupWriter, window: Window) -> None:
     looks = []
     for count in (10, 500):
-        first = int(writer.state(0).published_seqno) + 1
+        first = int(writer.vbuckets[0].state.published_seqno) + 1
         for seqno in range(first, first + count):
             publish(writer, 0, [(A, b"x" * 100, seqno)])
         purge(writer, window)
         purger = Purger(writer.environment, writer.vbids, window)
         with writer.environment.read() as txn:
             looked = Looked(txn)
-            assert not purger._has_work(looked, Vbid(0), writer.clock_ms())
+            assert not purger._has_work(looked, Vbid(0), writer.options.clock_ms())
         looks.append(looked.entries)
     assert looks[1] <= looks[0] + 5, looks
 
@@ -384,13 +386,13 @@ def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: Grou
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     publish(writer, 0, [(A, b"2" * 50, 3)])
     broken_backfill(writer)
-    writer.stage(0, [row(writer.row_prefix(0), A, b"4", 4)], 0, span(4, 6))
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, A, b"4", 4)], 0, span(4, 6))
     writer.commit(flush_open=True)
-    writer.stage(0, [row(writer.row_prefix(0), A, b"6", 6)], 0, span(4, 6))
-    writer.publish(0, 6, 4)
+    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, A, b"6", 6)], 0, span(4, 6))
+    writer.vbuckets[0].publish(6, 4)
     writer.commit()
     assert view.boundaries(0)[0].ordinal == 3
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     publish(writer, 0, [(C, b"7" * 9, 7)])
     with writer.environment.read() as txn:
         sizes = {
@@ -423,12 +425,12 @@ def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_
 
     def step(txn: Transaction) -> int:
         looked = Looked(txn)
-        removed = purger.step(looked, Vbid(0), writer.clock_ms())
+        removed = purger.step(looked, Vbid(0), writer.options.clock_ms())
         looks.append(looked.entries)
         return removed
 
     removed = 0
-    while purger.plan(writer.clock_ms()) is not None:
+    while purger.plan(writer.options.clock_ms()) is not None:
         went = writer.owner.write(step)
         purger.settle(went, 1)
         removed += went
@@ -447,7 +449,7 @@ def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, v
     publish(writer, 0, [(B, b"2", 9)])
     purge(writer, Window(boundaries=1))
     assert view.state(0).local_purge_seqno == 8
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     publish(writer, 0, [(A, b"1", 3), (B, None, 4)])
     publish(writer, 0, [(C, b"1", 5)])
     assert view.state(0).local_purge_seqno == 0

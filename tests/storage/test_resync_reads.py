@@ -11,26 +11,28 @@ import pytest
 from storage.env import directory
 from storage.errors import Unavailable
 from storage.read.view import Time, View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 
 KEY, OTHER = keys_of(0, 2)
 
 
 def open_writer(path: str, resync_reads: str) -> GroupWriter:
-    return GroupWriter.open(
+    return GroupWriter(
         directory.group_path(path, 0),
-        group=0,
-        vbids=directory.group_vbids(IDENTITY, 0),
-        identity=IDENTITY,
-        clock_ms=lambda: 5,
-        resync_reads=resync_reads,
+        WriterOptions(
+            group=0,
+            vbids=directory.group_vbids(IDENTITY, 0),
+            identity=IDENTITY,
+            clock_ms=lambda: 5,
+            resync_reads=resync_reads,
+        ),
     )
 
 
 def publish(writer: GroupWriter, vbid: int, key: bytes, value: bytes, seqno: int) -> None:
-    writer.stage(vbid, [row(writer.row_prefix(vbid), key, value, seqno)], 0, span(seqno, seqno))
-    writer.publish(vbid, seqno, seqno)
+    writer.vbuckets[vbid].stage([row(writer.vbuckets[vbid].prefix, key, value, seqno)], 0, span(seqno, seqno))
+    writer.vbuckets[vbid].publish(seqno, seqno)
     writer.commit()
 
 
@@ -40,7 +42,7 @@ def path(tmp_path: Path) -> str:
     directory.create(made, IDENTITY)
     writer = open_writer(made, "stale")
     for vbid in (0, 2):
-        writer.save_failover_log(vbid, log())
+        writer.vbuckets[vbid].save_failover_log(log())
         publish(writer, vbid, keys_of(vbid, 1)[0], b"old", 3)
     writer.close()
     return made
@@ -62,7 +64,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
     writer = open_writer(path, "unavailable")
     with open_view(path) as view, open_view(path, stale_reads=True) as patient:
         assert read(view)
-        writer.begin_resync(0)
+        writer.vbuckets[0].begin_resync()
         with pytest.raises(Unavailable, match=r"vbucket 0: temporarily unavailable.*resync_reads") as caught:
             read(view)
         assert caught.value.retryable
@@ -70,7 +72,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
         assert read(patient)
         assert view.get(keys_of(2, 1)[0]) is not None  # the other vbuckets are well
         assert view.state(0).published_seqno == 3
-        writer.abandon(0)  # a new try at the same resync
+        writer.vbuckets[0].abandon()  # a new try at the same resync
         with pytest.raises(Unavailable):
             read(view)
         publish(writer, 0, KEY, b"new", 3)
@@ -82,7 +84,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> None:
     writer = open_writer(path, "stale")
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     with open_view(path) as view:
         assert read(view)
         assert (view.stale(0), view.stale(2)) == (True, False)
@@ -92,7 +94,7 @@ def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> No
 
 def test_a_resync_that_is_under_way_follows_the_setting_of_the_next_start(path: str) -> None:
     writer = open_writer(path, "stale")
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     writer.close()
     for setting, refused in (("unavailable", True), ("unavailable", True), ("stale", False)):
         open_writer(path, setting).close()
@@ -108,7 +110,7 @@ def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) 
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
     writer = open_writer(path, "unavailable")
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     with open_view(path) as view:
         assert view.get(KEY) is None
         assert view.get(KEY, as_of=Time(5)) is None

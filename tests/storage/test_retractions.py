@@ -28,7 +28,7 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
     publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
     publish(writer, 0, [(A, b"a2", 3), (B, None, 4), (C, b"c1", 5), (A, b"a3", 6)])
     token = view.token(0, 1, 6)
-    writer.rollback(0, 4)
+    writer.vbuckets[0].rollback(4)
     publish(writer, 0, [(D, b"d1", 9)])
     events = list(view.changes(0, since=token))
     assert events[0].kind == "rollback"
@@ -54,9 +54,9 @@ def test_two_rollbacks_in_a_row_are_reported_as_one_way_back(writer: GroupWriter
     publish(writer, 0, [(A, b"2", 2)])
     publish(writer, 0, [(A, b"3", 3)])
     token = view.token(0, 1, 3)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(B, b"x", 7)])
-    writer.rollback(0, 1)
+    writer.vbuckets[0].rollback(1)
     events = list(view.changes(0, since=token))
     assert [e.kind for e in events] == ["rollback", "retraction", "restoration"]
     assert events[-1].token == view.token(0, 3, 1)
@@ -73,7 +73,7 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     system_event(writer, 5, DEFAULT, scopes=SCOPES)
     commit(writer, 5)
     token = view.token(0, 1, 5)
-    writer.rollback(0, 4)
+    writer.vbuckets[0].rollback(4)
     reported = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
     assert reported == [("rollback", None), *(("restoration", key) for key in sorted((A, B, A + A)))]
 
@@ -89,7 +89,7 @@ def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: G
     put(writer, A, 6, b"after the flush", cid=9)
     commit(writer, 6)
     token = view.token(0, 1, 6)
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     reported = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
     assert reported == [
         ("rollback", None),
@@ -108,7 +108,7 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     put(writer, A, 4, b"lost", cid=9)
     commit(writer, 4)
     token = view.token(0, 1, 4)
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     reported = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
     assert reported == [("rollback", None), ("retraction", b"lost")]
 
@@ -127,7 +127,7 @@ def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_historie
     put(writer, B, 4, b"lost")
     commit(writer, 4)
     token = view.token(0, 1, 4)
-    writer.rollback(0, 2, deferred=True)
+    writer.vbuckets[0].rollback(2, deferred=True)
     system_event(writer, 3, DEFAULT, scopes=SCOPES)
     put(writer, C, 5, b"new")
     commit(writer, 5)
@@ -156,7 +156,7 @@ def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dr
     system_event(writer, 7, DEFAULT, scopes=SCOPES)
     commit(writer, 7)
     token = view.token(0, 1, 7)
-    writer.rollback(0, 2, deferred=True)
+    writer.vbuckets[0].rollback(2, deferred=True)
     common()
     put(writer, C, 8, b"new")
     commit(writer, 8)
@@ -188,7 +188,7 @@ def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_h
     common()
     commit(writer, 6)
     token = view.token(0, 1, 6)
-    writer.rollback(0, 1, deferred=True)
+    writer.vbuckets[0].rollback(1, deferred=True)
     put(writer, A, 2, b"left out", cid=9)
     system_event(writer, 3, DEFAULT, orders, carts, scopes=SCOPES)
     put(writer, A, 4, b"cart", cid=10)
@@ -212,7 +212,7 @@ def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follow
     common()
     commit(writer, 5)
     token = view.token(0, 1, 5)
-    writer.rollback(0, 1, deferred=True)
+    writer.vbuckets[0].rollback(1, deferred=True)
     system_event(writer, 2, DEFAULT, Collection(9, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, B, 3, b"flushed", cid=9)
     common()
@@ -229,7 +229,7 @@ def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_aga
     publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])
     publish(writer, 0, [(key, b"new", seqno) for seqno, key in enumerate(names, 201)])
     token = view.token(0, 1, 400)
-    writer.rollback(0, 200)
+    writer.vbuckets[0].rollback(200)
     writer.commit()
     read_count, row_counts = 0, []
     document, rows_between = VbucketReader.document, index.key_rows_between
@@ -273,7 +273,7 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
     publish(writer, 0, [(A, b"old", 1)])
     publish(writer, 0, [(A, b"new", 2)])
     token = view.token(0, 1, 2)
-    writer.rollback(0, 1)
+    writer.vbuckets[0].rollback(1)
     writer.commit()
     reader = view.reader(0)
     served, lost, after, _ = events_of.resolve_range(reader, token, None)
@@ -292,7 +292,7 @@ def test_what_is_purged_between_two_steps_of_the_walk_is_gone_from_history(
     publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])
     publish(writer, 0, [(key, b"new", seqno) for seqno, key in enumerate(names, 7)])
     token = view.token(0, 1, 12)
-    writer.rollback(0, 6)
+    writer.vbuckets[0].rollback(6)
     writer.commit()
     reader = view.reader(0)
     served, lost, after, _ = events_of.resolve_range(reader, token, None)

@@ -72,12 +72,12 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
         page, start = view.scan_page(pin, start=start, bytes_max=4)
         pages.append(b"".join(each.value for each in page))
     assert pages == [b"one"] * len(found)
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
     late = view.pin(0)
     put(writer, D, 4, b"three")
     commit(writer, 4)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     for lost in (pin, late):
         with pytest.raises(ViewInvalidated):
             view.scan_page(lost)
@@ -103,7 +103,7 @@ def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
     assert (len(found), bool(start)) == (1, True)
     seqno = 1
     if left_by == "rollback":
-        writer.rollback(0, 1)
+        writer.vbuckets[0].rollback(1)
     else:
         for seqno in range(6, 60):
             system_event(writer, seqno, *([DEFAULT] if seqno % 2 else [DEFAULT, orders]), scopes=SCOPES)

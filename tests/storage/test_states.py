@@ -28,7 +28,7 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     assert [each.seqno for each in first] == [1, 0, 0, 0]
     past = view.history(0)
     assert (past.floor_seqno, past.floor_ms, past.resyncs_ms) == (1, view.boundaries(0)[-1].time_ms, ())
-    writer.begin_resync(0)
+    writer.vbuckets[0].begin_resync()
     writer.commit()
     assert [each.stale for each in view.published()] == [True, False, False, False]
     clock.now = 6_000
@@ -52,12 +52,12 @@ def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, wri
         put(writer, A, seqno)
         commit(writer, seqno)
         compare()
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     writer.commit()
     compare()
     publish(writer, 2, [(keys_of(2, 1)[0], b"x", 5)])
     compare()
-    writer.begin_resync(2)
+    writer.vbuckets[2].begin_resync()
     writer.commit()
     compare()
     before = view.published()
@@ -95,7 +95,7 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
     assert ends(view) == [3, 253, 254, 256] == [each.seqno for each in reversed(view.boundaries(0))]
     assert states.newest(view.reader(0), 255).seqno == 254  # type: ignore[union-attr]
     assert states.newest(view.reader(0), 252).seqno == 3  # type: ignore[union-attr]
-    writer.rollback(0, 254)
+    writer.vbuckets[0].rollback(254)
     fill(writer, 255, 120, 2)
     assert ends(view) == [3, 253, 254, 374, 376]
     assert [each.seqno for each in states.boundaries_between(view.reader(0), 1, 3, 256)] == [253, 254, 256]
@@ -112,7 +112,7 @@ def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWri
     boundary, common_seqno = states.published_since(view.reader(0), view.token(0, 1, 3))
     assert boundary is not None
     assert (boundary.branch, boundary.seqno, common_seqno) == (1, 7, 3)
-    writer.rollback(0, 3)
+    writer.vbuckets[0].rollback(3)
     known = [view.token(0, *at) for at in ((1, 3), (1, 7), (2, 3))]
     strange = [replace(known[0], history_id=5), replace(known[0], branch=Branch(9))]
     assert [states.published_since(view.reader(0), at)[1] for at in (None, *known, *strange)] == [

@@ -63,7 +63,7 @@ def test_versions_of_a_history_that_was_left_replace_nothing(store: Store, view:
         store.put(key, b"v", seqno)
     store.put(b"a", b"lost", 4)
     store.put(b"b", b"lost", 5)
-    store.writer.rollback(0, 3)
+    store.writer.vbuckets[0].rollback(3)
     assert all_rows(view, rows_max=rows_max) == [1, 2, 3]
     store.put(b"c", b"new", 4)
     assert all_rows(view, rows_max=rows_max) == [1, 2, 4]
@@ -101,7 +101,7 @@ def test_the_last_document_of_a_collection_is_found_backwards(
     assert stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0}) == 1
     assert stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0, 9: 0}) == 7
     assert stream.last_document_seqno(view.reader(0), pinned, 1, {0: 0}) == 1
-    store.writer.rollback(0, 4)
+    store.writer.vbuckets[0].rollback(4)
     with pytest.raises(ViewInvalidated):
         stream.last_document_seqno(view.reader(0), pinned, 0, {0: 0})
     assert stream.last_document_seqno(view.reader(0), stream.served_state(view.reader(0)), 0, {0: 0}) == 1
@@ -111,7 +111,7 @@ def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: S
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"v", seqno)
     high = stream.served_state(view.reader(0))
-    store.writer.rollback(0, 2)
+    store.writer.vbuckets[0].rollback(2)
     low = stream.served_state(view.reader(0))
     with pytest.raises(ViewInvalidated) as caught:
         stream.rows(view.reader(0), high, 0, bytes_max=1 << 20)
@@ -126,7 +126,7 @@ def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> N
     store.put(b"a", b"v", 5)
     before = stream.served_state(view.reader(0))
     assert before.whole
-    store.writer.begin_resync(0)
+    store.writer.vbuckets[0].begin_resync()
     assert not stream.served_state(view.reader(0)).whole
     assert seqnos(stream.rows(view.reader(0), before, 0, bytes_max=1 << 20)[0]) == [5], "the old copy is still there"
     store.log(0, (9, 0))
@@ -144,7 +144,7 @@ def test_a_fresh_vbucket_is_whole_once_its_source_said_that_it_has_nothing(tmp_p
         assert not stream.served_state(view.reader(0)).whole
         store.log(0, (7, 0))
         assert not stream.served_state(view.reader(0)).whole, "its stream was accepted: all may be yet to come"
-        store.writer.publish(0, 0, 0)
+        store.writer.vbuckets[0].publish(0, 0)
         store.writer.commit()
         assert stream.served_state(view.reader(0)).whole
         store.put(b"a", b"v", 1, publish=False)
@@ -161,12 +161,12 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
     now_ms = 1_000_000
     store = Store(tmp_path, vbuckets=1, window=Window(time_ms=10), clock_ms=lambda: now_ms)
     log = FailoverLog.of([(7, 0)])
-    store.writer.save_failover_log(0, log, missing, missing)
+    store.writer.vbuckets[0].save_failover_log(log, missing, missing)
     store.put(b"a", b"v", 50)
     with open_view(store.path) as view:
         assert stream.served_state(view.reader(0)).purge_seqno == first
         for seqno, purge_seqno in ((60, 5), (70, 65)):
-            store.writer.save_failover_log(0, log, purge_seqno)
+            store.writer.vbuckets[0].save_failover_log(log, purge_seqno)
             store.put(b"b", b"v", seqno)
             now_ms += 1000
             while store.writer.step():
@@ -182,10 +182,10 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
 
 
 def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Store, view: View) -> None:
-    store.writer.save_failover_log(0, store.writer.state(0).failover_log, missing_seqno=30)
+    store.writer.vbuckets[0].save_failover_log(store.writer.vbuckets[0].state.failover_log, missing_seqno=30)
     store.put(b"a", b"v", 50)
-    store.writer.begin_resync(0)
-    store.writer.rollback(0, 50)
+    store.writer.vbuckets[0].begin_resync()
+    store.writer.vbuckets[0].rollback(50)
     assert 30 <= stream.served_state(view.reader(0)).purge_seqno <= 50
 
 
@@ -243,7 +243,7 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
         4,
         9,
     ]
-    store.writer.rollback(0, 4)
+    store.writer.vbuckets[0].rollback(4)
     for seqno in (6, 8):
         store.put(b"k%d" % seqno, b"v", seqno)
     pinned = stream.served_state(view.reader(0))
@@ -271,7 +271,7 @@ def put_all(store: Store, *seqnos: int) -> None:
 
 
 def fail_over(store: Store, to_seqno: int, *log: tuple[int, int]) -> None:
-    store.writer.rollback(0, to_seqno)
+    store.writer.vbuckets[0].rollback(to_seqno)
     store.log(0, *log)
 
 
@@ -283,8 +283,8 @@ def shared_seqno(store: Store, vbuuid: int, seqno: int) -> int:
 def test_a_follower_of_a_copy_that_a_resync_replaced_begins_again(windowed: Store) -> None:
     """It was sent (10, 30] as one, on a branch that the replaced copy had left itself before the resync."""
     put_all(windowed, 10, 30)
-    windowed.writer.rollback(0, 10)
-    windowed.writer.begin_resync(0)
+    windowed.writer.vbuckets[0].rollback(10)
+    windowed.writer.vbuckets[0].begin_resync()
     windowed.log(0, (7, 0))
     put_all(windowed, 15, 40)
     fail_over(windowed, 15, (8, 20), (7, 0))
@@ -293,7 +293,7 @@ def test_a_follower_of_a_copy_that_a_resync_replaced_begins_again(windowed: Stor
 
 def test_a_follower_of_a_replaced_copy_that_is_forgotten_begins_again(windowed: Store, clock: list[int]) -> None:
     put_all(windowed, 10, 30)
-    windowed.writer.begin_resync(0)
+    windowed.writer.vbuckets[0].begin_resync()
     windowed.log(0, (7, 0))
     put_all(windowed, 5)
     for _ in range(20):
@@ -309,7 +309,7 @@ def test_a_follower_of_a_replaced_copy_that_is_forgotten_begins_again(windowed: 
 def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_again(windowed: Store) -> None:
     """It was sent (71, 79], and went on from there once the mirror had published 79 again: 76 is inside."""
     put_all(windowed, 55, 71, 79)
-    windowed.writer.rollback(0, 55)
+    windowed.writer.vbuckets[0].rollback(55)
     windowed.log(0, (9, 82), (7, 0))
     put_all(windowed, 67, 76, 86)
     fail_over(windowed, 76, (11, 84), (9, 82), (7, 0))
@@ -323,6 +323,6 @@ def test_a_first_snapshot_up_to_a_boundary_that_was_settled_on_a_lost_branch_is_
     put_all(windowed, 37, 48)
     clock[0] += stream.SETTLED_MS
     put_all(windowed, 90)
-    windowed.writer.rollback(0, 48)
+    windowed.writer.vbuckets[0].rollback(48)
     fail_over(windowed, 37, (8, 40), (7, 0))
     assert shared_seqno(windowed, 7, 37) == 0

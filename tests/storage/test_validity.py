@@ -45,7 +45,7 @@ def test_a_later_snapshot_ends_no_read(writer: GroupWriter, view: View) -> None:
 def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: GroupWriter, view: View) -> None:
     fill(writer)
     served, pinned = served_and_pinned(view)
-    writer.rollback(0, 2)
+    writer.vbuckets[0].rollback(2)
     with pytest.raises(ViewInvalidated, match="a rollback or resync passed seqno 3"):
         check(view, served)
     check(view, pinned)

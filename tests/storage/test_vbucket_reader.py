@@ -66,6 +66,6 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
         commit(writer, seqno)
         assert read(seqno % 3) == {b"%d" % seqno}
         assert looks == seqno
-    writer.rollback(0, 1)
+    writer.vbuckets[0].rollback(1)
     assert read(1) == {b"1"}
     assert looks == 7

@@ -34,7 +34,7 @@ from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, ModelVbucket, events, keys_of, log, row, span
 from tests.storage.open_readers import OpenReader, Position, begin
 
@@ -54,14 +54,16 @@ class Clock:
 def open_writer(
     path: str, group: int = 0, clock: Clock | None = None, map_size: int = 1 << 30, **options: Any
 ) -> GroupWriter:
-    return GroupWriter.open(
+    return GroupWriter(
         directory.group_path(path, group),
-        group=group,
-        vbids=directory.group_vbids(IDENTITY, group),
-        identity=IDENTITY,
-        clock_ms=clock or Clock(),
-        map_size=map_size,
-        **options,
+        WriterOptions(
+            group=group,
+            vbids=directory.group_vbids(IDENTITY, group),
+            identity=IDENTITY,
+            clock_ms=clock or Clock(),
+            map_size=map_size,
+            **options,
+        ),
     )
 
 
@@ -121,7 +123,10 @@ class Store(RuleBasedStateMachine):
         """Events of the open snapshot."""
         self.complete: dict[int, list[tuple[int, list[tuple[int, bytes, bytes | None]]]]] = {v: [] for v in VBIDS}
         """Complete snapshots that no commit has published yet."""
-        self.resync = {vbid: self.writer.state(vbid).staging_branch != self.writer.state(vbid).branch for vbid in VBIDS}
+        self.resync = {
+            vbid: self.writer.vbuckets[vbid].state.staging_branch != self.writer.vbuckets[vbid].state.branch
+            for vbid in VBIDS
+        }
 
     def teardown(self) -> None:
         if hasattr(self, "view"):
@@ -134,23 +139,23 @@ class Store(RuleBasedStateMachine):
         vbid=st.sampled_from(VBIDS), data=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8)
     )
     def stage(self, vbid: int, data: list[tuple[int, bool]]) -> None:
-        at = self.writer.state(vbid).staged_seqno
+        at = self.writer.vbuckets[vbid].state.staged_seqno
         events = []
         for number, (key, deleted) in enumerate(data, start=1):
             seqno = at + number
             value = None if deleted else b"%d" % seqno
             events.append((seqno, KEYS[vbid][key], value))
-        prefix = self.writer.row_prefix(vbid)
+        prefix = self.writer.vbuckets[vbid].prefix
         rows = [row(prefix, key, value, seqno) for seqno, key, value in events]
-        self.writer.stage(vbid, rows, sum(len(r[1]) for r in rows), span(at + 1, events[-1][0] + 3))
+        self.writer.vbuckets[vbid].stage(rows, sum(len(r[1]) for r in rows), span(at + 1, events[-1][0] + 3))
         self.open[vbid] += events
 
     @rule(vbid=st.sampled_from(VBIDS), skipped=st.sampled_from([0, 0, 0, 2]))
     def complete_snapshot(self, vbid: int, skipped: int) -> None:
-        end = self.writer.state(vbid).staged_seqno + skipped
+        end = self.writer.vbuckets[vbid].state.staged_seqno + skipped
         if end == 0 or (not self.open[vbid] and not skipped):
             return
-        self.writer.publish(vbid, end, 0)
+        self.writer.vbuckets[vbid].publish(end, 0)
         self.complete[vbid].append((end, self.open[vbid]))
         self.open[vbid] = []
 
@@ -180,7 +185,9 @@ class Store(RuleBasedStateMachine):
         """All that is complete must become visible after finitely many steps."""
         for _ in range(TO_THE_END):
             self.settle(self.writer.commit().published)
-            if not self.writer.step() and not any(self.writer.publishing(vbid) for vbid in VBIDS):
+            if not self.writer.step() and not any(
+                (self.writer.vbuckets[vbid].complete_seqno is not None) for vbid in VBIDS
+            ):
                 break
         assert not any(self.complete.values())
 
@@ -188,11 +195,11 @@ class Store(RuleBasedStateMachine):
     def roll_back(self, vbid: int, share: float) -> None:
         self.settle_first()
         to = int(self.model[vbid].published * share)
-        before = self.writer.state(vbid)
-        result = self.writer.rollback(vbid, to)
+        before = self.writer.vbuckets[vbid].state
+        result = self.writer.vbuckets[vbid].rollback(to)
         expected = self.model[vbid].roll_back(to)
         assert result.boundary_seqno == expected
-        state = self.writer.state(vbid)
+        state = self.writer.vbuckets[vbid].state
         if expected:
             self.open[vbid], self.complete[vbid], self.resync[vbid] = [], [], False
             assert (state.published_seqno, state.staged_seqno) == (expected, expected)
@@ -209,8 +216,8 @@ class Store(RuleBasedStateMachine):
     @rule(vbid=st.sampled_from(VBIDS))
     def abandon(self, vbid: int) -> None:
         self.settle_first()
-        done = self.writer.abandon(vbid)
-        state = self.writer.state(vbid)
+        done = self.writer.vbuckets[vbid].abandon()
+        state = self.writer.vbuckets[vbid].state
         self.open[vbid] = [event for event in self.open[vbid] if event[0] <= state.staged_seqno]
         end = self.complete[vbid][-1][0] if self.complete[vbid] else state.staging_published_seqno
         if done:
@@ -224,21 +231,21 @@ class Store(RuleBasedStateMachine):
     @rule(vbid=st.sampled_from(VBIDS))
     def begin_resync(self, vbid: int) -> None:
         self.settle_first()
-        self.writer.begin_resync(vbid)
+        self.writer.vbuckets[vbid].begin_resync()
         self.open[vbid], self.complete[vbid], self.resync[vbid] = [], [], True
-        assert self.writer.state(vbid).staged_seqno == 0
-        self.writer.save_failover_log(vbid, log(88))
+        assert self.writer.vbuckets[vbid].state.staged_seqno == 0
+        self.writer.vbuckets[vbid].save_failover_log(log(88))
 
     @rule()
     def crash_and_reopen(self) -> None:
-        before = {vbid: self.writer.state(vbid) for vbid in VBIDS}
+        before = {vbid: self.writer.vbuckets[vbid].state for vbid in VBIDS}
         self.view.close()
         crash(self.writer)
         self.writer = open_writer(self.path, clock=self.clock)
         self.held.clear()
         self.view = open_view(self.path)
         for vbid in VBIDS:
-            after = self.writer.state(vbid)
+            after = self.writer.vbuckets[vbid].state
             assert after.published_seqno == before[vbid].published_seqno
             assert after.staged_seqno <= before[vbid].staged_seqno
             kept = [event for _, events in self.complete[vbid] for event in events] + self.open[vbid]
@@ -247,7 +254,7 @@ class Store(RuleBasedStateMachine):
             self.resync[vbid] = after.staging_branch != after.branch
             if after.staged_seqno > after.staging_published_seqno and after.open_snapshot is None:
                 # Complete on disk, without its key rows: the new writer makes them and publishes it.
-                assert self.writer.publishing(vbid)
+                assert self.writer.vbuckets[vbid].complete_seqno is not None
                 self.complete[vbid] = [(after.staged_seqno, self.open[vbid])]
                 self.open[vbid] = []
 
@@ -261,10 +268,10 @@ class Store(RuleBasedStateMachine):
             vbid = self.writer.background.purger.plan(now_ms)
             if vbid is None:
                 break
-            before = self.writer.state(vbid).history_floor_seqno
+            before = self.writer.vbuckets[vbid].state.history_floor_seqno
             published_ms = {b.seqno: b.history_ms for b in self.view.boundaries(vbid)}
             self.writer.background.purge(vbid, now_ms)
-            floor = self.writer.state(vbid).history_floor_seqno
+            floor = self.writer.vbuckets[vbid].state.history_floor_seqno
             assert floor >= before
             if floor > before:
                 by_count = sorted(self.model[vbid].boundaries)[-keep:][0]
@@ -285,7 +292,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(vbid=st.sampled_from(VBIDS))
     def take_token(self, vbid: int) -> None:
-        state = self.writer.state(vbid)
+        state = self.writer.vbuckets[vbid].state
         token = self.view.token(vbid, state.branch, state.published_seqno)
         contents = {key: entry[1] for key, entry in self.model[vbid].live().items()}
         self.tokens.append((token, contents))  # type: ignore[arg-type]
@@ -296,13 +303,13 @@ class Store(RuleBasedStateMachine):
         """Lease what a token stands on, or let go of it."""
         token, _ = data.draw(st.sampled_from(self.tokens))
         if self.held.pop(token, None):
-            self.writer.leases.release(str(token))
+            self.writer.background.leases.release(str(token))
             return
         until_ms = self.clock.now + looks
         try:
-            self.writer.lease(str(token), {int(token.vbid): (int(token.branch), int(token.seqno))}, until_ms)
+            self.writer.background.lease(str(token), {int(token.vbid): (int(token.branch), int(token.seqno))}, until_ms)
         except NoSuchBoundary:
-            below_floor = token.seqno < self.writer.state(token.vbid).history_floor_seqno
+            below_floor = token.seqno < self.writer.vbuckets[token.vbid].state.history_floor_seqno
             assert below_floor or self.purged(token.vbid) or self.was_resynced(token)
         else:
             self.held[token] = until_ms
@@ -445,10 +452,10 @@ def writer(path: str) -> Iterator[GroupWriter]:
 def publish(
     writer: GroupWriter, vbid: int, items: list[tuple[bytes, bytes | None, int]], end: int | None = None
 ) -> None:
-    prefix = writer.row_prefix(vbid)
+    prefix = writer.vbuckets[vbid].prefix
     rows = [row(prefix, *item) for item in items]
-    writer.stage(vbid, rows, 0, span(items[0][2], items[-1][2]))
-    writer.publish(vbid, end or items[-1][2], items[0][2])
+    writer.vbuckets[vbid].stage(rows, 0, span(items[0][2], items[-1][2]))
+    writer.vbuckets[vbid].publish(end or items[-1][2], items[0][2])
     writer.commit()
 
 
@@ -458,9 +465,9 @@ def publish(
 def staged(writer: GroupWriter, vbid: int, first: int, last: int, end: int) -> None:
     """Rows first..last of the snapshot that ends at `end`, a key each."""
     names = keys_of(vbid, 40)
-    prefix = writer.row_prefix(vbid)
+    prefix = writer.vbuckets[vbid].prefix
     rows = [row(prefix, names[seqno], b"%d" % seqno, seqno) for seqno in range(first, last + 1)]
-    writer.stage(vbid, rows, 100, span(0, end))
+    writer.vbuckets[vbid].stage(rows, 100, span(0, end))
 
 
 def settle(writer: GroupWriter) -> None:

@@ -29,7 +29,7 @@ from mirror.wire.frame import Frame
 from storage.env import directory
 from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient
 from tests.supervise.scripted import look_up, settings_for, worker_command
@@ -45,18 +45,20 @@ def data(tmp_path: Path) -> Path:
     path = tmp_path / "data"
     directory.create(str(path), IDENTITY)
     vbid = keys.vbid_of(KEY, 8)
-    writer = GroupWriter.open(
+    writer = GroupWriter(
         directory.group_path(str(path), vbid % 4),
-        group=vbid % 4,
-        vbids=directory.group_vbids(IDENTITY, vbid % 4),
-        identity=IDENTITY,
-        sync="unsafe",
-        clock_ms=SystemClock().wall_ms,
+        WriterOptions(
+            group=vbid % 4,
+            vbids=directory.group_vbids(IDENTITY, vbid % 4),
+            identity=IDENTITY,
+            sync="unsafe",
+            clock_ms=SystemClock().wall_ms,
+        ),
     )
-    writer.save_failover_log(vbid, FailoverLog.of([(5, 0)]))
-    row = (writer.row_prefix(vbid) + (1).to_bytes(8), records.encode_mutation(KEY, b"value", 1))
-    writer.stage(vbid, [row], 10, SnapshotRange(Seqno(1), Seqno(1)))
-    writer.publish(vbid, 1, 1)
+    writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(5, 0)]))
+    row = (writer.vbuckets[vbid].prefix + (1).to_bytes(8), records.encode_mutation(KEY, b"value", 1))
+    writer.vbuckets[vbid].stage([row], 10, SnapshotRange(Seqno(1), Seqno(1)))
+    writer.vbuckets[vbid].publish(1, 1)
     writer.commit()
     writer.close()
     return path

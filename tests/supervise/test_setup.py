@@ -21,7 +21,7 @@ from mirror.supervise.setup import Source
 from storage.env import directory
 from storage.errors import CorruptedError
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
 from tests.supervise.service import (
@@ -111,7 +111,7 @@ async def test_a_directory_whose_description_is_missing_is_left_as_it_is(tmp_pat
     directory.create(str(tmp_path), identity)
     group = directory.group_path(str(tmp_path), 2)
     vbids = directory.group_vbids(identity, 2)
-    GroupWriter.open(group, group=2, vbids=vbids, identity=identity, clock_ms=int).close()
+    GroupWriter(group, WriterOptions(group=2, vbids=vbids, identity=identity, clock_ms=int)).close()
     (tmp_path / directory.FILE).unlink()
     before = digest(group)
     with pytest.raises(CorruptedError, match="is missing"):

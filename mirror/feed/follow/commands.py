@@ -52,15 +52,15 @@ class ConsumerCommands:
         except StorageError as error:
             group.failed(error)
             raise
-        boundary = group.writer.check_rollback(vbid, to_seqno)
-        state = group.writer.state(vbid)
+        boundary = group.writer.vbuckets[vbid].check_rollback(to_seqno)
+        state = group.writer.vbuckets[vbid].state
         if boundary.seqno == state.published_seqno:
             branch = int(state.branch)
             at = int(boundary.seqno)
             return {"vbid": vbid, "boundary_seqno": at, "from_branch": branch, "from_seqno": at, "branch": branch}
         vbucket.drop_machine()
         try:
-            result = group.writer.rollback(vbid, to_seqno)
+            result = group.writer.vbuckets[vbid].rollback(to_seqno)
         except StorageError as error:
             group.failed(error)
             raise
@@ -90,7 +90,7 @@ class ConsumerCommands:
         except StorageError as error:
             group.failed(error)
             raise
-        state = group.writer.state(vbid)
+        state = group.writer.vbuckets[vbid].state
         vbucket.start_machine()
         if session is not None and session.ready:
             self._attach(vbucket, session)

@@ -87,7 +87,7 @@ class Group:
         assert self.error is not None
         if isinstance(self.error, Locked):  # another process has claimed the group
             return False
-        return self.error.retryable or (self.writer.lost and type(self.error) is StorageError)
+        return self.error.retryable or (self.writer.owner.lost and type(self.error) is StorageError)
 
     def schedule(self) -> None:
         if not self.commit_waits and self.error is None:

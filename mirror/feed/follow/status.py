@@ -83,7 +83,8 @@ class ConsumerStatus:
 
     def _clock_warnings(self) -> list[str]:
         """Warn that the wall clock was set, which times of publication then show; each step is also logged, once."""
-        steps = [group.writer.clock_steps() for group in self._consumer.commits.groups]
+        clocks = [group.writer.owner.clock for group in self._consumer.commits.groups]
+        steps = [(clock.step_count, clock.last_step_ms) for clock in clocks]
         count, step_ms = max(steps, default=(0, 0))
         if count > self._clock_step_count:
             self._clock_step_count = count

@@ -9,17 +9,21 @@ earlier staging branch are staged on the present one.
 from __future__ import annotations
 
 import shutil
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol
 
 from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, NoBoundary, ResyncOpened, ResyncRefused, RolledBack, StagingRefused
 from storage.errors import SeqnoOrder
 from storage.model import VbucketState
-from storage.write.writer import GroupWriter, RollbackResult
+from storage.write.writer import RollbackResult, VbucketWriter
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
 """Space that a resync leaves free on the disk; with less, the commits of the other vbuckets would fail next."""
+
+
+Parameters = ParamSpec("Parameters")
 
 
 class StoreOwner(Protocol):
@@ -33,9 +37,8 @@ class StoreOwner(Protocol):
 
 
 class StoreSink:
-    def __init__(self, vbid: int, writer: GroupWriter, owner: StoreOwner, gate: PersistenceGate | None = None) -> None:
+    def __init__(self, writer: VbucketWriter, owner: StoreOwner, gate: PersistenceGate | None = None) -> None:
         """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
-        self.vbid = vbid
         self.writer = writer
         self.gate = gate
         self.abandon_due = False
@@ -47,40 +50,31 @@ class StoreSink:
         self._owner = owner
 
     def state(self) -> VbucketState:
-        return self.writer.state(self.vbid)
+        return self.writer.state
 
     def row_prefix(self) -> bytes:
-        return self.writer.row_prefix(self.vbid)
+        return self.writer.prefix
 
     # -- staging --------------------------------------------------------------------------------------------------
 
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        try:
-            self.writer.stage(self.vbid, rows.rows, rows.byte_count, rows.open_snapshot)
-        except SeqnoOrder as error:
-            return self._refused(error)
-        return None
+        return self._staged(self.writer.stage, rows.rows, rows.byte_count, rows.open_snapshot)
 
     def advance(self, step: ins.Advance) -> StagingRefused | None:
-        try:
-            self.writer.advance(self.vbid, step.seqno)
-        except SeqnoOrder as error:
-            return self._refused(error)
-        if step.open_snapshot != self.writer.state(self.vbid).open_snapshot:
-            self.writer.set_open_snapshot(self.vbid, step.open_snapshot)
-        return None
+        return self._staged(self.writer.advance, step.seqno, step.open_snapshot)
 
     def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
-        try:
-            self.writer.system_event(
-                self.vbid, event.seqno, event.row_value, event.manifest, event.open_snapshot, event.change
-            )
-        except SeqnoOrder as error:
-            return self._refused(error)
-        return None
+        stage = self.writer.system_event
+        return self._staged(stage, event.seqno, event.row_value, event.manifest, event.open_snapshot, event.change)
 
-    def _refused(self, error: SeqnoOrder) -> StagingRefused:
-        return StagingRefused(self.state(), str(error))
+    def _staged(
+        self, stage: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> StagingRefused | None:
+        try:
+            stage(*args, **kwargs)
+        except SeqnoOrder as error:
+            return StagingRefused(self.state(), str(error))
+        return None
 
     # -- publishing -----------------------------------------------------------------------------------------------
 
@@ -89,13 +83,13 @@ class StoreSink:
         if self.gate is not None:
             self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
         else:
-            self.writer.publish(self.vbid, snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
+            self.writer.publish(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
 
     def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        self.writer.save_failover_log(self.vbid, log.failover_log, log.source_purge_seqno, log.missing_seqno)
+        self.writer.save_failover_log(log.failover_log, log.source_purge_seqno, log.missing_seqno)
 
     def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        self.writer.save_filter(self.vbid, stream_filter.text)
+        self.writer.save_filter(stream_filter.text)
 
     def drop_held(self) -> bool:
         """Forget the ends that were held back; return True if there were any."""
@@ -119,10 +113,10 @@ class StoreSink:
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
             # All that was lost is what no reader has seen.
-            self.writer.abandon(self.vbid, keep_complete=False)
+            self.writer.abandon(keep_complete=False)
             self._owner.branch_changed()
             return RolledBack(self.state())
-        result = self.writer.rollback(self.vbid, target.seqno, deferred=self.gate is not None)
+        result = self.writer.rollback(target.seqno, deferred=self.gate is not None)
         if result.boundary_seqno == 0:
             return NoBoundary()
         self.note_rollback(result)
@@ -136,7 +130,7 @@ class StoreSink:
         """Drop the open snapshot; return None while a complete one before it waits for its key rows (`abandon_due`)."""
         self._owner.commit()
         self.drop_held()
-        if not self.writer.abandon(self.vbid):
+        if not self.writer.abandon():
             self.abandon_due = True
             return None
         self._owner.branch_changed()
@@ -144,10 +138,9 @@ class StoreSink:
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
         """Open an empty branch next to the served copy, if the disk has space for both."""
-        writer = self.writer
         if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
-            share_bytes = writer.figures()["file_bytes"] // max(1, len(writer.vbids))
-            free_bytes = shutil.disk_usage(writer.path).free
+            share_bytes = self.writer.copy_bytes()
+            free_bytes = shutil.disk_usage(self.writer.owner.path).free
             if free_bytes < share_bytes + FREE_BYTES_MIN:
                 return ResyncRefused(
                     f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
@@ -155,7 +148,7 @@ class StoreSink:
                 )
         self._owner.commit()
         self.drop_held()
-        writer.begin_resync(self.vbid)
+        self.writer.begin_resync()
         self.resyncs_begun += 1
         self.resync_why = cause
         self._owner.branch_changed()

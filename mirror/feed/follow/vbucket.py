@@ -80,8 +80,8 @@ class MirroredVbucket(VbucketHost):
         self, vbid: int, group: VbucketGroup, around: VbucketServices, gate: PersistenceGate | None = None
     ) -> None:
         """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
-        writer = group.writer
-        super().__init__(vbid, StoreSink(vbid, writer, self, gate), around.clock)
+        writer = group.writer.vbuckets[vbid]
+        super().__init__(vbid, StoreSink(writer, self, gate), around.clock)
         self.group = group
         self.writer = writer
         self.gate = gate
@@ -106,7 +106,7 @@ class MirroredVbucket(VbucketHost):
         self._highs: list[int] = []
         """The source's last high seqnos polled since the stream was accepted."""
         self._filter: StreamFilter | None = None
-        self._held_seqno: int = writer.state(vbid).published_seqno
+        self._held_seqno: int = writer.base.published_seqno
         """Published when the process began, or after a rollback: at or below it nothing needs to be sent again."""
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class MirroredVbucket(VbucketHost):
         if self.polled is None or self.source_silent_ms is not None:
             return None
         session, seqno = self.polled
-        behind = session.handshake.by_mirror and seqno < self.writer.state(self.vbid).staging_published_seqno
+        behind = session.handshake.by_mirror and seqno < self.writer.state.staging_published_seqno
         return seqno if session.answers and not behind else None
 
     @property
@@ -208,7 +208,7 @@ class MirroredVbucket(VbucketHost):
             )
         try:
             self.execute(machine.handle_run(opaque, rows, byte_count))
-            if not group.commit_waits and self.writer.publishable(self.vbid):
+            if not group.commit_waits and self.writer.publishable:
                 group.schedule()
         except StorageError as error:
             group.failed(error)
@@ -236,7 +236,7 @@ class MirroredVbucket(VbucketHost):
 
     def has_published(self, seqno: int) -> bool:
         """Return True once readers see everything up to `seqno`, on the history that is streamed."""
-        state = self.writer.served(self.vbid)
+        state = self.writer.base
         return state.staging_branch == state.branch and state.published_seqno >= seqno
 
     # -- what the executor and the sink ask for -------------------------------------------------------------------
@@ -303,7 +303,7 @@ class MirroredVbucket(VbucketHost):
             at_least = state.published_seqno if high is None else min(state.published_seqno, high)
         released = self.gate.release(seqno, at_least)
         if released is not None:
-            self.writer.publish(self.vbid, *released)
+            self.writer.publish(*released)
             self.group.schedule()
 
     def _note_polled(self, seqno: int) -> None:

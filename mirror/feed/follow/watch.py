@@ -134,7 +134,7 @@ class SourceWatch:
         high, session, machine = vbucket.source_high_seqno, vbucket.session, vbucket.machine
         if session is None or high is None or machine is None or not vbucket.streaming:
             return
-        is_behind = vbucket.writer.staged_seqno(vbucket.vbid) < high
+        is_behind = vbucket.writer.staged_seqno < high
         if not is_behind and not machine.waits_for_end:
             vbucket.progressed()
             return

@@ -33,7 +33,7 @@ from mirror.spark.tables.delta import LOCK_FILE, FolderLock
 from storage.env import directory, handover
 from storage.history.purge import Window
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
@@ -191,18 +191,20 @@ def backfill_task(task: BackfillTask) -> Pulled:
     with scratch as place:
         vbids = directory.group_vbids(task.identity, task.group)
         directory.create_environment(place, task.group, vbids, task.identity, time_ms=clock.wall_ms())
-        writer = GroupWriter.open(
+        writer = GroupWriter(
             place,
-            group=task.group,
-            vbids=vbids,
-            identity=task.identity,
-            sync="unsafe",  # after a crash of this machine the group is pulled again
-            clock_ms=clock.wall_ms,
-            monotonic_ms=lambda: int(clock.monotonic() * 1000),
-            window=Window(
-                time_ms=settings.history_s * 1000,
-                boundaries=settings.history_boundaries,
-                size_bytes=settings.history_bytes,
+            WriterOptions(
+                group=task.group,
+                vbids=vbids,
+                identity=task.identity,
+                sync="unsafe",  # after a crash of this machine the group is pulled again
+                clock_ms=clock.wall_ms,
+                monotonic_ms=lambda: int(clock.monotonic() * 1000),
+                window=Window(
+                    time_ms=settings.history_s * 1000,
+                    boundaries=settings.history_boundaries,
+                    size_bytes=settings.history_bytes,
+                ),
             ),
         )
         try:
@@ -247,7 +249,7 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
         await asyncio.gather(running, return_exceptions=True)
     while writer.step():
         writer.commit()
-    seqnos = sum(int(writer.state(vbid).published_seqno) for vbid in writer.vbids)
+    seqnos = sum(int(writer.vbuckets[vbid].state.published_seqno) for vbid in writer.vbids)
     return Pulled(task.group, seqnos, counters["received_documents"], counters["received_bytes"], 0)
 
 

@@ -46,7 +46,7 @@ from storage.env.environment import MAP_SIZE, storage_error
 from storage.errors import StorageError
 from storage.history.purge import Window
 from storage.model import Identity
-from storage.write.writer import GroupWriter
+from storage.write.writer import GroupWriter, WriterOptions
 
 LOOK_S = 0.1
 """Interval between checks for news."""
@@ -141,7 +141,7 @@ class MirrorWork:
                 self._hold(command)
             case ReleaseLease():
                 for writer in self._writers:
-                    writer.leases.release(command.id)
+                    writer.background.leases.release(command.id)
             case RollBack() | Resync():
                 return await self._consumer.request(command)
             case _:
@@ -157,9 +157,9 @@ class MirrorWork:
         for writer in self._writers:
             own = {vbid: (branch, seqno) for vbid, branch, seqno in command.positions if vbid in writer.vbids}
             if not own:
-                writer.leases.release(name)
-            elif not writer.renew_lease(name, own, until_ms):
-                writer.lease(name, own, until_ms)
+                writer.background.leases.release(name)
+            elif not writer.background.renew_lease(name, own, until_ms):
+                writer.background.lease(name, own, until_ms)
 
     def resume_leases(self, leases: Sequence[HoldPositions]) -> None:
         """Hold the leases granted before this process began. A reader of purged history gets an error later."""
@@ -224,19 +224,21 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
                 raise quarantined(left_alone[group], path)
             restore_missing(data, identity, group, clock.wall_ms())
             with mark.inside(group):
-                writer = GroupWriter.open(
+                writer = GroupWriter(
                     path,
-                    group=group,
-                    vbids=vbids,
-                    identity=identity,
-                    sync=settings.sync,
-                    clock_ms=clock.wall_ms,
-                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                    map_size=settings.map_size_bytes or MAP_SIZE,
-                    window=window,
-                    resync_reads=settings.resync_reads,
+                    WriterOptions(
+                        group=group,
+                        vbids=vbids,
+                        identity=identity,
+                        sync=settings.sync,
+                        clock_ms=clock.wall_ms,
+                        monotonic_ms=lambda: int(clock.monotonic() * 1000),
+                        map_size=settings.map_size_bytes or MAP_SIZE,
+                        window=window,
+                        resync_reads=settings.resync_reads,
+                    ),
                 )
-            writer.at_work = mark.word
+            writer.owner.at_work = mark.word
             writers.append(writer)
             if gid is not None:
                 share(path, gid)

@@ -283,7 +283,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
     put_back(small, copy)
     for vbid, seqno in small.seqnos.items():
         failover = FailoverLog.of([(78, seqno), (77, 0)])
-        small.writers[vbid % len(small.writers)].save_failover_log(vbid, failover)
+        small.writers[vbid % len(small.writers)].vbuckets[vbid].save_failover_log(failover)
     small.put(orders(100, 100))
     follower.restart()
     with pytest.raises(LostHistory, match="of a history that this mirror does not have"):
@@ -414,7 +414,7 @@ def test_what_a_deferred_rollback_does_not_give_again_is_not_reported_by_a_later
     commit(writer, 5)
     end = follower.driver.latest(follower.start, True)
     reported = follower.rows(follower.driver.plan(follower.start, end))
-    writer.rollback(0, 1, deferred=True)
+    writer.vbuckets[0].rollback(1, deferred=True)
     put(writer, b"left out", 2, cid=8)
     common()
     put(writer, b"c", 6, cid=9)
@@ -438,7 +438,7 @@ def lease_all(small: SmallMirror, monkeypatch: pytest.MonkeyPatch) -> list[dict[
             leased.append(positions)
             for group, writer in enumerate(small.writers):
                 mine = {vbid: at for vbid, at in positions.items() if vbid % len(small.writers) == group}
-                writer.lease("stream", mine, 1 << 60)
+                writer.background.lease("stream", mine, 1 << 60)
 
         def leave(self) -> None:
             pass

@@ -1,0 +1,142 @@
+"""The writer of one vbucket: what `pending` accepts, and leaving what was staged or served.
+
+Knows when a branch may be opened and what of memory goes with it; `branches` knows what is written. The group commits
+first, so that what was complete before is not lost. Invariant: a rollback, an abandoned snapshot or a resync is one
+transaction at most, after which memory is read again from disk; where it needs none, nothing of the open snapshot had
+reached the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from storage.errors import NoSuchBoundary, StorageError
+from storage.history import branches, chain
+from storage.model import Boundary, Branch, Seqno, VbucketState
+from storage.write.owner import contained
+from storage.write.pending import PendingVbucket
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackResult:
+    """A rollback: the boundary it went to and where it came from. Boundary 0: none qualified, nothing was changed."""
+
+    boundary_seqno: Seqno
+    from_seqno: Seqno
+    branch: Branch
+    from_branch: Branch
+
+
+class VbucketWriter(PendingVbucket):
+    """Stages, publishes and leaves the branches of one vbucket. `GroupWriter` hands it out, for its whole life."""
+
+    __slots__ = ("_cancel_job", "_commit")
+
+    def __init__(
+        self, *pending: Any, commit: Callable[[], object], cancel_job: Callable[[PendingVbucket], None]
+    ) -> None:
+        """`pending`: the arguments of PendingVbucket. `commit` commits the whole group."""
+        super().__init__(*pending)
+        self._commit = commit
+        self._cancel_job = cancel_job
+
+    @contained
+    def check_rollback(self, to_seqno: int) -> Boundary:
+        """Return the boundary that an operator's rollback would go to.
+
+        Raises NoSuchBoundary below the floor, StorageError in a resync.
+        """
+        state = self.base
+        if state.staging_branch != state.branch:
+            raise StorageError(
+                "it is being resynced", path=self.owner.path, vbid=self.vbid, hint="roll back when that is published"
+            )
+        boundary = self._boundary_at(state, to_seqno)
+        if boundary is None or boundary.seqno < state.history_floor_seqno:
+            raise NoSuchBoundary(
+                f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {state.history_floor_seqno}",
+                path=self.owner.path,
+                vbid=self.vbid,
+                hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
+            )
+        return boundary
+
+    def _boundary_at(self, state: VbucketState, to_seqno: int) -> Boundary | None:
+        with self.owner.environment.read() as txn:
+            served = chain.load(txn, self.vbid, state.branch, state.published_seqno)
+            return chain.newest_boundary(txn, self.vbid, served, to_seqno)
+
+    @contained
+    def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
+        """Go back to the newest kept boundary <= `to_seqno`: one transaction, the same cost at any size.
+
+        `deferred`: readers stay at what they see until the first publish of the new branch. When no boundary above 0
+        qualifies nothing is changed and the result's boundary is 0: the caller then resyncs.
+        """
+        self._commit()
+        state = self.state
+        if state.rollback_deferred:  # what is served above that is not on the history that is staged
+            to_seqno = min(to_seqno, state.staging_published_seqno)
+        boundary = self._boundary_at(state, to_seqno)
+        if boundary is None or boundary.seqno < max(1, state.history_floor_seqno):
+            return RollbackResult(Seqno(0), state.published_seqno, state.branch, state.branch)
+        self._discard_pending()
+        moment = self.owner.moment()
+        if deferred:
+            self.owner.write(lambda txn: branches.defer_rollback(txn, state, boundary))
+        else:
+            self.owner.write(lambda txn: branches.roll_back(txn, state, boundary, moment))
+        self._reread()
+        return RollbackResult(boundary.seqno, state.published_seqno, self.base.staging_branch, state.branch)
+
+    @contained
+    def abandon(self, *, keep_complete: bool = True) -> bool:
+        """Give up the staged rows of the open snapshot: they can never become visible. One transaction at most.
+
+        A complete snapshot before them that waits for its key rows stays, and is published like any other, unless
+        `keep_complete` is not set. False: it stays, and rows of the open snapshot lie above it on the disk. No branch
+        can begin at its end before that is published: call again then.
+        """
+        self._commit()
+        if keep_complete and self.complete_seqno is not None:
+            self._drop_rows()
+            if self.flushed_seqno == self.complete_seqno:
+                self.open_snapshot = None
+            self._drop_above(self.flushed_seqno)
+            return self.open_snapshot is None
+        self._discard_pending()
+        state = self.state
+        if self.flushed_seqno == state.staging_published_seqno:  # nothing of it reached the disk
+            self.open_snapshot = None
+            self._drop_above(state.staging_published_seqno)
+            return True
+        moment = self.owner.moment()
+        self.owner.write(lambda txn: branches.abandon(txn, state, moment))
+        self._reread()
+        return True
+
+    @contained
+    def begin_resync(self) -> None:
+        """Start again from 0 on a branch without parent; the served copy stays until the new one is published.
+
+        With `resync_reads = unavailable` readers wait for that.
+        """
+        self._commit()
+        self._discard_pending()
+        state = self.state
+        withheld = self.owner.options.resync_reads == "unavailable" and state.published_seqno > 0
+        self.owner.write(lambda txn: branches.begin_resync(txn, state, unavailable=withheld))
+        self._reread()
+
+    @contained
+    def copy_bytes(self) -> int:
+        """Return roughly the bytes of a second copy: the vbucket's share of the group's file."""
+        return self.owner.environment.file_bytes() // max(1, len(self.owner.vbids))
+
+    def _discard_pending(self) -> None:
+        """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
+        self._cancel_job(self)
+        self._drop_rows()
+        self.complete_seqno = None
