@@ -97,14 +97,6 @@ async def test_a_window_that_grows_lets_the_stream_go_on() -> None:
         await client.until_seqno(0, 100)
 
 
-async def test_the_same_name_ends_the_older_connection() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        first = await Client.dcp(cluster, name="same")
-        second = await Client.dcp(cluster, name="same")
-        await first.until_closed()
-        assert (await second.stream(0)).status == 0
-
-
 async def test_noops_come_at_the_interval_and_silence_ends_the_connection() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.nodes[0].dcp_idle_timeout_s = 0.4
@@ -115,36 +107,6 @@ async def test_noops_come_at_the_interval_and_silence_ends_the_connection() -> N
         assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
         client.answer_noops = False
         await client.until_closed()
-
-
-async def test_stream_ids_and_sync_writes_exclude_each_other() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster, enable_stream_id="true")
-        assert await client.control("enable_sync_writes", "true") == Status.NOT_SUPPORTED
-        other = await Client.dcp(cluster, name="o", enable_sync_writes="true")
-        assert await other.control("enable_stream_id", "true") == Status.NOT_SUPPORTED
-        legacy = await Client.dcp(cluster, name="l", features=())
-        assert await legacy.control("enable_stream_id", "true") == Status.EINVAL
-        closing = codec_dcp.to_frame(ev.CloseStream(0))
-        assert (await client.ask(closing)).status == Status.DCP_STREAM_ID_INVALID
-
-
-async def test_closing_a_stream_sends_the_end_only_on_request() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        closing = codec_dcp.to_frame(ev.CloseStream(0))
-        client = await Client.dcp(cluster, send_stream_end_on_client_close_stream="true")
-        await client.stream(0)
-        assert (await client.ask(closing)).status == 0
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.CLOSED
-        quiet = await Client.dcp(cluster, name="quiet")
-        await quiet.stream(0)
-        assert (await quiet.ask(closing)).status == 0
-        assert (await quiet.ask(closing)).status == Status.KEY_ENOENT
-        cluster.set("k", {})
-        assert (await quiet.stream(0)).status == 0
-        await quiet.until_seqno(0, 1)
-        assert not quiet.of(ev.StreamEnd)
 
 
 async def test_a_change_of_state_ends_streams() -> None:
@@ -203,13 +165,6 @@ async def test_below_the_purge_seqno_everything_begins_again_unless_the_client_k
         answer = await client.stream(0, start=5, uuid=uuid)
         assert (answer.status, codec_dcp.decode_rollback_seqno(answer.value)) == (Status.ROLLBACK, 0)
         assert (await client.stream(0, start=5, uuid=uuid, value=b'{"purge_seqno":"18"}')).status == 0
-
-
-async def test_values_need_noops() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster)
-        await client.control("enable_noop", "false")
-        assert (await client.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED
 
 
 async def test_a_privilege_that_is_lost_ends_the_stream_with_its_next_change() -> None:
