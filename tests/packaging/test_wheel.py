@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import mirror
 from tests.serve.http_site import made
@@ -28,9 +30,9 @@ pytestmark = pytest.mark.ci
 LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist")
 
 
-def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
+def run(*command: str | Path, cwd: Path, code: int = 0, **more: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DCP_MIRROR"))}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=environment | more, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -52,15 +54,37 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel; what it requires is lent by the environment of the tests."""
+    """A virtual environment with the wheel and, lent by that of the tests, what it requires without extras."""
     place = tmp_path_factory.mktemp("installed") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place.parent)
     python = place / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
     run(*pip, wheel, cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for distribution in required("dcp-mirror"):
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in LEFT}:
+            (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
     return place
+
+
+LEFT = ("..", "__pycache__")
+"""Of a distribution's files: scripts outside, and what Python compiles again."""
+
+
+def required(name: str) -> list[importlib.metadata.Distribution]:
+    """The distributions that one needs without extras, and those that they need."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+
+    def add(of: importlib.metadata.Distribution) -> None:
+        for line in of.requires or ():
+            requirement = Requirement(line)
+            key = canonicalize_name(requirement.name)
+            if key not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                found[key] = importlib.metadata.distribution(key)
+                add(found[key])
+
+    add(importlib.metadata.distribution(name))
+    return list(found.values())
 
 
 def test_it_holds_all_that_commands_and_documents_refer_to(wheel: Path) -> None:
@@ -132,6 +156,40 @@ def test_the_program_starts_from_it(installed: Path, tmp_path: Path) -> None:
         installed / "bin" / "python", "-c", "import cli, mirror; print(cli.__file__, mirror.__file__)", cwd=tmp_path
     )
     assert all(Path(path).is_relative_to(installed) for path in where.split())
+
+
+def test_the_demo_ends_well_with_it(installed: Path, tmp_path: Path) -> None:
+    small = ("--seconds", "8", "--documents", "3000", "--rate", "300")
+    printed = run(installed / "bin" / "dcp-mirror", "demo", *small, "--data", tmp_path / "data", "--json", cwd=tmp_path)
+    summary = json.loads(printed)
+    assert summary["ok"] is True
+    assert summary["documents"]["source"] == summary["documents"]["mirror"]
+
+
+def test_the_debian_package_has_the_program_and_its_unit(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    """Its dependencies are left out, so that nothing is fetched; the packages of `installed` stand in for them."""
+    if shutil.which("dpkg-deb") is None:
+        pytest.skip("dpkg is not installed")
+    build = ("sh", ROOT / "docs" / "debian" / "build.sh", tmp_path, wheel)
+    run(*build, cwd=tmp_path, PIP_NO_DEPS="1", PIP_NO_INDEX="1", PYTHON=sys.executable)
+    (package,) = tmp_path.glob(f"dcp-mirror_{mirror.__version__}_*.deb")
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert f"python3 (>= {version})" in run("dpkg-deb", "--field", package, "Depends", cwd=tmp_path)
+    run("dpkg-deb", "--raw-extract", package, tmp_path / "root", cwd=tmp_path)
+    root = tmp_path / "root"
+    run("sh", "-n", root / "DEBIAN" / "postinst", cwd=tmp_path)
+    for installed_name, name in (
+        ("usr/lib/systemd/system/dcp-mirror@.service", "dcp-mirror@.service"),
+        ("usr/lib/sysusers.d/dcp-mirror.conf", "dcp-mirror.sysusers.conf"),
+        ("usr/lib/tmpfiles.d/dcp-mirror.conf", "dcp-mirror.tmpfiles.conf"),
+    ):
+        assert (root / installed_name).read_bytes() == (ROOT / "systemd" / name).read_bytes()
+    home = root / "opt" / "dcp-mirror"
+    assert (root / "usr/bin/dcp-mirror").readlink() == Path("/opt/dcp-mirror/bin/dcp-mirror")
+    assert (home / "bin/dcp-mirror").read_text().startswith("#!/opt/dcp-mirror/bin/python")
+    (lent,) = installed.glob("lib/python*/site-packages")
+    command = ("import sys; sys.path.append(sys.argv.pop()); from cli.main import main; main()", "--version", lent)
+    assert mirror.__version__ in run(home / "bin" / "python", "-c", *command, cwd=tmp_path)
 
 
 def test_a_users_program_reads_a_mirror_with_it(installed: Path, tmp_path: Path) -> None:
