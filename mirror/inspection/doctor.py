@@ -17,7 +17,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ from storage.read.view import View, open_view
 PURGE_DAYS = 3
 """Default metadata purge interval of a bucket."""
 CERTIFICATE_DAYS = 30
+PATIENCE_S = 3.0
+"""A node that answers more slowly is a finding, though the mirror itself may wait for longer."""
 DISK_FACTOR = 1.4
 """Size of a mirror divided by the size of the received data."""
 
@@ -121,8 +123,8 @@ class Doctor:
         """`data` is the directory of a mirror, existing or planned. Raises ConfigError for the connection string."""
         self.findings: list[Finding] = []
         self.on_finding: Callable[[Finding], None] = lambda _finding: None
-        self._settings = settings
-        self._access = Access.of(parse(source), settings)
+        self._settings = replace(settings, connect_timeout_s=min(settings.connect_timeout_s, PATIENCE_S))
+        self._access = Access.of(parse(source), self._settings)
         self._data = data
         self._status = status
         self._clock = clock or SystemClock()
