@@ -194,6 +194,19 @@ def test_many_vbuckets_with_the_same_news_are_one_line(page: Any, site: Site) ->
     picture(page, "news")
 
 
+def test_a_low_spike_has_a_peak_that_is_not_zero(page: Any, site: Site) -> None:
+    samples = [
+        {"time_ms": 1_700_000_000_000 + ms, "documents_per_s": rate, "reads_per_s": 0.0, "lag_s": 0.0}
+        for ms, rate in ((0, 0.0), (1000, 0.4), (2000, 0.0))
+    ]
+    page.route("**/v1/status/samples", lambda route: route.fulfill(json={"samples": samples}))
+    site.stands(report())
+    opened(page, site)
+    ingest, reads = (page.locator("#charts figure").nth(number).inner_text() for number in range(2))
+    assert "peak 0.4/s" in ingest
+    assert "peak 0/s" in reads
+
+
 def test_a_source_that_is_away_is_said_in_the_headline(page: Any, site: Site) -> None:
     changed = report() | {"state": "source unreachable", "message": "no contact with the source: refused"}
     for row in changed["vbuckets"]:

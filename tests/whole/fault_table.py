@@ -191,7 +191,7 @@ def garbage(site: Site) -> None:
 
 def refuse(site: Site) -> None:
     faults = site.source.cluster.faults
-    site.do(faults.refuse_streams, Status.EINTERNAL, [1, 2])
+    site.do(faults.streams.refuse, Status.EINTERNAL, [1, 2])
     site.do(faults.cut)
 
 

@@ -200,7 +200,7 @@ function drawFigures(report) {
     known(sums.documents) ? ["documents", number(sums.documents)] : ["versions stored", number(sums.versions)],
     ["longest lag", span(sums.lag_s)],
     ["behind the source", known(sums.lag_seqnos) ? seqnos(sums.lag_seqnos) : "unknown"],
-    ["ingest, documents", known(sums.documents_per_s) ? `${number(sums.documents_per_s)}/s` : "–"],
+    ["ingest, documents", share(sums.documents_per_s, "/s")],
     ["vbuckets", report.vbuckets_held === report.vbucket_count ? number(report.vbucket_count)
       : `${number(report.vbuckets_held)} of ${number(report.vbucket_count)}`],
     ["rollbacks", number(sums.rollback_count)],
@@ -317,8 +317,8 @@ function drawChart(title, samples, field, show, style) {
 
 function drawCharts(samples) {
   $("charts").replaceChildren(
-    drawChart("Ingest, documents a second", samples, "documents_per_s", (value) => (known(value) ? `${number(value)}/s` : "–"), "one"),
-    drawChart("Reads, documents a second", samples, "reads_per_s", (value) => (known(value) ? `${number(value)}/s` : "–"), "two"),
+    drawChart("Ingest, documents a second", samples, "documents_per_s", (value) => share(value, "/s"), "one"),
+    drawChart("Reads, documents a second", samples, "reads_per_s", (value) => share(value, "/s"), "two"),
     drawChart("Longest lag", samples, "lag_s", span, "one"),
   );
 }
