@@ -31,6 +31,9 @@ BROKEN = {
 }
 """States of vbuckets that do not recover by themselves, in words, worst first."""
 
+WITHOUT_CONTACT = "without contact to the source"
+REPORTED = (BROKEN["damaged"], WITHOUT_CONTACT)
+"""Troubles that have an event of their own."""
 MISLED = "clients are led to a mirror that does not answer for its vbuckets"
 
 HELD_UP_S = 1.0
@@ -177,7 +180,7 @@ def _trouble(row: Row, failed: Mapping[int, bool], lag_limit_s: float) -> tuple[
         full = failed[row["group"]]
         return (DISK_FULL, "cannot be written, the disk is full") if full else (DEGRADED, "whose store failed")
     if row["node"] is None and heard(row):
-        return DEGRADED, "without contact to the source"
+        return DEGRADED, WITHOUT_CONTACT
     if row["state"] == "waiting" and row["last_error"] and _late(row, HELD_UP_S):
         return DEGRADED, "waiting after an error"
     if not row["published_seqno"] and row["lag_seqnos"] != 0:

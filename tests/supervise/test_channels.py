@@ -145,18 +145,17 @@ async def http_over(data: Path) -> AsyncIterator[str]:
             await task
 
 
-def row_of_docs(situation: str) -> list[str]:
-    """The cells of the table's row."""
-    (line,) = re.findall(rf"^\| {re.escape(situation)} \|(.*)\|$", DOCS, re.M)
-    return [cell.strip() for cell in line.split("|")]
-
-
-def test_the_table_has_each_situation_and_no_other() -> None:
+def readiness_in_docs() -> dict[str, bool]:
+    """Of each state of the table in docs/operations.md, whether a mirror in it is ready."""
     table = DOCS[DOCS.index("| situation |") :]
-    rows = table[: table.index("\n\n")].splitlines()[2:]
-    assert [row.split("|")[1].strip() for row in rows] == list(SITUATIONS)
-    shown = {situation.state for situation in SITUATIONS.values()}
-    assert shown | {"stopping"} == set(STATES)
+    rows = [row.split("|") for row in table[: table.index("\n\n")].splitlines()[2:]]
+    return {shown.split("`")[1]: {"yes": True, "no": False}[ready.strip()] for _, _, shown, ready, _ in rows}
+
+
+def test_the_table_has_each_state_and_its_readiness() -> None:
+    expected = {situation.state: situation.ready for situation in SITUATIONS.values()}
+    assert readiness_in_docs() == expected
+    assert expected.keys() | {"stopping"} == set(STATES)
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -164,7 +163,6 @@ async def test_every_channel_says_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     situation = SITUATIONS[name]
-    shown, readyz, exit_code, metric = row_of_docs(name)
     data = tmp_path / "data"
     async with AsyncExitStack() as stack:
         manager = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -209,20 +207,18 @@ async def test_every_channel_says_the_same(
         assert re.search(rf"state {situation.state}( since \S+ \S+)? ", text)
         if situation.reports is not None:
             assert re.search(situation.words, text)
-        assert with_code == [int(exit_code)] * 2 == [0 if situation.ready else 1] * 2
+        assert with_code == [0 if situation.ready else 1] * 2
         assert render.status_line(document).startswith(situation.state)
-        assert f"`{situation.state}" in shown
 
         # HTTP
         code, answer = await asyncio.to_thread(fetched, f"{url}/readyz")
-        assert code == int(readyz) == (200 if situation.ready else 503)
+        assert code == (200 if situation.ready else 503)
         if not situation.ready:
             assert re.search(situation.words, "; ".join(json.loads(answer)["reasons"]))
         lines = (await asyncio.to_thread(fetched, f"{url}/metrics"))[1].splitlines()
         assert f"dcp_mirror_ready {float(situation.ready)}" in lines
         judged = {state: f'dcp_mirror_state{{state="{state}"}} {float(state == situation.state)}' for state in STATES}
         assert [line for line in lines if line.startswith("dcp_mirror_state{")] == list(judged.values())
-        assert metric == f"`{situation.state}`"
         if situation.state == "source unreachable":
             assert not [line for line in lines if line.startswith("dcp_mirror_lag_seqnos ")], "not known is not 0"
         page = json.loads((await asyncio.to_thread(fetched, f"{url}/v1/status"))[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from mirror.health import WITHOUT_CONTACT, Trouble
 from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
@@ -19,7 +20,7 @@ from mirror.supervise.events.kinds import (
     SourceUnreachable,
     VbucketsRolledBack,
 )
-from mirror.supervise.reports.observer import COLLECT_MS, CONTACT_LOST_MS, Observer
+from mirror.supervise.reports.observer import COLLECT_MS, CONTACT_LOST_MS, FORGOTTEN_MS, Observer
 from mirror.supervise.status import reported_row
 
 VBUCKETS = 64
@@ -164,3 +165,23 @@ def test_a_fill_that_an_earlier_service_began_is_said_when_it_is_done() -> None:
     assert mirror.news() == []
     mirror.change(range(8), published_seqno=9, lag_seqnos=0)
     assert mirror.look() == [FirstFillDone(vbuckets=VBUCKETS, seqnos=56 * 5 + 8 * 9)]
+
+
+def test_a_trouble_without_an_event_of_its_own_is_reported_once_it_lasts() -> None:
+    def silent(seconds: int) -> list[Trouble]:
+        rows: tuple[dict[str, Any], ...] = ({},) * 8
+        return [
+            Trouble("degraded", f"of worker 1, silent for {seconds} s", None, rows, 16, "group 1"),
+            Trouble("degraded", WITHOUT_CONTACT, None, rows, 16),
+            Trouble("catching up", "not published", None, rows, 16),
+        ]
+
+    observer = Observer()
+    assert observer.troubles(silent(4), 0) == []
+    (found,) = observer.troubles(silent(5), COLLECT_MS)
+    assert found.text == "8 of 16 vbuckets of worker 1, silent for 5 s: group 1"
+    assert observer.troubles(silent(6), 2 * COLLECT_MS) == []
+    assert observer.troubles([], 3 * COLLECT_MS) == []
+    assert observer.troubles(silent(4), 10 * COLLECT_MS) == [], "it comes and goes"
+    assert observer.troubles(silent(4), 10 * COLLECT_MS + 2 * FORGOTTEN_MS) == []
+    assert len(observer.troubles(silent(5), 11 * COLLECT_MS + 2 * FORGOTTEN_MS)) == 1

@@ -217,7 +217,7 @@ FAULTS = {
     "one node falls silent": Fault(
         lambda site: silence(site, 1), "degraded", "without contact", "source-lost", "degraded|not answer"
     ),
-    "the bucket is recreated": Fault(recreate, "degraded", "recreated", "", "recreated"),
+    "the bucket is recreated": Fault(recreate, "degraded", "recreated", "degraded", "recreated"),
     "a node comes back at another port": Fault(other_ports, "", "map-changed", "map-changed", "refused"),
     "the password is changed": Fault(
         lambda site: change_user(site, "other"), "(source unreachable|degraded)", "", "source-lost", "login"
@@ -226,7 +226,9 @@ FAULTS = {
         lambda site: change_user(site, privileges=ALL_PRIVILEGES - {DCP_PRODUCER}),
         "(source unreachable|degraded)", "", "source-lost", "privileges",
     ),
-    "a worker is stopped": Fault(lambda site: os.kill(site.worker(), signal.SIGSTOP), "degraded", "silent"),
+    "a worker is stopped": Fault(
+        lambda site: os.kill(site.worker(), signal.SIGSTOP), "degraded", "silent", "degraded"
+    ),
     "a worker is killed": Fault(lambda site: os.kill(site.worker(), signal.SIGKILL), "", "SIGKILL", "worker-ended"),
     "the directory is removed": Fault(remove, expected={"status": "no such directory|no mirror", **GONE}),
     "a group is damaged": Fault(damage, "degraded", "damaged", "damage-found", "damaged"),
@@ -238,8 +240,8 @@ FAULTS = {
     "the source sends garbage": Fault(
         garbage, "(source unreachable|degraded)", "", "source-lost", "fail|degraded|unreachable"
     ),
-    "streams are refused": Fault(refuse, "degraded", "waiting|refused", ""),
-    "vbuckets have no node": Fault(without_nodes, "degraded", "without a node", "", "no active node"),
+    "streams are refused": Fault(refuse, "degraded", "waiting|refused", "degraded", "degraded|EINTERNAL"),
+    "vbuckets have no node": Fault(without_nodes, "degraded", "without a node", "degraded", "no active node"),
     "a start on a cluster that was set back": Fault(
         restored, "source unreachable", "revision", "source-unreachable", "revision"
     ),
@@ -403,13 +405,13 @@ def measure(name: str) -> Outcome:
         def watch(channel: str, pattern: str) -> None:
             result.seconds[channel] = None
             while time.monotonic() < began + LIMIT_S:
-                asked = time.monotonic()
+                look_began = time.monotonic()
                 for text in looked(channel, site):
                     result.last[channel] = text
                     if re.search(pattern, text if channel == "metrics" else text.replace("\n", " ")):
                         result.seconds[channel] = time.monotonic() - began
                         return
-                time.sleep(max(0.0, POLL_S - (time.monotonic() - asked)))
+                time.sleep(max(0.0, POLL_S - (time.monotonic() - look_began)))
 
         watches = [threading.Thread(target=watch, args=each, daemon=True) for each in fault.patterns().items()]
         fault.inject(site)

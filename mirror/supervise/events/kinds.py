@@ -157,6 +157,21 @@ class DamageFound(_OfVbuckets):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Degraded:
+    """The mirror has a trouble that no other event reports."""
+
+    name: ClassVar[str] = "degraded"
+    level: ClassVar[Level] = "error"
+    vbuckets: int
+    """0: the whole mirror."""
+    why: str
+
+    @property
+    def text(self) -> str:
+        return self.why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFull:
     """Groups cannot write because the disk is full."""
 
@@ -274,6 +289,7 @@ Event = (
     | SourceLost
     | SourceBack
     | DamageFound
+    | Degraded
     | DiskFull
     | DiskFree
     | MapChanged

@@ -238,6 +238,8 @@ class Reports:
             source_error=self._source_error,
             mirrors=self._context.mirror_troubles,
         )
+        for event in self._observer.troubles(health.troubles, self._context.now_ms()):
+            self._event_log.add(event)
         sums = totals(rows)
         figures = f"{sums['published_seqnos']:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"
         self.set_health(health, figures)

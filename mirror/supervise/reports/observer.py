@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mirror.health import DEGRADED, REPORTED, Trouble
 from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
+    Degraded,
     DiskFree,
     DiskFull,
     Event,
@@ -30,6 +32,7 @@ from mirror.supervise.events.kinds import (
 
 VBIDS_NAMED = 10
 """Vbuckets that an event names; it counts the others."""
+FORGOTTEN_MS = 60_000
 COLLECT_MS = 1_000
 """News of one kind are collected for this long."""
 CONTACT_LOST_MS = 1_000
@@ -66,6 +69,8 @@ class Observer:
         self._full: set[int] = set()
         self._unreachable_since_ms: int | None = None
         self._filling: bool | None = None
+        self._troubles: dict[str, tuple[int, int, bool]] = {}
+        """Of each: since when, last seen, and True once it was reported."""
 
     def fill_begins(self) -> None:
         """Report the first fill of a new mirror, however short."""
@@ -95,6 +100,22 @@ class Observer:
         for row in rows:
             self._look_at(row, now_ms)
         return [*self._fill(rows, held_count), *self._disk(groups), *self.due(now_ms)]
+
+    def troubles(self, found: Sequence[Trouble], now_ms: int) -> list[Event]:
+        """Return the troubles to be reported: those that last for a second and were not there in the last minute."""
+        new: list[Event] = []
+        for trouble in found:
+            if trouble.state != DEGRADED or trouble.what in REPORTED:
+                continue
+            kind = trouble.what.partition(",")[0]  # the rest may be a figure
+            since_ms, seen_ms, reported = self._troubles.get(kind, (now_ms, now_ms, False))
+            if now_ms - seen_ms > FORGOTTEN_MS:
+                since_ms, reported = now_ms, False
+            if not reported and now_ms - since_ms >= COLLECT_MS:
+                new.append(Degraded(vbuckets=len(trouble.rows), why=trouble.reason))
+                reported = True
+            self._troubles[kind] = since_ms, now_ms, reported
+        return new
 
     def due(self, now_ms: int, *, at_once: bool = False) -> list[Event]:
         """Return the news that were collected for long enough, or all."""
