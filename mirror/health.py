@@ -42,7 +42,7 @@ HELD_UP_S = 1.0
 HEARD_S = 2.0
 """After this long without a worker's beat (one every 0.5 s), the lag of its vbuckets is unknown."""
 
-SILENT_S = 4.0
+SILENT_S = 3.0
 """A worker that is silent for longer is named."""
 
 Row = Mapping[str, Any]
