@@ -69,7 +69,9 @@ def test_vbuckets_that_nobody_holds_have_no_node() -> None:
     assert ServedMap(IDENTITY, named_nodes("a:1=0-3,b:1=4-7"), 1).uncovered == 0
 
 
-@pytest.mark.parametrize("text", ["a", "a:1=", "a:1=3", "a:1=3-2", "a:1=x-y", "a:1=-1-3", "a:1,a:1", "a:1=0-3,a:1=4-7"])
+@pytest.mark.parametrize(
+    "text", ["a", "a:0", "unix:/x", "a:1=", "a:1=3", "a:1=3-2", "a:1=x-y", "a:1=-1-3", "a:1,a:1", "a:1=0-3,a:1=4-7"]
+)
 def test_a_list_of_mirrors_that_makes_no_sense_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_nodes"):
         named_nodes(text)

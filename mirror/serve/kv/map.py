@@ -57,6 +57,8 @@ def named_nodes(text: str) -> list[MapNode]:
     addresses = parse_addresses(",".join(where for where, _, _ in parts), "kv_nodes")
     found = []
     for address, (_, separator, held) in zip(addresses, parts, strict=True):
+        if not address.port:
+            raise _wrong(f"names {address}, which clients cannot reach", "write HOST:PORT")
         range_ = vbucket_range(held.strip(), "kv_nodes") if separator else None
         plain, tls = (None, address.port) if address.tls else (address.port, None)
         found.append(MapNode(address.host, plain, tls, range_))
