@@ -395,10 +395,7 @@ def encode_branch(row: BranchRow) -> bytes:
 @_reads("branch")
 def decode_branch(data: bytes | None) -> BranchRow:
     *fields, history_ids = _unpack(data, "branch", 9)
-    try:
-        return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
-    except (TypeError, ValueError) as error:
-        raise CorruptedError("the branch record has an unknown shape") from error
+    return BranchRow(*fields)._replace(history_ids=tuple((int(each), int(above)) for each, above in history_ids))
 
 
 class StateRow(NamedTuple):

@@ -111,7 +111,7 @@ class _RetractionWalk:
         restored = replace(self.served, links=self.restored_links)
         for collection_id, begin_seqno in self.back.items():
             prefix = keys.encode_collection_id(collection_id)
-            left = scan.WireRange(prefix, prefix, None, begin_seqno)
+            left = scan.WireRange(prefix, prefix, None, begin_seqno, len(prefix))
             while left.start:
                 with self.reader.environment.read() as txn:
                     found, following = scan.references(

@@ -37,15 +37,14 @@ class KeySelection(NamedTuple):
     """Tombstones and expired documents too."""
     raw: bool = False
 
-    def within(self, manifest: Manifest, collection_id: int) -> WireRange:
-        """Return the part that lies in one collection of a manifest."""
+    def within(self, manifest: Manifest, collection_id: int) -> WireRange | None:
+        """Return the part that lies in one collection of a manifest; None if it does not have the collection."""
+        if (entry := manifest.collections.get(collection_id)) is None:
+            return None
         collection = keys.encode_collection_id(collection_id)
-        return WireRange(
-            collection + max(self.prefix, self.start),
-            collection + self.prefix,
-            None if self.end is None else collection + self.end,
-            manifest.collections[collection_id].begin_seqno,
-        )
+        end = None if self.end is None else collection + self.end
+        start = collection + max(self.prefix, self.start)
+        return WireRange(start, collection + self.prefix, end, entry.begin_seqno, len(collection))
 
 
 class WireRange(NamedTuple):
@@ -55,6 +54,8 @@ class WireRange(NamedTuple):
     prefix: bytes
     end: bytes | None
     begin_seqno: int
+    skip: int
+    """Length of the collection id."""
 
 
 def documents(
@@ -73,11 +74,9 @@ def documents(
         now = boundary.time_ms / 1000 if boundary is not None else time.time()
     ids = list(manifest.collections) if collection is None else [collection_id_of(manifest, collection, path)]
     for collection_id in sorted(ids, key=keys.encode_collection_id):
-        if collection_id not in manifest.collections:
-            continue
         left = selection.within(manifest, collection_id)
-        while left.start:
-            found, following = chunk(reader, served, left, deletions=selection.deletions, raw=selection.raw)
+        while left is not None and left.start:
+            found, following = chunk(reader, served, left, selection)
             left = left._replace(start=following)
             for document in found:
                 if selection.deletions or not document.expiry or document.expiry > now:
@@ -94,34 +93,24 @@ def page(
     path: str,
 ) -> tuple[list[Document], bytes]:
     """Return a page of documents and the key to go on from (`View.scan_page`)."""
-    served, manifest = _pinned(reader, at)
-    collection_id = collection_id_of(manifest, collection, path)
-    if collection_id not in manifest.collections:
+    served, wire_range = _pinned(reader, at, collection, selection, path)
+    if wire_range is None:
         return [], b""
-    found, following = chunk(
-        reader,
-        served,
-        selection.within(manifest, collection_id),
-        deletions=selection.deletions,
-        raw=selection.raw,
-        rows_max=limit,
-        bytes_max=bytes_max,
-    )
+    found, following = chunk(reader, served, wire_range, selection, rows_max=limit, bytes_max=bytes_max)
     found = [each for each in found if selection.deletions or not each.expiry or each.expiry * 1000 > at.now_ms]
-    return found, following[len(keys.encode_collection_id(collection_id)) :]
+    return found, following[wire_range.skip :]
 
 
 def count_keys(reader: VbucketReader, at: Pin, collection_id: int, *, start: bytes, keys_max: int) -> tuple[int, bytes]:
     """Return how many of the next `keys_max` keys have a document as `at` sees them, expired ones included, and the key
     to go on from (empty: the end). Raises ViewInvalidated.
     """
-    served, manifest = _pinned(reader, at)
-    if collection_id not in manifest.collections:
+    served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start))
+    if wire_range is None:
         return 0, b""
-    wire_range = KeySelection(start=start).within(manifest, collection_id)
     with reader.environment.read() as txn:
         found, following = references(reader, txn, served, wire_range, deletions=False, rows_max=keys_max)
-    return len(found), following[len(keys.encode_collection_id(collection_id)) :]
+    return len(found), following[wire_range.skip :]
 
 
 def page_or_large(
@@ -140,14 +129,13 @@ def page_or_large(
 
     Raises ViewInvalidated.
     """
-    served, manifest = _pinned(reader, at)
-    if collection_id not in manifest.collections:
+    served, wire_range = _pinned(reader, at, collection_id, KeySelection(start=start, end=end))
+    if wire_range is None:
         return [], None, b""
-    wire_range = KeySelection(start=start, end=end).within(manifest, collection_id)
     with reader.environment.read() as txn:
         newest, following = references(reader, txn, served, wire_range, deletions=False, rows_max=limit)
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
-    skip = len(keys.encode_collection_id(collection_id))
+    skip = wire_range.skip
     found: list[Document] = []
     byte_count = 0
     for number, (wire_key, reference) in enumerate(newest):
@@ -167,19 +155,21 @@ def page_or_large(
     return found, None, following[skip:]
 
 
-def _pinned(reader: VbucketReader, at: Pin) -> tuple[Served, Manifest]:
+def _pinned(
+    reader: VbucketReader, at: Pin, collection: CollectionName | None, selection: KeySelection, path: str = ""
+) -> tuple[Served, WireRange | None]:
     with reader.environment.read() as txn:
         served = validity.served_at(reader, txn, at, survives_rollback=False)
-        return served, reader.manifest(txn, served.manifest_key)
+        manifest = reader.manifest(txn, served.manifest_key)
+    return served, selection.within(manifest, collection_id_of(manifest, collection, path))
 
 
 def chunk(
     reader: VbucketReader,
     served: Served,
     wire_range: WireRange,
+    selection: KeySelection,
     *,
-    deletions: bool = False,
-    raw: bool,
     rows_max: int | None = None,
     bytes_max: int | None = None,
 ) -> tuple[list[Document], bytes]:
@@ -187,11 +177,13 @@ def chunk(
     rows_max = CHUNK_ROWS if rows_max is None else rows_max
     bytes_max = CHUNK_BYTES if bytes_max is None else bytes_max
     with reader.environment.read() as txn:
-        newest, following = references(reader, txn, served, wire_range, deletions=deletions, rows_max=rows_max)
+        newest, following = references(
+            reader, txn, served, wire_range, deletions=selection.deletions, rows_max=rows_max
+        )
         found: list[Document] = []
         byte_count = 0
         for wire_key, dup in newest:
-            document = reader.document(txn, wire_key, dup, raw, lenient=True)
+            document = reader.document(txn, wire_key, dup, selection.raw, lenient=True)
             byte_count += len(document.value)
             if found and byte_count > bytes_max:
                 return found, wire_key
@@ -208,7 +200,7 @@ def references(
     validity.check(reader, txn, served)
     links = served.links
     branch, cut = links[0].branch, links[0].cut
-    start, prefix, end, begin_seqno = wire_range
+    start, prefix, end, begin_seqno, _ = wire_range
     prefix_length = len(prefix)
     found: list[tuple[bytes, bytes]] = []
     cursor = txn.raw.cursor(reader.keys)
