@@ -1,8 +1,7 @@
 """The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-Knows where the socket is and how it is used (one JSON object a line); never what a command means. A service that is not
-there is None, not an error: most callers work without it. Paths longer than a socket address (107 bytes) go through the
-directory's descriptor. Invariant: every wait has a limit.
+A missing service is None, not an error: most callers work without it. A path above 107 bytes, the limit of a socket's
+address, goes through the directory's descriptor. Invariant: every wait has a limit.
 """
 
 from __future__ import annotations

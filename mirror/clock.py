@@ -1,7 +1,7 @@
-"""Time and random numbers behind one interface: the only module that asks the machine for either.
+"""Time and random numbers behind one interface: only this module asks the machine for either.
 
-Everything that needs the hour, a pause or a random number takes a `Clock`, so that a test can hand in its own and run
-a day in a moment with one seed. Invariant: `monotonic` never goes back; `wall_ms` may.
+A test passes its own `Clock` and runs a day in a moment with one seed. Invariant: `monotonic` never goes back;
+`wall_ms` may.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Settings: every limit of the program with its reason, frozen after they are read.
 
-Knows names, defaults and bounds; `mirror.config_reader` reads and checks them. Nothing here imports pydantic: a worker
-gets settings that were checked, and starts in half the time without it. The password is not a setting: it is read
-afresh from its place whenever it is needed (`PasswordSource`), so that it can be changed without a restart, and it is
-never printed.
+`mirror.config_reader` reads and checks them. This module does not import pydantic: a worker gets checked settings and
+starts in half the time. The password is no setting: it is read from its place whenever it is needed (`PasswordSource`),
+so it can change without a restart, and it is never printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Reading and checking of settings: flags, then environment `DCP_MIRROR_*`, then a TOML file, then defaults.
+"""Reads and checks settings: flags, then environment `DCP_MIRROR_*`, then a TOML file, then defaults.
 
-Knows where a value came from and what is wrong with it; nothing of what is done with it. A bad value is one
-`ConfigError` that names the setting and the remedy.
+A bad value is one `ConfigError` that names the setting and the remedy.
 """
 
 from __future__ import annotations

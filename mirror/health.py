@@ -1,9 +1,8 @@
-"""How a mirror stands, judged from the rows of its status: one state, what is wrong, readiness. Pure.
+"""The state of a mirror, judged from the rows of its status: one state, its troubles, readiness. Pure.
 
-The only judgement: `status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show what it says
-(docs/operations.md has the table). Invariants: the unknown is never good; a mirror is ready only while it is
-`following`, that is, while every vbucket is published, streams, and lags less than the limit; a vbucket has one trouble
-at most, its worst.
+`status`, `top`, `/readyz`, the status page, the metrics and systemd's STATUS show this judgement (table:
+docs/operations.md). Invariants: the unknown is never good; a mirror is ready only while it is `following`: every
+vbucket is published, streams, and lags less than the limit; a vbucket has at most one trouble, its worst.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Leases: a reader's position held in a mirror's history while a job of unknown length runs.
 
-Knows the control socket's commands `lease` and `release`; what a lease keeps, `storage.history.leases` says. The
-service grants
-it for a while, a thread here renews it, and it ends by itself soon after this process does. Without a service nothing
-purges, so there is nothing to ask; one that is started meanwhile is called then. Invariants: what `hold` returned with
-is held until `release`, or `lost` says why not; nothing is held beyond the service's own limits.
+The service grants a lease for a while, a thread here renews it, and it ends soon after this process does. Without a
+service nothing purges; the thread asks one that starts meanwhile. Invariants: a position is held until `release`, or
+`lost` says why not; no lease exceeds the service's limits.
 """
 
 from __future__ import annotations

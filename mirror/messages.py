@@ -1,9 +1,9 @@
 """The messages of one service: a class for each command of the control socket and each message between its processes.
 
-On the wire a message is an object with `op` and one key for each field: a line of JSON on the control socket, msgpack
-on the pipe to a process. Only this module knows the keys. Invariants: an object with an unknown `op`, or with a field
-that is missing or of another type, is refused by name; unknown keys are ignored, since client and service may be of
-different versions; the values inside a report are not checked, since both ends of a pipe are one program.
+A message travels as an object with `op` and a key for each field: a line of JSON on the control socket, msgpack on a
+pipe. Invariants: an unknown `op`, or a missing field or one of another type, is refused by name; unknown keys are
+ignored, since client and service may have different versions; values inside a report are not checked, since both ends
+of a pipe are one program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Owners and modes of files: which ones a service believes, and who may read the data.
+"""Owners and modes of files: which ones a service trusts, and who may read the data.
 
-Never knows what the files hold. Invariants: a service believes no file or directory that another user owns or others
-may write (sshd's rule); documents leave the mirror in files of mode 0600.
+Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule); documents leave the
+mirror in files of mode 0600.
 """
 
 from __future__ import annotations

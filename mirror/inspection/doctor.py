@@ -1,9 +1,8 @@
-"""What stands between a mirror and its source, step by step, before any of it costs time: nothing is changed anywhere.
+"""The way between a mirror and its source, step by step, before any of it costs time.
 
-Knows in which order things can fail, how to try each alone, and what fixes it. No document is fetched: streams are
-requested with an end at their very start, so that a source says whether it would go on from there, and sends nothing.
-Invariants: each finding is one line with a verdict, and where that is not `ok`, with a remedy; what depends on a failed
-step is left out; an end by whatever closes every connection.
+No document is fetched: requested streams end at their start, so that a source says if it would resume there, and sends
+nothing. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; steps that
+depend on a failed one are left out; every connection is closed at the end.
 """
 
 from __future__ import annotations

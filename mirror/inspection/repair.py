@@ -1,9 +1,7 @@
-"""Fetching vbuckets of a mirror again, next to their old copies: through the service that runs, or without one.
+"""Fetches vbuckets of a mirror again, next to their old copies, through a running service or without one.
 
-Knows how to ask a service, or to own the groups for as long as it takes, and when a new copy is served; must never know
-why a vbucket is to be fetched again. Invariants: what is served stays as it was until the new copy is whole; a service
-that runs keeps its groups; an end before the time leaves every vbucket either as it was or with a resync that the next
-start goes on with.
+Invariants: the old copy is served until the new one is complete; a running service keeps its groups; an early end
+leaves each vbucket as it was, or with a resync that the next start continues.
 """
 
 from __future__ import annotations

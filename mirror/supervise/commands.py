@@ -1,8 +1,7 @@
-"""The commands of the control socket: what each does to a service, and what it answers.
+"""The commands of the control socket.
 
-Runs as a task for each client on the service's event loop, not in its queue of events: between two awaits nothing else
-happens, and `stop` and `reload` are put into the queue. Leases are granted here, by every worker that owns a part.
-Invariants: a command that is refused changes nothing; a lease is held by all workers concerned, or by none.
+Each client has a task on the service's event loop; `stop` and `reload` go through its queue of events. Invariants: a
+refused command changes nothing; all workers concerned hold a lease, or none does.
 """
 
 from __future__ import annotations

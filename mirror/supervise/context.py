@@ -1,7 +1,8 @@
-"""What the parts of one service share: the settings in force, the data directory, and what is known of its mirror.
+"""Values that the parts of one service share: its settings, data directory, and knowledge of its mirror.
 
-Holds values and the clock, and does nothing. Each value has one writer: `settings` a reload, `identity`, `maps` and
-`leases` the setup, `stopping` the supervisor. Invariant: `maps` is known where `identity` is.
+Each value has one writer: `settings` a reload, `identity`, `maps` and `leases` the setup, `stopping` the supervisor.
+Invariants: `maps` is known if `identity` is; a map is on the disk before workers follow it, unless the disk takes no
+writes; a map older than the record is never followed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The book of leases: who holds which positions of the mirror's history, and until when.
+"""The book of leases: the readers that hold positions of the mirror's history, and until when.
 
-Knows what was granted; what it keeps from being purged, the workers' stores know. The book is written to
-`<data>/leases.json` before a grant is answered and read when the service starts, so a restart, of a worker or of the
-service, takes nothing from a job that still renews. Invariants: a lease is granted for `lease_max_s` at most and
-renewed until `lease_age_max_s` at most, so no reader keeps history for ever; a book that cannot be read is an empty
-one, which costs jobs their leases and nobody any data.
+The book is written to `<data>/leases.json` before a grant is answered and read at the start of the service, so a
+restart takes nothing from a job that still renews. Invariants: a lease lasts `lease_max_s` at most and is renewed until
+`lease_age_max_s` at most; an unreadable book counts as empty, which costs jobs their leases and no data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One service per data directory: an exclusive lock that the kernel gives up when its holder dies.
+"""One service per data directory: an exclusive lock that the kernel releases when its holder dies.
 
-Knows a path and flock; never what the directory holds, save for telling a mirror's from a foreign one. Invariant: while
-the lock is held no second supervisor works on the directory, on this machine. The file stays behind and means nothing
-by itself: only the lock on it counts, and the process id in it is for people.
+Invariant: a second supervisor on this machine cannot take the lock. The file stays behind; only the lock on it counts,
+and the process id in it is for people.
 """
 
 from __future__ import annotations

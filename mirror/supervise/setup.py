@@ -1,8 +1,8 @@
-"""Setup before there are workers: finds the bucket at the source, and makes its data directory or compares it.
+"""Setup before there are workers: finds the bucket at the source, and creates or compares its data directory.
 
-Knows the settings that are fixed when a directory is made, and the way to the source (`LookUp`). Making a directory
-creates its LMDB environments; afterwards this process opens none of them. Invariants: a directory of another bucket,
-selection, range or number of groups is refused and left as it is; a cluster map older than the recorded one is refused.
+Creating a directory creates its LMDB environments; afterwards this process opens none of them. Invariants: a directory
+of another bucket, selection, range or number of groups is refused and left as it is; a cluster map older than the
+recorded one is refused; another bucket's directory is set aside only on request, by one rename, while no service runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""One service: a loop that takes events from one queue, and its parts, which own what they know.
+"""One service: a loop over one queue of events, and the parts that own its state.
 
-`Setup` finds the source and makes the data directory, `Processes` starts and stops workers and servers as `plan` says,
-`Reports` collects and judges what they report, `Commands` answers the control socket. Every signal, message, exit and
-tick is an event, and events are handled one after the other; looking for the source, collecting reports and answering
-commands are tasks on the same event loop, so they interleave with events at an `await` and nowhere else. Invariants:
-data is never deleted here; a clean stop waits for the last commit of every worker; what does not exit in time is killed
-and reaped before the service's lock is released.
+`Setup` finds the source and creates the data directory, `Processes` runs workers and servers as `plan` says, `Reports`
+collects and judges their reports, `Commands` answers the control socket. Signals, messages, exits and ticks are events,
+handled one after the other; the look-up of the source, reports and commands are tasks on the same event loop, so they
+interleave with events only at an `await`. Invariants: data is never deleted here; a clean stop waits for the last
+commit of every worker; processes that do not exit in time are killed and reaped before the lock is released.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The operator's command `on_event`: run for each event, with the event as JSON on its stdin.
+"""The operator's command `on_event`: runs for each event, with the event as JSON on its stdin.
 
-Knows how to run a command within limits; never what an event is. Invariants: the service never waits for it; at most
-`RUNNING_MAX` run at once, each for `TIMEOUT_S`, and `WAITING_MAX` events wait; a command that fails is logged once
-until it has succeeded again, and so is the first event that is left out. The command gets no password of the service.
+Invariants: the service never waits for it; at most `RUNNING_MAX` run at once, each for `TIMEOUT_S`, and `WAITING_MAX`
+events wait; a failure is logged once until the next success, and so is the first dropped event; the command gets no
+password of the service.
 """
 
 from __future__ import annotations

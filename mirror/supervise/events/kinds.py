@@ -1,8 +1,8 @@
-"""What operators are notified of: each event is a type here, with its name, its level and its sentence.
+"""The kinds of events: each is a type with its name, level and sentence.
 
-The one home of the names: the log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md
-show these. Knows nothing of how an event is noticed or sent. Invariants: many vbuckets with the same news are one
-event, which counts them all and names the first; an event has no content of a document in it.
+The log, `dcp-mirror events`, the status page, the hook `on_event` and docs/operations.md show these names. Invariants:
+vbuckets with the same news are one event, which counts them all and names the first; an event holds no content of a
+document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfVbuckets:
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    name: ClassVar[str]
+    level: ClassVar[Level]
+
+    def __init_subclass__(cls, *, name: str = "", level: Level = "info") -> None:
+        cls.name, cls.level = name, level
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfVbuckets(_Kind):
     vbuckets: int
     vbids: tuple[int, ...]
     """The first ones."""
@@ -31,12 +40,10 @@ class _OfVbuckets:
         return _counted(self.vbuckets, "vbucket")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VbucketsRolledBack(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
     """Vbuckets went back to a kept boundary."""
 
-    name: ClassVar[str] = "rollback"
-    level: ClassVar[Level] = "warning"
     seqnos: int
     """Retracted seqnos of all vbuckets."""
     from_seqno: int | None
@@ -49,12 +56,10 @@ class VbucketsRolledBack(_OfVbuckets):
         return f"{self.counted} rolled back{span}, {_counted(self.seqnos, 'seqno')} retracted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResyncBegun(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class ResyncBegun(_OfVbuckets, name="resync-begun", level="warning"):
     """Vbuckets are read again from seqno 0, next to their old copies."""
 
-    name: ClassVar[str] = "resync-begun"
-    level: ClassVar[Level] = "warning"
     why: str
 
     @property
@@ -62,24 +67,19 @@ class ResyncBegun(_OfVbuckets):
         return f"{self.counted} resynced from 0: {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResyncDone(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class ResyncDone(_OfVbuckets, name="resync-done"):
     """New copies have replaced the old ones."""
-
-    name: ClassVar[str] = "resync-done"
-    level: ClassVar[Level] = "info"
 
     @property
     def text(self) -> str:
         return f"the resync of {self.counted} is done"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstFillDone:
+@dataclass(frozen=True, kw_only=True)
+class FirstFillDone(_Kind, name="first-fill-done"):
     """Every vbucket is published for the first time."""
 
-    name: ClassVar[str] = "first-fill-done"
-    level: ClassVar[Level] = "info"
     vbuckets: int
     seqnos: int
 
@@ -88,12 +88,10 @@ class FirstFillDone:
         return f"the first fill is done: {self.vbuckets:,} vbuckets, {self.seqnos:,} seqnos"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceUnreachable:
+@dataclass(frozen=True, kw_only=True)
+class SourceUnreachable(_Kind, name="source-unreachable", level="error"):
     """The source has not answered since the service started."""
 
-    name: ClassVar[str] = "source-unreachable"
-    level: ClassVar[Level] = "error"
     why: str
 
     @property
@@ -101,12 +99,10 @@ class SourceUnreachable:
         return f"the source has not been reached since the service started: {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceReached:
+@dataclass(frozen=True, kw_only=True)
+class SourceReached(_Kind, name="source-reached"):
     """The source has answered for the first time since the service started."""
 
-    name: ClassVar[str] = "source-reached"
-    level: ClassVar[Level] = "info"
     after_s: float
 
     @property
@@ -114,12 +110,10 @@ class SourceReached:
         return f"the source has answered after {self.after_s:.1f} s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLost(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class SourceLost(_OfVbuckets, name="source-lost", level="error"):
     """Vbuckets lost contact with the source."""
 
-    name: ClassVar[str] = "source-lost"
-    level: ClassVar[Level] = "error"
     nodes: tuple[str, ...]
     """The nodes that streamed them."""
     why: str
@@ -130,12 +124,10 @@ class SourceLost(_OfVbuckets):
         return f"{what}: {self.why}" if self.why else what
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceBack(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class SourceBack(_OfVbuckets, name="source-back"):
     """Vbuckets have contact with the source again."""
 
-    name: ClassVar[str] = "source-back"
-    level: ClassVar[Level] = "info"
     away_s: float
 
     @property
@@ -143,12 +135,10 @@ class SourceBack(_OfVbuckets):
         return f"{self.counted} regained contact with the source after {self.away_s:.1f} s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DamageFound(_OfVbuckets):
+@dataclass(frozen=True, kw_only=True)
+class DamageFound(_OfVbuckets, name="damage-found", level="error"):
     """Stored data cannot be read."""
 
-    name: ClassVar[str] = "damage-found"
-    level: ClassVar[Level] = "error"
     why: str
 
     @property
@@ -156,12 +146,10 @@ class DamageFound(_OfVbuckets):
         return f"{self.counted} damaged: {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degraded:
+@dataclass(frozen=True, kw_only=True)
+class Degraded(_Kind, name="degraded", level="error"):
     """The mirror has a trouble that no other event reports."""
 
-    name: ClassVar[str] = "degraded"
-    level: ClassVar[Level] = "error"
     vbuckets: int
     """0: the whole mirror."""
     why: str
@@ -171,12 +159,10 @@ class Degraded:
         return self.why
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskFull:
+@dataclass(frozen=True, kw_only=True)
+class DiskFull(_Kind, name="disk-full", level="error"):
     """Groups cannot write because the disk is full."""
 
-    name: ClassVar[str] = "disk-full"
-    level: ClassVar[Level] = "error"
     groups: tuple[int, ...]
     why: str
 
@@ -185,12 +171,10 @@ class DiskFull:
         return f"the disk is full for {_counted(len(self.groups), 'group')}: {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskFree:
+@dataclass(frozen=True, kw_only=True)
+class DiskFree(_Kind, name="disk-free"):
     """Groups can write again after a full disk."""
 
-    name: ClassVar[str] = "disk-free"
-    level: ClassVar[Level] = "info"
     groups: tuple[int, ...]
 
     @property
@@ -198,12 +182,10 @@ class DiskFree:
         return f"the disk has space again for {_counted(len(self.groups), 'group')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MapChanged:
+@dataclass(frozen=True, kw_only=True)
+class MapChanged(_Kind, name="map-changed"):
     """Workers follow a newer cluster map."""
 
-    name: ClassVar[str] = "map-changed"
-    level: ClassVar[Level] = "info"
     rev_epoch: int
     rev: int
     nodes: int
@@ -213,12 +195,10 @@ class MapChanged:
         return f"the cluster map has changed: revision {self.rev_epoch}.{self.rev}, {_counted(self.nodes, 'node')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingsRead:
+@dataclass(frozen=True, kw_only=True)
+class SettingsRead(_Kind, name="settings-read"):
     """The settings were read again."""
 
-    name: ClassVar[str] = "settings-read"
-    level: ClassVar[Level] = "info"
     in_force: tuple[str, ...]
     """Changed settings that took effect."""
     need_restart: tuple[str, ...]
@@ -232,12 +212,10 @@ class SettingsRead:
         return f"settings read again: {'; '.join(parts) or 'nothing has changed'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingsRefused:
+@dataclass(frozen=True, kw_only=True)
+class SettingsRefused(_Kind, name="settings-refused", level="error"):
     """New settings are wrong; the old ones stay in force."""
 
-    name: ClassVar[str] = "settings-refused"
-    level: ClassVar[Level] = "error"
     why: str
 
     @property
@@ -245,12 +223,10 @@ class SettingsRefused:
         return f"the new settings are refused, the old ones stay in force: {self.why}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEnded:
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(_Kind, name="worker-ended", level="error"):
     """A process of the service died."""
 
-    name: ClassVar[str] = "worker-ended"
-    level: ClassVar[Level] = "error"
     process: str
     """`worker 0`, `http 1`."""
     pid: int
@@ -264,12 +240,10 @@ class WorkerEnded:
         return f"{self.process} (process {self.pid}) died: {self.exit}{f': {self.why}' if self.why else ''}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseExpired:
+@dataclass(frozen=True, kw_only=True)
+class LeaseExpired(_Kind, name="lease-expired", level="warning"):
     """A reader's lease on history ended without a release."""
 
-    name: ClassVar[str] = "lease-expired"
-    level: ClassVar[Level] = "warning"
     lease: str
     reader: str
     vbuckets: int

@@ -1,8 +1,8 @@
-"""The events of the service: logged, appended to a file next to the data, and read back from it.
+"""The events of the service: logged, appended to a file next to the data, and read back.
 
-Knows how an event is logged and kept; never how it is noticed. Invariants: one line in the log for each event, at its
-level; numbers rise through restarts, and a reader that was too slow sees a gap in them; the two files together never
-hold more than about twice `FILE_BYTES_MAX`; an event that cannot be written is logged all the same.
+Invariants: each event is one line in the log, at its level; numbers rise through restarts, and a slow reader sees a gap
+in them; the two files together hold at most about twice `FILE_BYTES_MAX`; an event that cannot be written is still
+logged.
 """
 
 from __future__ import annotations

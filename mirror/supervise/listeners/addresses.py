@@ -1,10 +1,8 @@
-"""The addresses that readers come to, and the slots of the processes that serve them.
+"""The readers' addresses, and the slots of the processes that serve them.
 
-Knows which kinds of servers there are, how many processes each has, and the sockets that hold their addresses; never
-what is spoken. A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address
-is held from before the first process until after the last, or until a reload names it no more; addresses change
-together or, where one of them cannot be had, not at all; a setting that concerns readers alone restarts no worker, and
-the other way round.
+A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address is held from
+before the first process until after the last, or until a reload drops it; addresses change together or not at all; a
+setting of readers alone restarts no worker, and the other way round.
 """
 
 from __future__ import annotations

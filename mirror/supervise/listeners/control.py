@@ -1,9 +1,8 @@
 """The control socket `<data>/control.sock`: one JSON object a line in, one a line out.
 
-Knows sockets, paths and lines; never what a command does: that is one function given by the supervisor. The socket is
-made with mode 0600 and lives in the data directory, so who may read the data may ask; `mirror.client` is the other end.
-Invariants: every line gets exactly one line back, an error included; a client that sends garbage, too much or nothing,
-or takes nothing of its answers, harms itself alone: one answer is kept for it, and it is hung up on.
+The socket has mode 0600 in the data directory, so a user who may read the data may send commands; `mirror.client` is
+the other end. Invariants: every line gets exactly one line back, errors included; a client that sends garbage or too
+much, or does not take its answers, harms itself alone: one answer is kept for it, then it is disconnected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The pipe between the supervisor and one worker: whole messages over a socket pair, in order, either way.
+"""The pipe between the supervisor and one process: whole messages in order, either way.
 
-Knows framing: length u32, then msgpack of what `mirror.messages` encodes; never what a message makes a side do. The end
-of the pipe means that the other side is gone. Invariants: a message is delivered whole or not at
-all; one longer than the limit is an error before it is read or sent.
+A frame is its length as u32, then msgpack of what `mirror.messages` encodes. The end of the pipe means that the other
+side is gone. Invariants: a message arrives whole or not at all; one above the limit is an error before it is read or
+sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Worker processes: how one is spawned, sent messages, killed and reaped.
+"""A child process from the supervisor's side: spawned, sent messages, killed and reaped.
 
-Knows processes, pipes and heartbeats; never what a worker does, nor when one should run: `plan` decides that. The
-store is opened by the child after it was spawned, never before: an LMDB environment must not cross a fork. Invariants:
-a child's death and each of its messages become events in one queue, its death last; secrets never appear on its
-command line.
+The child opens the store itself: an LMDB environment must not cross a fork. Invariants: its messages and at last its
+death become events in one queue; its command line contains no secrets.
 """
 
 from __future__ import annotations

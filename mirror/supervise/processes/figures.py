@@ -1,8 +1,7 @@
-"""What the machine says about a child: processor share, private memory, age.
+"""Figures of a process: processor share, private memory, threads, open files.
 
-Knows /proc through psutil; never why a process runs. Memory is RssAnon: what the process itself holds, without the
-pages of the mapped store, which the kernel gives back whenever it likes. A process that is gone, or a system without
-/proc, gives None: figures are for people and never decide anything.
+Private memory is RssAnon: without the pages of the mapped store, which the kernel can take back. The figures of a
+process that is gone, or of a system without /proc, are None; nothing is decided by them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The child's side of the pipe: how a worker or a server lives from its first message to its last.
+"""A child's side of the pipe: a worker or server from its first message to its last.
 
-Knows messages, heartbeats and signals; never what the work is. Invariants: when the supervisor is gone, for whatever
-reason, this process exits too; a terminal's Ctrl-C is handled by the supervisor alone; nothing of the work is imported
-here, so that a server starts without what workers need.
+Invariants: this process exits when its supervisor is gone; the supervisor alone handles a terminal's Ctrl-C; nothing of
+the work is imported here, so that a server starts without a worker's modules.
 """
 
 from __future__ import annotations

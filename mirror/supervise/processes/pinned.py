@@ -1,9 +1,9 @@
-"""Readers that hold pages of a group's file: which process, for how long, and by how much the file grew meanwhile.
+"""Readers that hold pages of a group's file: the process, the time, and the file's growth meanwhile.
 
-LMDB uses a page again only when no reader can still see it, so a reader that stays in one transaction makes the file
-grow with every commit. This program reads in transactions of milliseconds; one that lasts is of a process that was
-stopped in the middle, or of another program. LMDB knows the process and the transaction of each reader, not since when:
-that is counted from when it was first seen here. Invariant: looking changes nothing; the writer removes the dead.
+LMDB reuses a page only when no reader can see it, so a long read transaction makes the file grow with every commit.
+This program reads in transactions of milliseconds; a long one belongs to a process that was stopped in the middle, or
+to another program. LMDB does not record its beginning, so its age counts from the first look here. Invariant: looking
+changes nothing; the writer removes dead readers.
 """
 
 from __future__ import annotations

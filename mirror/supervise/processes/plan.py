@@ -1,11 +1,10 @@
-"""Compares the desired with the actual processes: which workers to start, stop or kill now. Pure.
+"""The plan: which processes to start, stop or kill now, and when. Pure.
 
-Knows slots (places for a worker, numbered from 0), the groups each slot should own, and the phase of each slot's
-process; never a process, a signal or a clock. The same arguments give the same answer, so the service calls `plan`
-after every event and executes the result.
+Compares the desired with the actual processes by slot, group and phase. The service calls `plan` after every event and
+executes the result. A worker's beat comes from its event loop, so a stopped or stuck worker is silent.
 
 Invariants:
-- A group is given to a slot only when no living process holds it: killed means reaped before it is given away.
+- A slot gets a group only when no living process holds it: killed means reaped before it is given away.
 - Every group of the directory belongs to exactly one slot of the desired set.
 - Nothing is started while the service stops.
 """

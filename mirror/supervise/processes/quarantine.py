@@ -1,9 +1,9 @@
-"""Groups in which workers died: which one it was, and when it is left alone.
+"""Groups in which workers died, and the decision to leave one alone.
 
-A damaged page can end in a signal inside LMDB, which no exception handler sees, and the restarted worker would die of
-it again with all its groups. So a worker notes the group that it works in, in memory that outlives it, and the
-supervisor reads that after a death. Invariants: only deaths by `SIGNALS` count, since others say nothing of the data; a
-group is left alone until the service starts again; nothing is deleted.
+A damaged page can end in a signal inside LMDB, which no exception handler sees, and the next worker would die of it
+again with all its groups. So a worker notes its current group in shared memory, and the supervisor reads that after a
+death. Invariants: only deaths by `SIGNALS` count; a group is left alone until the service starts again; nothing is
+deleted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A server process: opens the mirror for reading, listens, and answers the supervisor.
 
-Knows which parts one kind of server is made of; the child's side of the pipe is `worker`'s. Invariants: the
-mirror is opened after the process was spawned; its sockets are its own (or inherited, where they are Unix sockets), so
-that its death takes no other process's connections along.
+Invariants: the mirror is opened after the process was spawned; its sockets are its own (or inherited Unix sockets), so
+its death does not break other processes' connections.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The worker and server processes of one service: which there should be, which there are, and how each one ended.
+"""The table of the worker and server processes of one service: desired, running and ended ones.
 
-Executes what `plan` returns; never judges what the processes report. The state of a slot outlives the processes that
-ran in it. Invariants: a group is owned by at most one living process; a process that exits unexpectedly is restarted
-after a pause that grows, and is one event; every process is reaped before `reap_all` returns.
+Executes what `plan` returns. The state of a slot outlives its processes. Invariants: at most one living process owns a
+group; an unexpected exit is one event and leads to a restart after a growing pause; every process is reaped before
+`reap_all` returns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The work of a worker process: its groups' stores, and a consumer over them.
+"""A worker process: the stores of its groups, and a consumer over them.
 
-Knows how both are made and which commands it executes; how a process lives, `child` knows. One Python thread: a second
-busy one slows LMDB writes tenfold, so heartbeats, commands and the consumer share one event loop, and a loop that hangs
-sends no heartbeat. Invariant: stores are opened after the process was spawned.
+It has one Python thread, because a second busy one slows LMDB writes tenfold: heartbeats, commands and the consumer
+share one event loop, and a stuck loop sends no heartbeat. Invariant: stores are opened after the process was spawned.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the processes of one service report, once a second or when a command asks: collected, judged, and shown.
+"""The reports of all processes, once a second or on a command: collected, judged and shown.
 
-Owns the rows of all vbuckets, the state of the service and the events found in the rows; joining and summing are
-`status`, comparing is `observer`, judging is `health`. Invariants: the rows and the state that is shown are of one
-moment; a process that does not answer keeps its rows of the report before; vbuckets without a worker have no lag.
+Owns the rows of all vbuckets and the state of the service. Invariants: the shown rows and state are of one moment; a
+process that does not answer keeps its previous rows; vbuckets without a worker have no lag.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Which events the reports of workers come to: each report is compared with the one before. Pure.
+"""Events found by comparing each report with the one before. Pure.
 
-Knows the rows of the status (cli/JSON.md) and the moments that the caller gives; never a process or a clock. News of
-vbuckets are collected for a second, so that a failover of a node is one event and not one for each vbucket. Invariants:
-what is seen first is no news, but damage; a worker that is replaced makes no news of what it reports again; contact
-that is lost for less than a second (a vbucket that moves) is no news.
+The caller gives rows and moments. News of vbuckets are collected for a second, so that a node's failover is one event.
+Invariants: of a first look only damage is news; a replaced worker makes no news of what it reports again; contact lost
+for less than a second (a moving vbucket) is no news.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What the service reports to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
+"""Notifications to systemd: READY, STATUS, WATCHDOG, RELOADING, STOPPING.
 
-Knows the notify protocol (sd_notify(3): a datagram to the socket in NOTIFY_SOCKET for each message) and nothing of the
-service itself. Without NOTIFY_SOCKET every call does nothing, so callers need no check. Invariant: a notification that
-fails never harms the service.
+Protocol: sd_notify(3), a datagram to the socket in NOTIFY_SOCKET for each message; without it every call does nothing.
+Invariant: a failed notification never harms the service.
 """
 
 from __future__ import annotations
