@@ -7,7 +7,7 @@ growing pauses until it is answered in full or time is up; a refusal that waitin
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from mirror.clock import Clock
 from mirror.config import Settings
@@ -26,6 +26,9 @@ from storage.model import DEFAULT_COLLECTION, FailoverLog
 POLL_S = 0.02
 POLL_MAX_S = 1.0
 """The first and the longest pause before a question is repeated that the source cannot answer yet."""
+
+
+T = TypeVar("T")
 
 
 class SourceQueries:
@@ -48,90 +51,82 @@ class SourceQueries:
 
     async def high_seqnos(self) -> dict[int, int]:
         """Ask all nodes, until every vbucket is named by its own."""
-        found: dict[int, int] = {}
 
-        def missing() -> str:
-            absent = [vbid for vbid in range(self._maps.vbucket_count) if vbid not in found]
-            return f"no node says how far vb {absent[0]} is ({len(absent)} such vbuckets)" if absent else ""
-
-        async def attempt() -> str:
-            found.clear()
+        async def attempt() -> dict[int, int]:
+            found: dict[int, int] = {}
             for session in self._connections.ready_sessions():
                 seqnos = await fetch_high_seqnos(session.link, self._settings, self._collection_ids or None)
                 for vbid, seqno in seqnos.items():
                     found[vbid] = max(seqno, found.get(vbid, 0))
-            return missing()
+            vbids = range(self._maps.vbucket_count)
+            if absent := [vbid for vbid in vbids if vbid not in found]:
+                raise ClusterError(f"no node says how far vb {absent[0]} is ({len(absent)} such vbuckets)")
+            return {vbid: found[vbid] for vbid in vbids}
 
-        await self._until(
+        return await self._until(
             attempt,
             "check the nodes; a vbucket is active on none of them during a failover or rebalance, and where the source "
             "is a mirror, until its first fill is complete",
         )
-        return {vbid: found[vbid] for vbid in sorted(found) if vbid < self._maps.vbucket_count}
 
     async def failover_log(self, vbid: int) -> FailoverLog:
         """Ask the vbucket's node."""
         if not 0 <= vbid < self._maps.vbucket_count:
             raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
-        log = FailoverLog()
 
-        async def attempt() -> str:
-            nonlocal log
+        async def attempt() -> FailoverLog:
             session = self._connections.session_at(self._maps.address_of(vbid))
             if session is None:
-                return f"no node serves vb {vbid}"
+                raise ClusterError(f"no node serves vb {vbid}")
             answer = await session.link.request(
                 Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, timeout_s=self._settings.request_timeout_s
             )
             if answer.status != WireStatus.SUCCESS:
-                return f"{session.address} gives no failover log of vb {vbid}: {status_name(answer.status)}"
-            log = FailoverLog.of(decode_failover_log(answer.value))
-            return ""
+                text = f"{session.address} gives no failover log of vb {vbid}: {status_name(answer.status)}"
+                raise ClusterError(text)
+            return FailoverLog.of(decode_failover_log(answer.value))
 
-        await self._until(attempt)
-        return log
+        return await self._until(attempt)
 
     async def collection_names(self) -> dict[int, str]:
         """Ask any node."""
-        names = {DEFAULT_COLLECTION: "_default._default"}
 
-        async def attempt() -> str:
-            session = next(iter(self._connections.ready_sessions()), None)
-            if session is None:
-                return "no node can be reached"
-            if session.handshake.collections:
-                manifest = await fetch_manifest(session.link, self._settings)
-                names.clear()
-                names.update({found: ".".join(name) for name, found in manifest.collections.items()})
-            return ""
+        async def attempt() -> dict[int, str]:
+            session = self._any_session()
+            if not session.handshake.collections:
+                return {DEFAULT_COLLECTION: "_default._default"}
+            manifest = await fetch_manifest(session.link, self._settings)
+            return {found: ".".join(name) for name, found in manifest.collections.items()}
 
-        await self._until(attempt)
-        return names
+        return await self._until(attempt)
 
     async def resolve(self, names: Sequence[str | int]) -> None:
         """Find the ids of collections, or of one scope, by which streams are filtered from then on."""
 
-        async def attempt() -> str:
-            session = next(iter(self._connections.ready_sessions()), None)
-            if session is None:
-                return "no node can be reached"
+        async def attempt() -> None:
+            session = self._any_session()
             if not session.handshake.collections:
                 raise NotSupported(f"{session.address} knows no collections", hint="read the bucket as a whole")
-            await self._resolve(names, session)
-            return ""
+            if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
+                scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
+                self.stream_filter = {"scope": f"{scope_id:x}"}
+                return
+            ids = [
+                name
+                if isinstance(name, int)
+                else await self._id_of(session, Opcode.GET_COLLECTION_ID, "collection", name)
+                for name in names
+            ]
+            self._collection_ids = ids
+            self.stream_filter = {"collections": [f"{collection_id:x}" for collection_id in ids]}
 
         await self._until(attempt)
 
-    async def _resolve(self, names: Sequence[str | int], session: NodeSession) -> None:
-        if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
-            scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
-            self.stream_filter = {"scope": f"{scope_id:x}"}
-            return
-        self._collection_ids = [
-            name if isinstance(name, int) else await self._id_of(session, Opcode.GET_COLLECTION_ID, "collection", name)
-            for name in names
-        ]
-        self.stream_filter = {"collections": [f"{collection_id:x}" for collection_id in self._collection_ids]}
+    def _any_session(self) -> NodeSession:
+        session = next(iter(self._connections.ready_sessions()), None)
+        if session is None:
+            raise ClusterError("no node can be reached")
+        return session
 
     async def _id_of(self, session: NodeSession, opcode: int, what: str, name: str) -> int:
         answer = await session.link.request(opcode, value=name.encode(), timeout_s=self._settings.request_timeout_s)
@@ -145,23 +140,21 @@ class SourceQueries:
             )
         raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
 
-    async def _until(self, attempt: Callable[[], Coroutine[Any, Any, str]], hint: str | None = None) -> None:
-        """Repeat an attempt until it returns no complaint; raise the last one, with the hint, when time is up."""
+    async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
+        """Repeat an attempt while it fails for now; raise its last error, with the hint, when time is up."""
         deadline = self._clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:
             if self.refusal is not None:
                 raise self.refusal
             try:
-                complaint = await attempt()
+                return await attempt()
             except ClusterError as error:
                 if not error.retryable:
                     raise
                 complaint = error.what
             except RemoteProtocolError as error:
                 complaint = f"the source broke the protocol: {error}"
-            if not complaint:
-                return
             if self._clock.monotonic() >= deadline:
                 raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self._connections.errors()}", hint=hint)
             await self._clock.sleep(min(pause_s, deadline - self._clock.monotonic()))
