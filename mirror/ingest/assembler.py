@@ -1,18 +1,18 @@
-"""From the messages of a stream to whole snapshots: what is staged, and when it may be seen.
+"""The assembly of a stream's messages to whole snapshots: what is staged, and when it may be seen.
 
 Knows the newest complete boundary, the position, the open snapshot and the manifest at the position. Must never know
 requests, answers, connections or retries: those are the machine's.
 
-Promises: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
+Invariants: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
 is published before its end. The rules are those of docs/protocol.md 2.6 and 2.7:
-- a marker's start is not trusted, only its end is;
-- the end is reached by whatever carries that seqno: a row, a system event, a prepare or abort, or SeqnoAdvanced. Below
-  the end prepares, aborts and SeqnoAdvanced move the position and nothing else;
+- a marker's end is trusted, its start is not;
+- any message that carries the end's seqno reaches the end: a row, a system event, a prepare or abort, or SeqnoAdvanced.
+  Below the end prepares, aborts and SeqnoAdvanced move the position and nothing else;
 - a marker with the same end continues the open snapshot, one with a later end prolongs it (the same stream skips
   nothing, so all is held at the later end); one with an earlier end contradicts it;
-- on connections without collections the end may never be hit, because a filtered tail is passed over in silence: there
-  a following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
-- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing; where it names an
+- on connections without collections the end may never be hit, because a filtered tail is passed over in silence: a
+  following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
+- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing. If it names an
   earlier end (a source that goes on from memory sends a checkpoint at a time) the old end stays: what the first part
   left out as superseded up to there has yet to come;
 - an out-of-order snapshot (OSO) is never requested, so one is a violation.

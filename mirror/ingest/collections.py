@@ -1,4 +1,4 @@
-"""What system events make of a manifest: which scopes and collections a vbucket has from some seqno on.
+"""The effect of system events on a manifest: the scopes and collections of a vbucket from some seqno on.
 
 Knows decoded system events and `storage.model.Manifest`; must never know frames, streams or documents.
 
@@ -70,7 +70,7 @@ def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Ma
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
-    # Other settings, the same documents. Ids are never used twice, so where the begin is not known none is lost to 0.
+    # Other settings, the same documents. Ids are never used twice, so an unknown begin may be taken as 0.
     known = manifest.collections.get(content.collection_id)
     begin_seqno = Seqno(0) if known is None else known.begin_seqno
     return _with_collection(

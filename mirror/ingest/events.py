@@ -1,10 +1,8 @@
-"""What can happen to a vbucket: everything `VbucketMachine.handle` takes that is not a wire event.
+"""The events of a vbucket: everything `VbucketMachine.handle` takes that is not a wire event.
 
-Knows nouns only: no decisions, no I/O. Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent,
-OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are handed to the machine as `mirror.wire` decoded them.
-
-Opaques must be unique over all connections that a machine ever sees (one counter per consumer): the machine ignores
-what carries another opaque than its stream's.
+Wire events of a stream (SnapshotMarker, SeqnoAdvanced, SystemEvent, OsoSnapshot, StreamEnd, Prepare, Commit, Abort) are
+handed to the machine as `mirror.wire` decoded them. Opaques must be unique over all connections that a machine ever
+sees (one counter per consumer): the machine ignores messages with another opaque than its stream's.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Between snapshots it would say nothing: anyone who stands at a boundary below the purge lacks deletions.
+        # Not between snapshots: a consumer at a boundary below the purge lacks deletions in any case.
         if machine.features.sends_purge_seqno and machine.source_purge_seqno:
             purge_seqno = machine.source_purge_seqno
     machine.offset = offset
@@ -107,7 +107,7 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     log = event.failover_log
     features = machine.features
     missing_seqno = machine.missing_seqno
-    if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on, by a source that says its purges
+    if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on
         earlier = missing_seqno if machine.offset.start_seqno else 0
         missing_seqno = earlier if features.sends_purge_seqno else SEQNO_MAX
     if (log and log != machine.failover_log) or missing_seqno != machine.missing_seqno:
@@ -188,7 +188,7 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
     if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]:
-        # It knows no history that is not known here, so what it lacks is not lost.
+        # Every history that it knows is known here, so what it lacks is not lost.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
     machine.handshake.common_tried = True

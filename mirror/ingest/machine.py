@@ -1,8 +1,8 @@
 """The state machine of one vbucket: takes events, returns instructions. No I/O, no clock, no random numbers.
 
-Knows the connection and, by TRANSITIONS, what is legal in which phase and what the next phase may be. An event that is
-not in its phase's row is stale or comes from a peer that breaks the rules; it is counted and ignored, so the machine is
-total in its inputs. Must never know connections' making, opaques' making, delays or how the store works. The decisions
+Knows the connection and, by TRANSITIONS, which events are legal in a phase and which phases may follow. An event that
+is not in its phase's row is stale or comes from a peer that breaks the rules; it is counted and ignored, so the machine
+accepts any input. Must never know how connections and opaques are made, delays, or how the store works. The decisions
 are functions over `MachineState`: `handshake` until a stream is accepted, `streaming` from then on.
 """
 

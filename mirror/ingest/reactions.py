@@ -1,13 +1,11 @@
-"""How a machine reacts to the end of a stream and to a refused request: two tables (docs/protocol.md 2.4 and 2.10).
+"""Reactions to the end of a stream and to a refused request (docs/protocol.md 2.4 and 2.10), and the pauses after them.
 
-Knows codes, what each asks of the machine, and the text that says what happened and what fixes it. Must never
-know the state of a vbucket.
+Knows codes, the reaction to each, and a text with the remedy. Must never know the state of a vbucket.
 
-Invariants: every code has a reaction, the ones nobody has heard of included: only codes named here stop a vbucket, and
-none does so in silence. Whatever a stream's end says may hide a rollback, so every way back is a full stream request.
-
-A delay never exceeds its schedule's cap, never falls with the attempt (at equal jitter), and is at least half of the
-full delay, so that a thousand vbuckets refused at once do not come back at once. The caller brings the jitter.
+Invariants: every code has a reaction, unknown ones included; only codes named here stop a vbucket, and none does so in
+silence. Any end of a stream may hide a rollback, so every way back is a full stream request. A delay never exceeds its
+schedule's cap, never falls with the attempt (at equal jitter), and is at least half of the full delay, so that a
+thousand vbuckets refused at once do not come back at once. The caller brings the jitter.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ REFUSALS: dict[int, Reaction] = {
     ),
     Status.NOT_MY_VBUCKET: Reaction(
         Action.REFRESH_MAP,
-        "that node does not serve the vbucket, or not yet; asking again where the newest map says",
+        "that node does not serve the vbucket, or not yet; asking again at the node that the newest map names",
         RetryReason.NOT_MY_VBUCKET,
     ),
     Status.NO_BUCKET: Reaction(Action.RECONNECT, "the bucket is gone from that connection; selecting it again", _BUSY),
@@ -101,7 +99,7 @@ REFUSALS: dict[int, Reaction] = {
     Status.NOT_INITIALIZED: Reaction(Action.RETRY, "the source is not initialised yet; asking again", _BUSY),
     Status.BUCKET_PAUSED: Reaction(Action.RETRY, "the bucket is paused; asking again", _BUSY),
     Status.NOT_SUPPORTED: Reaction(
-        Action.STOP, "the source streams with xattrs only where noops are on: the control enable_noop was not accepted"
+        Action.STOP, "the source streams with xattrs only if noops are on: the control enable_noop was not accepted"
     ),
     Status.UNKNOWN_COLLECTION: Reaction(
         Action.REFRESH_COLLECTIONS,

@@ -1,13 +1,11 @@
-"""The rollback rule of both roles: what a producer answers to a stream request, and what a consumer does about it.
+"""The rollback rule of both roles: a producer's answer to a stream request, and a consumer's common history with it.
 
 Knows seqnos, failover logs and purge seqnos as plain values. Must never know rows, streams, time or the store: every
-function here is pure and total, and says what is true, not what to do about it.
+function here is pure and total.
 
-Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, where the purge seqno is compared with the
-*start* seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
-
-Consumer (`common_history`): what to keep before everything is fetched again. What a failover log says is in
-`storage.model`.
+Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, which compares the purge seqno with the *start*
+seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
+Consumer (`common_history`): what to keep before everything is fetched again.
 """
 
 from __future__ import annotations

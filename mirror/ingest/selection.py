@@ -1,9 +1,9 @@
-"""What of a bucket is mirrored: all of it, one scope, or collections by name; and what that means to the source today.
+"""The part of a bucket that is mirrored: all of it, one scope, or collections by name; and its ids at the source today.
 
 Knows names, ids and the source's manifest (GET_COLLECTIONS_MANIFEST; kv_engine docs/Collections.md). Must never know
-connections, nor where a vbucket stands. Names are what people choose and what identifies a mirror; ids are what a
-stream requests, and a name that is dropped and made again has another one. Invariants: a selection has one
-canonical text, and a filter too; a filter names only what the manifest holds, since a source refuses any other.
+connections, nor a vbucket's position. People choose names, and names identify a mirror; streams request ids, and a name
+that is dropped and made again has another one. Invariants: a selection has one canonical text, and a filter too; a
+filter names only what the manifest holds, because a source refuses any other.
 """
 
 from __future__ import annotations

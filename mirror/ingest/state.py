@@ -1,8 +1,7 @@
 """The state of one vbucket's machine, and the ways in which a turn of its conversation with the source ends.
 
-Knows what the store holds of the vbucket, the stream, and what was said to the source. Decides nothing: `handshake` and
-`streaming` do, and `machine` calls them. A function that ends a turn appends its instructions and returns the next
-phase.
+Knows what the store holds of the vbucket, the stream, and what was said to the source. `handshake` and `streaming`
+decide, and `machine` calls them. A function that ends a turn appends its instructions and returns the next phase.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
     if machine.is_stale(event.opaque):
         return Phase.STREAMING
-    # A stream without end cannot have come to it: then OK says no more than the other codes.
+    # A stream without end cannot reach its end, so OK then means no more than the other codes.
     regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
     if regular:
         machine.assembler.stream_ended_regularly(out)

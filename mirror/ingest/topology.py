@@ -1,15 +1,14 @@
 """The cluster map: which node serves which vbucket, from the JSON that nodes send, and which of two maps is followed.
 
-Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets, names being resolved or
-who asks. Everything in the JSON is judged before it is believed: what is missing or of the wrong type is a
-MalformedClusterMap that names the field, never another exception.
+Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. The JSON
+is judged before it is believed: a missing field, or one of the wrong type, is a MalformedClusterMap that names it.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
 unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by
 host and ports.
 
-Why never: a node that was failed over and comes back (or was only partitioned) still has its old map and its old data,
-and believes that it is active. Its map is well formed, so the revision is all that distinguishes it from the cluster's.
+The reason for "never": a node that was failed over and comes back (or was only partitioned) still has its old map and
+its old data, and believes that it is active. Its map is well formed, so only the revision tells it from the cluster's.
 """
 
 from __future__ import annotations
@@ -284,7 +283,7 @@ class _NodeExt:
         if network in alternates:
             alternate = _dict(alternates[network], f"alternateAddresses.{network}")
             alternate_host = _host(alternate.get("hostname", own_host), contacted_host, "alternateAddresses.hostname")
-            # Without ports of its own the other network reaches the same ones.
+            # A network without ports of its own uses the same ones.
             ports = _dict(alternate["ports"], "alternateAddresses.ports") if "ports" in alternate else services
             node = _node(alternate_host, ports)
         serves_kv = "kv" in services or "kvSSL" in services
@@ -305,7 +304,7 @@ def _parse_server_map(
     for server in _list(server_map.get("serverList"), "serverList"):
         host, port = _host_and_port(server, contacted_host)
         found = by_address.get((host, port))
-        # Where only TLS is offered, serverList still has a port, which nodesExt does not have: host and order decide.
+        # If only TLS is offered, serverList still has a port that nodesExt lacks, so host and order decide.
         unported = by_address.get((host, None))
         nodes.append(found[0] if found else unported.pop(0) if unported else Node(host, port))
     rows = _list(server_map.get("vBucketMap"), "vBucketMap")

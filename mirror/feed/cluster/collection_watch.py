@@ -1,10 +1,10 @@
-"""Which collections a mirror's streams request: its names, found in the source's manifest and found again.
+"""The collections that a mirror's streams request: its names, looked up in the source's manifest and looked up again.
 
-Knows a selection, the newest manifest that any node gave, and who waits for another; must never know streams or the
-store. Invariants: manifests only ever move forward in their uid; a name that does not exist is waited for, and said;
-anyone who was refused for an unknown collection, or lost all it had, hears once something fits again. A user without
-the privilege to look up the server's own collections gets streams that silently leave them out (docs/protocol.md 2.2):
-that is noticed here, since the cluster map says that there are some, and the manifest does not show them.
+Knows a selection, the newest manifest of any node, and the vbuckets that wait for another; must never know streams or
+the store. Invariants: a manifest is never replaced by one of a lower uid; a missing name is waited for and reported; a
+vbucket that was refused for an unknown collection, or lost all it had, is notified once something fits again. A user
+without the privilege to look up the server's own collections gets streams that silently leave them out
+(docs/protocol.md 2.2). This is reported: the cluster map says that there are some, and the manifest does not show them.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class CollectionWatch:
             self._said = self.resolved.missing
             if self._said:
                 log.warning("collections-missing", text=self.text)
-        # Streams that show something which is gone end by themselves, and bring the word of it: they are left alone.
+        # A stream that shows something which is gone ends by itself and reports it, so it is left alone.
         news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
         if news and not self.selection.whole:
             self._notify()

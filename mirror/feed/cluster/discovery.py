@@ -1,11 +1,10 @@
 """The first cluster map: the newest of all nodes that can be reached.
 
-Knows which nodes are queried and how long they are waited for; which map is newer is `topology`'s. A single node is not
-believed: one that was failed over and comes back still has its old map, and may be the first host of the connection
-string.
+Knows which nodes are queried and for how long; `topology` decides which map is newer. A single node is not believed:
+one that was failed over and comes back still has its old map, and may be the first host of the connection string.
 
-Invariants: every host of the source, and every node that any of the maps names, is queried once, side by side; after
-the first map, or refusal of user or bucket, the others have `SURVEY_S` together, so that silent ones delay no start.
+Invariants: every host of the source, and every node that any map names, is queried once, side by side; after the first
+map, or refusal of user or bucket, the others have `SURVEY_S` together, so that silent ones delay no start.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The one follower of cluster maps: the first map, newer ones from any node, and which of them is followed.
+"""The follower of cluster maps: the first map, newer ones from any node, and the one that is followed.
 
 Knows maps as they arrive (`discovery`, `map_poll`, sessions), the newest one, and the address of a vbucket's node; must
-never know streams or the store: what follows from a map is its user's. Invariants: no map is followed that is older
-than one followed before, or than the floor (`NewestMap`); a map of another bucket is refused before anything is
-requested of the node that sent it (docs/protocol.md 2.5), unless a host that is no member of the cluster sent it, which
-says nothing about ours; each newer map is given to the user once.
+never know streams or the store, which are its user's. Invariants: no map is followed that is older than one followed
+before, or than the floor (`NewestMap`); a node that sends the map of another bucket is refused before anything is
+requested of it (docs/protocol.md 2.5), unless it is no member of the cluster; the user gets each newer map once.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class MapFollower:
         found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
-            # A host that left the cluster and serves another bucket of that name says nothing about ours.
+            # A host that left the cluster serves another bucket of that name, which is none of ours.
             log.debug("other-bucket-ignored", node=str(address), bucket_uuid=found.bucket_uuid)
             return
         try:

@@ -1,12 +1,12 @@
 """Cluster maps as they arrive: queried from all nodes in rounds, announced, or sent along with a refusal.
 
-Knows nodes, the hosts of the connection string, connections and pauses; which map is followed is the owner's to decide.
-A node that was failed over while it was stopped still announces and answers its old map. A worker whose vbuckets lie on
-such a node alone is connected to no other, so what it is connected to cannot be all that it asks.
+Knows nodes, the hosts of the connection string, connections and pauses; its owner decides which map is followed. A node
+that was failed over while it was stopped still announces and answers its old map. A worker may be connected to such a
+node alone, so it asks nodes that it is not connected to.
 
-Invariants: in each round every node of the followed map and every host of the source is queried, whichever answers
-first; a node is queried over its open session, else over a connection of its own that stays open for announcements; a
-node that is slow or away delays no other; after failures it is tried with growing pauses.
+Invariants: each round queries every node of the followed map and every host of the source; a node is queried over its
+open session, else over a connection of its own that stays open for announcements; a slow node delays no other; a node
+that failed is tried again with growing pauses.
 """
 
 from __future__ import annotations

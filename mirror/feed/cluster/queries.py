@@ -1,4 +1,4 @@
-"""Questions to a source that a reader asks: high seqnos, failover logs, collections.
+"""A reader's questions to a source: high seqnos, failover logs, collections.
 
 Knows requests and their answers over open sessions; must never know streams. Invariants: a question is repeated with
 growing pauses until it is answered in full or time is up; a refusal that waiting cannot fix is raised at once.

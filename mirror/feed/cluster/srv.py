@@ -1,8 +1,7 @@
 """DNS SRV: the hosts behind one name, as SDKs look for them (`_couchbase._tcp.NAME`, `_couchbases._tcp.NAME`).
 
-Knows names and the resolver; must never know what is done with the addresses. Invariants: only a single name without a
-port is looked up (`ConnectionString.srv_name`); it is looked up again for each call, so that no stale answer is kept;
-whatever goes wrong with DNS, the name itself is taken as a host, as SDKs do, since most names have no such records.
+Invariants: only a single name without a port is looked up (`ConnectionString.srv_name`), and again for each call, so
+that no stale answer is kept; if DNS fails, the name itself is the host, as in SDKs: most names have no such records.
 """
 
 from __future__ import annotations

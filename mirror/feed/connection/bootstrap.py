@@ -1,12 +1,12 @@
-"""The way in to one node: HELLO, authentication, the bucket, its cluster map.
+"""The login to one node: HELLO, authentication, the bucket, its cluster map.
 
-Knows the order of the handshake and what each refusal means to the operator; must never know streams or the store.
-Invariants: features are only used where HELLO granted them; password, certificates and key are read afresh for each
-handshake, so that they can be replaced without a restart; the password goes over the wire in the clear only where TLS
-or a setting allows it, and never to a server that failed to prove that it knows it; every refusal is one typed error
-with a remedy. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36
-(client certificates: no SASL follows, and a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC
-75 (maps: known version, notifications, deduplication).
+Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants: only
+features that HELLO granted are used; password, certificates and key are read again for each handshake, so they can be
+replaced without a restart; the password is sent in the clear only if TLS or a setting allows it, and never to a server
+that failed to prove that it knows it; every refusal is one typed error with a remedy. Sources: docs/protocol.md 2.2;
+kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (client certificates: no SASL follows, and a
+server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps: known version, notifications,
+deduplication).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
     ClusterError.
     """
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
-    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor, which knows nothing of that
+    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor does not know it
         return {}
     try:
         if answer.status != Status.SUCCESS:
@@ -328,7 +328,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     if mechanism != "PLAIN":
         try:
             return await _scram(link, settings, mechanism, user, password)
-        except SaslError:  # the server did not prove that it knows the password: it must not be sent
+        except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send it
             raise
         except AuthRejected:
             # Users kept in a directory service have no SCRAM keys at the server: inside TLS, PLAIN is the way.
@@ -346,11 +346,11 @@ async def _by_certificate(link: Link, settings: Settings) -> None:
     """Authenticate by the certificate of the TLS handshake; a server that wants this said by SASL offers EXTERNAL."""
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS or b"EXTERNAL" not in answer.value.split():
-        return  # NOT_SUPPORTED: there is nothing left to be said
+        return  # NOT_SUPPORTED: the certificate was enough
     answer = await link.request(Opcode.SASL_AUTH, key=b"EXTERNAL", timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS:
         raise AuthRejected(
-            f"{link.address} takes our client certificate for nobody it knows: {status_name(answer.status)}",
+            f"{link.address} does not know the user of our client certificate: {status_name(answer.status)}",
             hint=CERTIFICATE_HINT,
         )
 

@@ -1,16 +1,15 @@
-"""One node: a DCP connection with all our streams of it, from login to its end.
+"""A DCP connection to one node with all our streams of it, from login to its end.
 
-Knows how a connection is negotiated, which opaque belongs to which vbucket's stream, flow control and signs of life;
-must never know what a stream's messages mean, nor the store. Invariants:
+Knows how a connection is negotiated, the vbucket of each opaque, flow control and signs of life; must never know the
+meaning of a stream's messages, nor the store. Invariants:
 - a message whose opaque is not that of a live stream is dropped, yet acked (docs/protocol.md 2.1, 2.8);
-- every byte that counts is acked once, when it was accepted or dropped, so the window never leaks shut;
+- every byte that counts is acked once, so the window never leaks shut;
 - a noop is answered before anything else that came with it is worked on;
 - a connection that is silent for twice the noop interval is ended; while the source sends no noops at that interval,
   ours keep a sound one alive.
 
-One stream for each vbucket and connection is all that a mirror needs (it has one filter), so stream ids are not
-requested: they would exclude sync writes, and every request and close would have to name one. Messages that carry one
-are understood all the same.
+A mirror has one filter and needs one stream for each vbucket and connection, so it requests no stream ids: they would
+exclude sync writes, and every request and close would have to name one. Messages that carry one are understood.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""TLS towards a node: what we demand of it, and what each failure of a handshake means to the operator.
+"""TLS towards a node: our requirements, and the remedy for each failure of a handshake.
 
-Knows certificates' files, contexts and the words of OpenSSL; must never know what is said over a connection.
-Invariants: certificate and name are always verified; the files are read afresh for each connection, so that they can be
-replaced without a restart; a file of ours that cannot be used is a `ConfigError` (ours to fix), whatever the node does
-wrong is a `TlsFailed` with one remedy, and only what may pass by itself is retryable.
+Knows certificates' files, contexts and the words of OpenSSL. Invariants: certificate and name are always verified; the
+files are read again for each connection, so they can be replaced without a restart; a file of ours that cannot be used
+is a `ConfigError`, a failure at the node a `TlsFailed` with one remedy; only what may pass by itself is retryable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One connection to a node: TCP or TLS, bytes to frames, requests to their answers.
 
-Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants: bytes are scanned
-as they come, at a cost that is linear also for a frame of 20 MiB in small pieces; one read takes `read_bytes_max` at
-most, into memory that all connections of a thread share; a connection never keeps more than one incomplete frame, whose
-length was judged before it was waited for; every request has an opaque of its own on this connection and is answered
-exactly once: by its response, or by the error that ended the connection or the wait.
+Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants: bytes are scanned as
+they come, at linear cost also for a frame of 20 MiB in small pieces; one read takes `read_bytes_max` at most, into
+memory that all connections of a thread share; a connection keeps one incomplete frame at most, whose length was judged
+first; every request has an opaque of its own on this connection and is answered exactly once: by its response, or by
+the error that ended the connection or the wait.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
-                # Not where there is one address alone: asyncio forgets the socket of a race that is cancelled.
+                # Only for names: asyncio forgets the socket of a race that is cancelled.
                 happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S if is_name(address.host) else None,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
             )

@@ -1,8 +1,8 @@
 """An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
 
-Knows how a command is checked and what it does to a vbucket's store; what follows at the source is the machine's to
-decide, which is started again from what is stored. Invariants: a command that is refused changes nothing; the
-store is committed before it is rolled back.
+Knows how a command is checked and what it does to a vbucket's store. The machine, started again from what is stored,
+decides what follows at the source. Invariants: a command that is refused changes nothing; the store is committed before
+it is rolled back.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""A worker's side of mirroring: which vbucket's stream goes over which node's session.
+"""A worker's side of mirroring: it sends each vbucket's stream over the session of its node.
 
-Knows who is where; decides nothing about a stream (the machines do), writes nothing itself (the sinks do). Maps are
-followed by `map_follower`, sessions kept by `connections`, commits made by `group_commits`. One event loop, one thread:
-whatever comes from a socket is worked on before the next read, so nothing queues, and the flow-control window bounds
-what can come.
+Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing itself (the sinks do).
+`map_follower` follows maps, `connections` keeps sessions, `group_commits` commits. One event loop, one thread: whatever
+comes from a socket is worked on before the next read, so nothing queues, and the flow-control window bounds the rest.
 
 Invariants:
 - an error of one vbucket, node or group never touches another;
-- with a supervisor, a newer map is followed once that has recorded it, by all workers alike; a map of another bucket
-  than the stored one ends the consumer with `BucketChanged`; local data is never deleted for anything that a connection
-  or a map says;
-- a vbucket whose source is ahead and that receives nothing is noticed, reported and requested again (`watch`);
+- with a supervisor, all workers follow a newer map once the supervisor has recorded it; a map of another bucket than
+  the stored one ends the consumer with `BucketChanged`; no connection and no map ever deletes local data;
+- a vbucket that receives nothing although its source is ahead is reported and requested again (`watch`);
 - a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
 """
 

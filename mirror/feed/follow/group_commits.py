@@ -1,12 +1,12 @@
 """The commits of a worker's groups, and what follows when the store of one fails.
 
-Knows groups, their writers and vbuckets, when a commit is due, and background work of the store; must never
-know connections or maps. Invariants:
-- groups with something that waits commit in turn, at once while commits take less than their share of the time, after
+Knows groups, their writers and vbuckets, when a commit is due, and background work of the store; must never know
+connections or maps. Invariants:
+- waiting groups commit in turn: at once while commits take less than their share of the time, after
   `commit_interval_ms` at the latest, or at once when all groups together have `batch_bytes_max` staged;
-- what a commit published is reported to the vbuckets' machines before anything else happens to the group;
-- a failure of one group never touches another: its machines are dropped and started again from what is stored, later
-  where the disk is full, and never where waiting changes nothing.
+- the vbuckets' machines learn what a commit published before anything else happens to the group;
+- a failure of one group never touches another: its machines are dropped and started again from what is stored, later if
+  the disk is full, and never if waiting changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a consumer reports of itself: vbuckets, nodes, groups, counters, and warnings for people.
+"""The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people.
 
-Knows where each figure is found, and changes nothing. Invariants: counters only rise; a group whose store cannot be
-read is reported without its figures, never as an error of the report.
+Changes nothing. Invariants: counters only rise; a group whose store cannot be read is reported without its figures, and
+is no error of the report.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
 know connections. Invariants: what was committed on the way is reported before a branch changes (`StoreOwner.commit`);
-ends of snapshots that are held back never outlive the rows that they are the ends of; rows that were scanned for an
-earlier staging branch are staged on the present one.
+held ends of snapshots never outlive their rows; rows that were scanned for an earlier staging branch are staged on the
+present one.
 """
 
 from __future__ import annotations
@@ -104,15 +104,14 @@ class StoreSink:
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
-        self._owner.commit()  # else the writer would, and the machines would not learn what was published
+        self._owner.commit()  # so that the machines learn what was published
         held = self.drop_held()
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
-            # The machine goes back in a resync, complete perhaps, of which nothing is published: it has no boundary.
-            # Those of the copy that is still served are of another history.
+            # Nothing of the resync is published, so it has no boundary; the served copy's are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
-            # All that was lost is what no reader has seen.
+            # No reader has seen what was lost.
             self.writer.abandon(keep_complete=False)
             self._owner.branch_changed()
             return RolledBack(self.state())

@@ -1,8 +1,8 @@
-"""A vbucket of a mirror: the host of its stream, over the store, and the figures that status shows of it.
+"""A vbucket of a mirror: the host of its stream, over the store, and its figures for status.
 
-Knows when a commit is to be made, what of the bucket its stream requests, and how snapshots wait to be persisted;
-decides nothing about the stream. Invariants: counters only rise; what was published when the process began, or after a
-rollback, is counted when it is sent again (`requested_again_bytes`).
+Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
+stream. Invariants: counters only rise; rows that were published when the process began, or before a rollback, are
+counted when they are sent again (`requested_again_bytes`).
 """
 
 from __future__ import annotations

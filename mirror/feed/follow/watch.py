@@ -1,13 +1,13 @@
-"""How far the source is, and which streams have stalled: queried from every node, judged for every vbucket.
+"""The source's high seqnos, queried from every node, and the streams that have stalled.
 
-Knows the source's high seqnos, what each vbucket holds, and when its connection brought what; must never know what a
-message means. A stalled stream is requested again, and the second time in a row the whole connection is recreated: a
-window that leaked shut, or a node that answers and does not stream, is fixed by nothing less (docs/protocol.md 3). A
-stream that stops in the middle of a snapshot is requested again, too, though its source is not ahead: its filter may
-leave out all the rest, and it is brought to the end only at its beginning (docs/protocol.md 2.7).
-Invariants: a vbucket is called stalled from then on until its stream brings something or the source turns out not to be
-ahead; while a connection is busy with a disk snapshot of one vbucket, the others that wait for their turn are not
-stalled; a node that does not say how far it is counts as one that does not answer.
+Knows the high seqnos, what each vbucket holds, and when its connection brought what; must never know a message's
+meaning. A stalled stream is requested again, and the second time in a row the connection is recreated: nothing less
+fixes a window that leaked shut, or a node that answers and does not stream (docs/protocol.md 3). A stream that stops in
+the middle of a snapshot is requested again, too, though its source is not ahead: its filter may leave out all the rest,
+and the source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants: a vbucket is stalled
+until its stream brings something or the source turns out not to be ahead; while a connection is busy with a disk
+snapshot of one vbucket, the others that wait for their turn are not stalled; a node that sends no high seqnos counts as
+one that does not answer.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Knows which vbuckets are streamed at a time, what bounds the memory, and when a vbucket's read is over; must never know
 how connections are made, nor the threads on the other side of the queue. Invariants:
-- what was handed out is never taken back: where the source says that it lost some of it, or that it cannot say what was
-  deleted since, the vbucket's read ends with SourceRolledBack;
-- what of a snapshot came before a broken connection is kept only if the source agrees to continue exactly there;
+- a snapshot that was handed out is never taken back: if the source says that it lost some of it, or that it cannot say
+  what was deleted since, the vbucket's read ends with SourceRolledBack;
+- part of a snapshot that came before a broken connection is kept only if the source continues exactly there;
 - memory holds no more than `memory_bytes` of rows and one message for each connection: open snapshots beyond half of it
   go to disk, and complete ones that nobody takes make the source wait.
 """
@@ -136,8 +136,8 @@ class ReadVbucket(VbucketHost):
         return self.until is None and self.streaming
 
     def start_event(self, session: NodeSession) -> events.Start:
-        # A stream with an end below its start is out of range: where all is held, an endless one is requested and
-        # closed at once, so that the source says whether it still has what was read.
+        # A stream with an end below its start is out of range. If all is held, an endless one is requested and closed
+        # at once, so that the source says whether it still has what was read.
         position = self.sink.position
         end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
         return events.Start(

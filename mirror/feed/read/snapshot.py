@@ -1,4 +1,4 @@
-"""What a bounded read hands out: whole snapshots, and how the read of a vbucket ended.
+"""The items of a bounded read: whole snapshots, and the end of a vbucket's read.
 
 Knows the rows of a snapshot as a spool of frames in stored form; must never know streams or connections. Invariants: a
 snapshot is valid until it is closed, and gives its memory and disk back then, once.

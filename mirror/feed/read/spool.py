@@ -1,9 +1,8 @@
-"""Where the rows of a snapshot wait until it is whole: in memory, and beyond a bound in a temporary file.
+"""The spool of a snapshot's rows until it is whole: in memory, and beyond a bound in a temporary file.
 
-Knows frames and blocks of a file; must never know streams or what the rows mean. Invariants: frames come out in the
-order in which they went in; memory that `spill` gave back is not taken again for the same rows; blocks of a closed
-spool are used again, so the file is never larger than what waited at one time. One thread fills a spool, and hands it
-over; another may read and close it.
+Knows frames and blocks of a file. Invariants: frames come out in the order in which they went in; memory that `spill`
+gave back is not taken again for the same rows; blocks of a closed spool are used again, so the file is never larger
+than what waited at one time. One thread fills a spool, and hands it over; another may read and close it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sink of a bounded reader: the rows of the open snapshot in a spool, which is handed out when it is complete.
 
-Knows spools and snapshots; must never know connections or who reads. Invariants: only whole snapshots are handed out,
-of a vbucket in the order of their seqnos, each once; what was handed out is never taken back: a rollback or a resync
-ends the read of the vbucket; what cannot be part of a snapshot is refused, so that it is never missing from one.
+Knows spools and snapshots; must never know connections or the reader. Invariants: only whole snapshots are handed out,
+those of a vbucket in the order of their seqnos, each once; none is taken back: a rollback or a resync ends the
+vbucket's read; a message that cannot be part of a snapshot is refused, so that it is never missing from one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SpoolSink:
         self._owner = owner
         self._on_lost = on_lost
         self._boundary = Seqno(position.seqno)
-        # Of a position only its history is known: the entry says so for every seqno.
+        # A position names one history, so the entry covers every seqno.
         self._log = FailoverLog.of([(position.vbuuid, 0)] if position.seqno else ())
         self._manifest = Manifest.initial()
         self._manifest_open = self._manifest

@@ -1,9 +1,8 @@
-"""The interface of a sink: where the rows of one vbucket go, whether they are kept or handed on.
+"""The interface of a sink, which takes the rows of one vbucket.
 
-Knows the instructions that concern rows, and the events that answer them; must never know how rows are kept. A mirror
-has a store behind it (`store_sink`), a bounded reader a spool (`spool_sink`). Invariants that every sink keeps: nothing
-that was staged is seen before its publish; what cannot be staged in full is refused, never left out; `state` is what a
-machine is started from.
+Knows the instructions that concern rows, and the events that answer them. A mirror has a store behind it
+(`store_sink`), a bounded reader a spool (`spool_sink`). Invariants of every sink: a staged row is not seen before its
+publish; what cannot be staged in full is refused, never left out; a machine is started from `state`.
 """
 
 from __future__ import annotations
