@@ -65,6 +65,7 @@ JSON = b"application/json"
 
 _SHOWN = (*DOCUMENT_FIELDS, "branch")
 _HEADERS = [f"mirror-{name.replace('_', '-')}".encode() for name in _SHOWN]
+_FORMAT = b" ".join([b"%d"] * len(_SHOWN))
 _numbers = attrgetter(*_SHOWN)
 
 
@@ -83,8 +84,8 @@ def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
     """Return a document's headers; the datatype is that of the form that is sent."""
     if datatype != document.datatype:
         document = document._replace(datatype=datatype)
-    numbers = zip(_HEADERS, _numbers(document), strict=True)
-    return [*PRIVATE, (b"etag", tag.encode()), *((name, b"%d" % number) for name, number in numbers)]
+    numbers = (_FORMAT % _numbers(document)).split()
+    return [*PRIVATE, (b"etag", tag.encode()), *zip(_HEADERS, numbers, strict=True)]
 
 
 def path_key(request: Request, encoding: str) -> bytes:
