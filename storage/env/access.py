@@ -71,7 +71,7 @@ def _give(path: str, gid: int, mode: int) -> None:
 
 
 def closed_parent(path: str, gid: int) -> str | None:
-    """The first directory above `path` that its modes close to the members of a group; None: they get to `path`."""
+    """Return the first directory above `path` whose modes shut out the members of a group; None: they get to `path`."""
     parent = os.path.dirname(os.path.realpath(path))
     while True:
         try:

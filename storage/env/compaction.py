@@ -60,7 +60,6 @@ class Compaction:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def _meta_of(self, number: int) -> tuple[int, int, int, int, bytes, bytes, int, int]:
@@ -88,7 +87,6 @@ class Compaction:
         return page
 
     def _nodes(self, number: int, page: bytes | bytearray) -> list[int]:
-        """Where the nodes of a page begin."""
         _, _, _, lower, upper = _PAGE.unpack_from(page)
         if not _PAGE.size <= lower <= upper <= self.page_bytes or lower % 2:
             raise self._damaged(number, "has bounds that contradict each other")
@@ -98,7 +96,6 @@ class Compaction:
         return nodes
 
     def _walk(self, root: int) -> None:
-        """Find all pages of a tree, and of the trees in it."""
         following = [root] if root != _NO_ROOT else []
         while following:
             number = following.pop()
@@ -135,7 +132,6 @@ class Compaction:
         self._kinds[following.start : following.stop] = bytes([_CONTINUES]) * len(following)
 
     def pages(self) -> Iterator[bytes]:
-        """Yield the pages of the copy, in order."""
         kinds = self._kinds
         numbers = array("Q", accumulate((kind > 0 for kind in kinds), initial=2))
         """By the number of a page, that of its copy."""
@@ -177,6 +173,5 @@ class Compaction:
 
 
 def _child(page: bytes | bytearray, at: int) -> int:
-    """The page that a node of a branch page refers to."""
     low, high, flags, _ = _NODE.unpack_from(page, at)
     return int(low | high << 16 | flags << 32)

@@ -37,7 +37,6 @@ GROUPS_MAX = 1024
 
 
 def exists(path: str) -> bool:
-    """True when `path` holds a mirror."""
     return os.path.exists(os.path.join(path, FILE))
 
 
@@ -83,7 +82,7 @@ def check_unused(path: str) -> None:
 
 
 def _meta(environment: Environment) -> tuple[bytes, bytes]:
-    """The identity and the fence of an environment; empty if its creation was cut short."""
+    """Read the identity and the fence of an environment; empty if its creation was cut short."""
     with environment.env.begin() as txn:
         if txn.get(keys.DB_META) is None:
             return b"", b""
@@ -93,7 +92,7 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """What `mirror.json` said when the environment at `path` was made, from its `meta`. Raises CorruptedError."""
+    """Return the `mirror.json` that the environment at `path` was made with, from its `meta`. Raises CorruptedError."""
     try:
         stored_format, _, *values = msgpack.unpackb(stored or b"")
         names = [field.name for field in fields(Identity)]
@@ -105,7 +104,7 @@ def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
 
 
 def write_description(path: str, identity: Identity) -> None:
-    """`mirror.json`, the last step of making a mirror. Raises OSError."""
+    """Write `mirror.json`, the last step of making a mirror. Raises OSError."""
     temporary = os.path.join(path, FILE + ".new")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(description(identity), file, indent=1)
@@ -116,12 +115,11 @@ def write_description(path: str, identity: Identity) -> None:
 
 
 def description(identity: Identity) -> dict[str, object]:
-    """What `mirror.json` says."""
     return {"format": FORMAT, **_fields(identity)}
 
 
 def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:
-    """A new environment whose vbuckets are empty: branch 1, nothing published."""
+    """Create an environment whose vbuckets are empty: branch 1, nothing published."""
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
         environment.open_all()
@@ -148,7 +146,6 @@ def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) 
 
 
 def _fields(identity: Identity) -> dict[str, object]:
-    """As they are stored: what a mirror of the whole bucket holds needs no words."""
     found = asdict(identity)
     if identity.held is None:
         del found["held"]
@@ -184,7 +181,7 @@ def _other_format(stored_format: object, path: str) -> FormatTooNew:
 
 
 def load(path: str) -> Identity:
-    """The identity of the mirror at `path`.
+    """Read the identity of the mirror at `path`.
 
     Raises NotAMirror, ReadOnly (no permission), FormatTooNew, or CorruptedError when `mirror.json` is invalid.
     """
@@ -231,9 +228,9 @@ def load(path: str) -> Identity:
 
 
 def set_aside(path: str) -> str:
-    """Give the mirror at `path` another name, with the uuid of its bucket behind it; returns that name.
+    """Rename the mirror at `path` by adding the uuid of its bucket; return that name.
 
-    One rename: anyone who has it open goes on reading it. Nobody may write it meanwhile.
+    One rename: processes that have it open go on reading it. No process may write it meanwhile.
     """
     identity = load(path)
     whole = os.path.realpath(path)
@@ -262,19 +259,18 @@ def sync_directory(path: str) -> None:
 
 
 def group_path(path: str, group: int) -> str:
-    """Folder of a group's environment."""
     return os.path.join(path, f"group-{group:04d}")
 
 
 def group_vbids(identity: Identity, group: int) -> range:
-    """The vbuckets of a group, in rising order: those that the mirror holds."""
+    """Return the vbuckets of a group that the mirror holds, rising."""
     first = identity.vbids.start
     first += (group - first) % identity.group_count
     return range(first, identity.vbids.stop, identity.group_count)
 
 
 class GroupLock:
-    """The exclusive lock of a group's writer, held for life; the kernel gives it up when the process dies."""
+    """The exclusive lock of a group's writer. The kernel releases it when the process dies."""
 
     def __init__(self, path: str) -> None:
         """Take the lock of the group folder `path`, or raise Locked."""
@@ -300,5 +296,4 @@ class GroupLock:
             time.sleep(pause_s)
 
     def release(self) -> None:
-        """Give the lock up."""
         os.close(self._descriptor)

@@ -63,7 +63,7 @@ DAMAGE = (
 
 
 def storage_error(error: Exception, path: str) -> StorageError:
-    """An LMDB or operating system error by the name this program uses for it."""
+    """Map an LMDB or operating system error to an error of this program."""
     code = getattr(error, "errno", None)
     text = str(error)
     if isinstance(error, StorageError):
@@ -140,7 +140,7 @@ def _identity_of(path: str) -> tuple[int, int]:
 
 
 def _check_is_there(path: str) -> None:
-    """Raise unless there is a data file: LMDB would say less."""
+    """Raise unless there is a data file; the error of LMDB says less."""
     try:
         os.stat(os.path.join(path, DATA_FILE))
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _refuse_unregistered(path: str) -> None:
 
 
 def _has_space(path: str) -> bool:
-    """False where a write is cut short for want of space, or by the process's own limit of a file's size."""
+    """Return False if a write is cut short for want of space, or by the process's own limit of a file's size."""
     try:
         file_system = os.statvfs(path)
         if file_system.f_bavail * file_system.f_frsize < SPACE_MIN:
@@ -240,7 +240,6 @@ class Environment:
             self.env.reader_check()
 
     def _open(self, path: str, map_size: int, *, create: bool, sync: str) -> lmdb.Environment:
-        """Open the file. Raises StorageError."""
         refuse_unsound_lmdb()
         if os.path.islink(os.path.join(path, LOCK_FILE)):  # LMDB would write where it leads
             raise StorageError(f"{LOCK_FILE} is a symbolic link", path=path, hint="remove the link")
@@ -314,7 +313,7 @@ class Environment:
         return self.replaced
 
     def missing_bytes(self) -> int:
-        """How much shorter the file is than the pages it speaks of.
+        """Return how much shorter the file is than the pages that its meta page counts.
 
         A few may be missing lawfully: LMDB does not write pages at the end that a transaction took and gave back. Any
         other one that is touched ends the process by SIGBUS.
@@ -340,7 +339,6 @@ class Environment:
             )
 
     def db(self, name: bytes) -> Any:
-        """Handle of a tree; `open_all` was called first."""
         return self._handles[name]
 
     def open_all(self) -> None:
@@ -367,7 +365,7 @@ class Environment:
         return self.env.open_db(name, dupsort=dups, dupfixed=dups, **options)
 
     def begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """A transaction on the newest commit. A map grown by the writer is taken over here. A read is counted in
+        """Begin a transaction on the newest commit, and take over a map that the writer has grown. A read counts in
         `running`: `end` follows. `buffers`: it returns views of the map, which are wrong after its end.
         """
         if os.getpid() != self._pid:
@@ -400,7 +398,6 @@ class Environment:
             self.running.pop()
 
     def end(self, txn: Any) -> None:
-        """The end of a read."""
         txn.abort()
         self.running.pop()
 
@@ -441,27 +438,25 @@ class Environment:
                 self.remapping = False
 
     def grow(self) -> int:
-        """Double the map, once no read of this process is open; the new size in bytes."""
+        """Double the map, once no read of this process is open; return its new size in bytes."""
         size = int(self.env.info()["map_size"]) * 2
         self._remap(size, self._remap_count)
         return size
 
     def readers(self) -> list[tuple[int, int]]:
-        """(process, transaction) of each reader in another process that does not see the newest commit."""
+        """Return (process, transaction) of each reader in another process that does not see the newest commit."""
         newest = int(self.env.info()["last_txnid"])
         rows = (line.split() for line in self.env.readers().splitlines()[1:])
         found = [(int(process), int(number)) for process, _, number in rows if number.isdigit()]
         return [(process, number) for process, number in found if number < newest and process != os.getpid()]
 
     def file_bytes(self) -> int:
-        """Size of the data file."""
         try:
             return os.stat(os.path.join(self.path, DATA_FILE)).st_size
         except OSError as error:
             raise storage_error(error, self.path) from error
 
     def close(self) -> None:
-        """Close; handles and transactions are invalid afterwards."""
         self._handles = {}
         self.env.close()
 
@@ -490,7 +485,7 @@ class _Shared:
             return environment
 
     def _leave_to_parent(self) -> None:
-        """After fork the parent's environments are not ours to use or to close."""
+        # After fork the environments of the parent must be neither used nor closed here.
         if self.pid != os.getpid():
             self.open = {}
             self.pid = os.getpid()

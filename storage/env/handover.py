@@ -59,7 +59,6 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
 
 
 def is_packed(target: str, group: int) -> bool:
-    """True when the group is there, whole."""
     return os.path.isfile(os.path.join(directory.group_path(target, group), DATA_FILE))
 
 

@@ -30,7 +30,6 @@ class MapRecord:
 
     @property
     def revision(self) -> tuple[int, int]:
-        """(epoch, revision)."""
         return self.rev_epoch, self.rev
 
 
@@ -69,7 +68,7 @@ def save(path: str, record: MapRecord) -> None:
 
 
 def _as_readable_as(pattern: str, descriptor: int) -> None:
-    """Give a file the group and the mode of another one: who reads that, reads this."""
+    """Give a file the group and mode of another one."""
     try:
         found = os.stat(pattern)
     except FileNotFoundError:  # a mirror that is being made

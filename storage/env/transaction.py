@@ -15,18 +15,13 @@ from storage.format import keys, records
 
 
 class Trees(Protocol):
-    """What a transaction needs of its environment."""
-
     path: str
     history_id: int
 
-    def db(self, name: bytes) -> Any:
-        """Handle of a tree."""
+    def db(self, name: bytes) -> Any: ...
 
 
 class Transaction:
-    """A read or write transaction of an environment; trees are named by `keys`."""
-
     __slots__ = ("environment", "raw")
 
     def __init__(self, environment: Trees, raw: Any) -> None:
@@ -36,7 +31,6 @@ class Transaction:
 
     @property
     def path(self) -> str:
-        """Folder of the environment, for errors."""
         return self.environment.path
 
     def get(self, tree: bytes, key: bytes) -> bytes | None:
@@ -54,7 +48,6 @@ class Transaction:
         return removed
 
     def cursor(self, tree: bytes) -> Any:
-        """An lmdb.Cursor."""
         return self.raw.cursor(self.environment.db(tree))
 
     def of_vbucket(self, tree: bytes, vbid: int) -> Iterator[tuple[bytes, bytes]]:
@@ -65,38 +58,31 @@ class Transaction:
             yield from takewhile(lambda row: row[0].startswith(prefix), cursor.iternext())
 
     def stat(self, tree: bytes) -> dict[str, int]:
-        """LMDB's figures of a tree."""
         stat: dict[str, int] = self.raw.stat(self.environment.db(tree))
         return stat
 
     def pub(self, vbid: int) -> records.Pub:
-        """What a vbucket serves. Raises CorruptedError."""
         return self.pub_of(vbid, self.get(keys.DB_PUB, keys.VBID_KEY.pack(vbid)))
 
     def pub_of(self, vbid: int, data: bytes | None) -> records.Pub:
-        """`pub` of a row that was read. Raises CorruptedError."""
         try:
             return records.decode_pub(data)
         except CorruptedError as error:
             raise CorruptedError(error.message, path=self.path, vbid=vbid) from None
 
     def put_pub(self, vbid: int, pub: records.Pub) -> None:
-        """Write what a vbucket serves."""
         self.put(keys.DB_PUB, keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub))
 
     def state_row(self, vbid: int) -> records.StateRow:
-        """What the writer goes on from. Raises CorruptedError."""
         try:
             return records.decode_state(self.get(keys.DB_STATE, keys.VBID_KEY.pack(vbid)))
         except CorruptedError as error:
             raise CorruptedError(error.message, path=self.path, vbid=vbid, hint=error.hint) from error
 
     def put_state_row(self, vbid: int, row: records.StateRow) -> None:
-        """Write what the writer goes on from."""
         self.put(keys.DB_STATE, keys.VBID_KEY.pack(vbid), records.encode_state(row))
 
     def newest_branch(self, vbid: int) -> int:
-        """The highest number of a branch of a vbucket; 0: it has none."""
         cursor = self.cursor(keys.DB_BRANCH)
         there = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
         row_vbid, number = keys.BRANCH_KEY.unpack(cursor.key()) if there else (None, 0)

@@ -42,7 +42,7 @@ _manifests: dict[int, Manifest] = {}
 
 
 class Moment(NamedTuple):
-    """When something is written, by both clocks."""
+    """A time by both clocks."""
 
     wall_ms: int
     """Milliseconds since 1970, for people and for reads as of a time."""
@@ -51,7 +51,7 @@ class Moment(NamedTuple):
 
 
 class BoundaryCounters(NamedTuple):
-    """What the boundaries of a chain count, so that nobody has to walk it."""
+    """Sums over the boundaries of a chain, which spare a walk."""
 
     ordinal: int
     """Of the newest boundary; 0: there is none yet."""
@@ -60,8 +60,6 @@ class BoundaryCounters(NamedTuple):
 
 
 class PurgeRow(NamedTuple):
-    """A row of `purge`."""
-
     purged_seqno: int = 0
     """Up to here the purger has looked."""
     local_purge_seqno: int = 0
@@ -81,8 +79,6 @@ ManifestKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoadedVbucket:
-    """A vbucket as its environment describes it."""
-
     state: VbucketState
     indexed_seqno: int
     manifest_key: ManifestKey
@@ -95,9 +91,7 @@ class LoadedVbucket:
 
 
 def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> LoadedVbucket:
-    """Read the state of a vbucket; CorruptedError names what contradicts what. `known`: manifests that the caller
-    remembers.
-    """
+    """Read the state of a vbucket. `known`: manifests that the caller remembers."""
     pub = txn.pub(vbid)
     branch, published = pub.branch, pub.seqno
     row = txn.state_row(vbid)
@@ -158,7 +152,7 @@ def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | N
 
 
 def purge_row(txn: Transaction, vbid: int) -> PurgeRow:
-    """How far the purger is; zeros before the first purge."""
+    """Return how far the purger is; zeros before the first purge."""
     data = txn.get(keys.DB_PURGE, keys.VBID_KEY.pack(vbid))
     if data is None:
         return PurgeRow()
@@ -174,17 +168,16 @@ def draw_chain_id(txn: Transaction, vbid: int) -> None:
 
 
 def purge_state(txn: Transaction, vbid: int) -> tuple[int, int]:
-    """What the purger changes of a vbucket's state: the floor, and the newest tombstone that it took."""
+    """Return the floor and the newest tombstone that the purger took."""
     return txn.pub(vbid).floor_seqno, purge_row(txn, vbid).local_purge_seqno
 
 
 def put_purge_row(txn: Transaction, vbid: int, row: PurgeRow) -> None:
-    """Write a row of `purge`."""
     txn.put(keys.DB_PURGE, keys.VBID_KEY.pack(vbid), keys.PURGE.pack(*row))
 
 
 def newest_moment(txn: Transaction, vbid: Vbid) -> Moment:
-    """When the newest published boundary, or the branch that is served, was written; zeros: nothing was yet."""
+    """Return when the newest published boundary or the served branch was written; zeros if nothing was."""
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -196,23 +189,20 @@ def newest_moment(txn: Transaction, vbid: Vbid) -> Moment:
 
 
 def all_branches(txn: Transaction, vbid: int) -> Known:
-    """Every branch of a vbucket by number, rising."""
     stored = txn.of_vbucket(keys.DB_BRANCH, vbid)
     return {keys.BRANCH_KEY.unpack(key)[1]: records.decode_branch(value) for key, value in stored}
 
 
 def put_branch(txn: Transaction, vbid: int, branch: int, row: records.BranchRow) -> None:
-    """Write a row of `branch`."""
     txn.put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, branch), records.encode_branch(row))
 
 
 def get_branch(txn: Transaction, vbid: int, branch: int) -> records.BranchRow:
-    """Read a row of `branch`."""
     return records.decode_branch(txn.get(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, branch)))
 
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """When readers first saw a resynced copy, as far as branches of it are left; and how often they ever did."""
+    """Return when readers first saw each resynced copy whose branch is left, and how many resyncs they ever saw."""
     rows = all_branches(txn, vbid).values()
     moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
     return moments, purge_row(txn, vbid).resyncs_gone + len(moments)
@@ -241,8 +231,8 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
 
 
 def move_manifests(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int) -> None:
-    """Let the manifests of a branch up to `to_seqno` be its parent's (`merge`); those that the parent has above the
-    base of the branch are of a history that was lost.
+    """Make the manifests of a branch up to `to_seqno` its parent's (`merge`). Those of the parent above the base of the
+    branch are of a lost history.
     """
     cursor = txn.cursor(keys.DB_MANIFEST)
     there = cursor.set_range(keys.MANIFEST_KEY.pack(vbid, parent, base_seqno + 1))
@@ -268,8 +258,8 @@ def read_manifest(
     key: ManifestKey,
     known: Mapping[ManifestKey, Manifest] | None = None,
 ) -> tuple[Manifest, int]:
-    """The manifest from a row on, and of how many rows it is made: that one and those before it on its chain, down to a
-    whole one, or to one that the caller remembers.
+    """Return the manifest as of a row, and the number of rows that it is made of: that one and those before it on its
+    chain, down to a whole one or to one that the caller remembers.
     """
     if key == (0, 0):
         return Manifest.initial(), 0
@@ -299,7 +289,6 @@ def read_manifest(
 
 
 def _shared(manifest: Manifest) -> Manifest:
-    """An equal manifest that was read before, if there is one."""
     known = _manifests.get(manifest.uid)
     if known is not None and known == manifest:
         return known
@@ -322,8 +311,8 @@ def manifest_rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[t
 
 
 def forget_manifests_before(txn: Transaction, vbid: int, links: chain.Chain, key: ManifestKey) -> bool:
-    """Where a row is a whole manifest, remove those before it on the chain: what is read from here on needs none of
-    them. False where it is not whole.
+    """Remove the manifest rows before a row that is a whole manifest: no later read needs them. Return False if it is
+    not whole.
     """
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
@@ -335,7 +324,6 @@ def forget_manifests_before(txn: Transaction, vbid: int, links: chain.Chain, key
 
 
 def manifest_key_on(txn: Transaction, vbid: int, links: chain.Chain) -> ManifestKey:
-    """The newest manifest row that a chain sees."""
     return next((key for key, _ in manifest_rows(txn, vbid, links)), (0, 0))
 
 
@@ -384,7 +372,6 @@ def put_boundary(
     now: Moment,
     counters: BoundaryCounters,
 ) -> None:
-    """The boundary row of a published snapshot end."""
     vbuuid = state.failover_log.vbuuid_at(seqno)
     key = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
     value = keys.BOUNDARY.pack(
@@ -452,19 +439,19 @@ def begin_history(txn: Transaction, vbid: int) -> None:
 
 
 def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, **changes: Any) -> None:
-    """`state` of a vbucket that stands on `branch` at the complete end `seqno`, with nothing staged above it."""
+    """Write `state` for `branch` at the complete end `seqno`, with nothing staged above it."""
     row = records.StateRow(
-        branch,
-        seqno,
-        seqno,
-        seqno,
-        None,
-        state.failover_log,
-        state.source_purge_seqno,
-        state.rollback_count,
-        state.last_rollback_ms,
-        state.stream_filter,
-        state.missing_seqno,
+        staging_branch=branch,
+        staged_seqno=seqno,
+        staging_published_seqno=seqno,
+        indexed_seqno=seqno,
+        open_snapshot=None,
+        failover_log=state.failover_log,
+        source_purge_seqno=state.source_purge_seqno,
+        rollback_count=state.rollback_count,
+        last_rollback_ms=state.last_rollback_ms,
+        stream_filter=state.stream_filter,
+        missing_seqno=state.missing_seqno,
     )
     txn.put_state_row(state.vbid, row._replace(**changes))
 
@@ -503,7 +490,6 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
 
 
 def _copy_boundary(txn: Transaction, vbid: Vbid, branch: int, boundary: Boundary, vbuuid: int) -> None:
-    """A branch that continues a boundary begins with a copy of it."""
     key = keys.ROW.pack(branch, boundary.seqno) + keys.BOUNDARY_SUFFIX
     value = chain.boundary_value(replace(boundary, vbuuid=Vbuuid(vbuuid)))
     txn.put(keys.rows_db(vbid), key, value)
@@ -518,7 +504,6 @@ def _put_rollback(
     now_ms: int,
     reached_seqno: int | None = None,
 ) -> None:
-    """The record of a rollback from what is served."""
     vbid = state.vbid
     served = chain.load(txn, vbid, state.branch, state.published_seqno)
     newest = chain.newest_boundary(txn, vbid, served, state.published_seqno)
@@ -572,7 +557,6 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
 
 
 def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
-    """The boundary of the served chain that is at `seqno`."""
     served = chain.load(txn, state.vbid, state.branch, seqno)
     boundary = chain.newest_boundary(txn, state.vbid, served, seqno)
     if boundary is None or boundary.seqno != seqno:

@@ -34,7 +34,6 @@ class ChainLink:
     history_ids: records.HistoryIds = ()
 
     def history_id(self, seqno: int) -> int:
-        """Which history a position on this branch is of."""
         return records.history_id_at(self.history_ids, seqno)
 
 
@@ -45,7 +44,6 @@ SPAN_SEQNOS = 100
 
 
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
-    """The chain of `branch` cut at `cut`, newest first."""
     links: list[ChainLink] = []
     current: int | None = branch
     while current is not None:
@@ -79,7 +77,7 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 
 def recut(chain: Chain, cut: int) -> Chain:
-    """The same chain seen as of seqno `cut`."""
+    """Return the same chain as seen at seqno `cut`."""
     if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
         return chain if cut >= chain[0].cut else (_cut_at(chain[0], cut), *chain[1:])
     return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
@@ -90,14 +88,14 @@ def _cut_at(link: ChainLink, cut: int) -> ChainLink:
 
 
 def same(one: Chain, other: Chain) -> bool:
-    """Whether both see the same rows under the same numbers."""
+    """Return True if both see the same rows under the same numbers."""
     return len(one) == len(other) and all(
         (a.branch, a.base_seqno, a.cut) == (b.branch, b.base_seqno, b.cut) for a, b in zip(one, other, strict=True)
     )
 
 
 def sees(chain: Chain, branch: int, seqno: int) -> bool:
-    """Whether the position (branch, seqno) is one of the chain's own history."""
+    """Return True if the position (branch, seqno) is on the chain's history."""
     at = _link_of(chain, branch, 0)
     if at < len(chain) and chain[at].branch == branch:
         return seqno <= chain[at].cut
@@ -106,7 +104,7 @@ def sees(chain: Chain, branch: int, seqno: int) -> bool:
 
 
 def common_seqno(served: Chain, other: Chain) -> int | None:
-    """Up to where two chains are one history; None: they have none in common."""
+    """Return the seqno up to which two chains are one history; None: they share none."""
     cuts = {link.branch: link.cut for link in served}
     return max((min(link.cut, cuts[link.branch]) for link in other if link.branch in cuts), default=None)
 
@@ -136,7 +134,7 @@ def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
 
 
 def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
-    """The index of the first link, from `start` on, whose branch is `branch` or older; len(chain) without one."""
+    """Return the index of the first link from `start` on whose branch is `branch` or older; else len(chain)."""
     if start < len(chain) and chain[start].branch <= branch:
         return start
     return bisect_left(chain, -branch, start, key=lambda link: -link.branch)
@@ -155,7 +153,6 @@ def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = No
 
 
 def boundary_value(boundary: Boundary) -> bytes:
-    """A boundary row's value."""
     return keys.BOUNDARY.pack(
         boundary.snap_start_seqno,
         boundary.vbuuid,
@@ -167,7 +164,7 @@ def boundary_value(boundary: Boundary) -> bytes:
 
 
 def newest_boundary(txn: Transaction, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
-    """The newest kept boundary of the chain with seqno <= `to_seqno`; None when there is none above 0."""
+    """Return the newest kept boundary of the chain with seqno <= `to_seqno`; None if there is none above 0."""
     for boundary in boundaries(txn, vbid, recut(chain, to_seqno)):
         return boundary
     return None
@@ -233,7 +230,7 @@ def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: in
 
 
 def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
-    """The cut of a link; inside of a long snapshot the boundary before that instead."""
+    """Return the cut of a link, or the boundary before it if the cut lies inside a long snapshot."""
     key = keys.SPAN_KEY.pack(vbid, link.branch, link.cut)
     if spans.set_range(key) and spans.key()[:6] == key[:6] and spans.key() != key:
         (before,) = keys.SEQNO.unpack(spans.value())
@@ -242,7 +239,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Remember that no boundary lies between two seqnos of a branch, where that spares a long walk."""
+    """Note that no boundary lies between two seqnos of a branch, if that spares a long walk."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

@@ -38,7 +38,6 @@ class IndexJob:
     """Builds the key rows of rows (from_seqno, to_seqno] of one branch of a vbucket, a slice at a time."""
 
     def __init__(self, environment: Environment, vbid: int, prefix: bytes, from_seqno: int, to_seqno: int) -> None:
-        """Nothing is read or written before the first `step`."""
         self.environment = environment
         self.vbid = vbid
         self.prefix = prefix
@@ -52,7 +51,7 @@ class IndexJob:
         self._sorted: Iterator[KeyRow] | None = None
 
     def read_slice(self) -> bool:
-        """Read the next slice of rows. False when all are read."""
+        """Read the next slice of rows; return False once all are read."""
         if self._read_all:
             return False
         with self.environment.read() as txn:
@@ -78,7 +77,6 @@ class IndexJob:
         self._run = []
 
     def _sort(self) -> None:
-        """Get ready for writing: one sorted stream out of all runs."""
         if self._spilled and self._run:
             self._spill()
         if self._spilled:
@@ -88,7 +86,6 @@ class IndexJob:
             self._sorted = iter(self._run)
 
     def next_slice(self) -> None:
-        """Take the next slice of key rows, to be written."""
         if self._sorted is None:
             self._sort()
         assert self._sorted is not None
@@ -102,7 +99,6 @@ class IndexJob:
         return len(self._slice) == SLICE_ROWS
 
     def close(self) -> None:
-        """Give up spilled files."""
         for file in self._spilled:
             file.close()
         self._spilled = []
@@ -168,7 +164,6 @@ def check_place(txn: Transaction, vbid: int, key: bytes, value: bytes) -> None:
 
 
 def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
-    """The error of rows of which one is not where it was stored."""
     return CorruptedError(
         "the rows are not in order",
         path=txn.path,

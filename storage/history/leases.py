@@ -40,10 +40,7 @@ class HeldLease:
 
 
 class Leases:
-    """The leases of one group."""
-
     def __init__(self) -> None:
-        """None yet."""
         self._held: dict[str, HeldLease] = {}
 
     def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
@@ -60,25 +57,21 @@ class Leases:
         return True
 
     def release(self, name: str) -> None:
-        """Hold no longer."""
         self._held.pop(name, None)
 
     def prune(self, now_ms: int) -> None:
-        """Forget what ended."""
         self._held = {name: lease for name, lease in self._held.items() if lease.until_ms > now_ms}
 
     @property
     def full(self) -> bool:
-        """True when another would be one too many."""
         return len(self._held) >= LEASES_MAX
 
     def of(self, vbid: int, now_ms: int) -> list[Position]:
-        """What is held of a vbucket."""
         active = (lease.positions for lease in self._held.values() if lease.until_ms > now_ms)
         return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
     def floor_max(self, txn: Transaction, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
-        """The seqno that the floor of the served chain may not pass; None: any."""
+        """Return the seqno that the floor of the served chain may not pass; None: any."""
         limits = [
             common
             for branch, seqno in self.of(vbid, now_ms)
@@ -90,7 +83,7 @@ class Leases:
         return boundary.seqno if boundary is not None else 0
 
     def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.ChainLink]:
-        """Branches and cuts whose rows somebody holds."""
+        """Return the branches and cuts whose rows a lease holds."""
         for branch, seqno in self.of(vbid, now_ms):
             yield from chain.load(txn, vbid, branch, seqno)
 

@@ -36,7 +36,7 @@ ROLLBACKS_KEPT = 16
 
 
 class Pair(NamedTuple):
-    """A branch that is to become its parent's, and the one branch that goes on from it."""
+    """A branch that is to be merged into its parent, and the one branch that continues from it."""
 
     parent: int
     branch: int
@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a step has moved: rows of `branch` up to a seqno are the parent's now."""
+    """The result of a step: rows of `branch` up to a seqno are now the parent's."""
 
     branch: int
     parent: int
@@ -55,7 +55,7 @@ class Moved(NamedTuple):
 
 
 def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
-    """Which two links of the served chain to merge next; None: there are few below the floor, or none can be yet.
+    """Return the two links of the served chain to merge next; None: few lie below the floor, or none can be merged yet.
 
     Everything below the floor was purged. `known`: every branch of the vbucket.
     """
@@ -106,7 +106,7 @@ def step(txn: Transaction, vbid: Vbid, pair: Pair, limit: int) -> Moved:
 
 
 def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
-    """Rows and their key rows; boundaries among them are below the floor, and go. Returns how far that was."""
+    """Move rows and their key rows; drop boundaries among them (they are below the floor). Return the last seqno."""
     rows_db, keys_db = keys.rows_db(vbid), keys.keys_db(vbid)
     prefix = keys.PREFIX.pack(pair.branch)
     cursor = txn.cursor(rows_db)
@@ -146,7 +146,7 @@ def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: boo
 
 
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
-    """Keys of `rollback` that say nothing of kept history, oldest first; the newest `ROLLBACKS_KEPT` always do."""
+    """Return keys of `rollback` that concern no kept history, oldest first; the newest `ROLLBACKS_KEPT` always stay."""
     cursor = txn.cursor(keys.DB_ROLLBACK)
     there = cursor.prev() if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
     if not there or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):

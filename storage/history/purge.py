@@ -44,7 +44,7 @@ SHARE_MIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How much history is kept. Each limit is a maximum: the tightest decides. None: no limit of that kind."""
+    """Limits of history. The tightest decides; None: no limit of that kind."""
 
     time_ms: int | None = None
     """Readers can go back at least this long, if the mirror is that old."""
@@ -55,19 +55,16 @@ class Window:
 
 
 class AdaptiveStepSize:
-    """How many rows a step may take, by how long the last ones took: disks and neighbours differ."""
+    """Rows that a step may take, by how long the last steps took: disks and neighbours differ."""
 
     def __init__(self) -> None:
-        """Begin carefully."""
         self._share = 0.25
 
     @property
     def rows(self) -> int:
-        """Rows for the next step."""
         return max(2, int(STEP_ROWS * self._share))
 
     def took(self, elapsed_ms: int) -> None:
-        """Take in how long a step took."""
         if elapsed_ms > STEP_MS_MAX * 0.6:
             self._share = max(SHARE_MIN, self._share / 2)
         elif elapsed_ms < STEP_MS_MAX * 0.4:
@@ -80,7 +77,6 @@ class Purger:
     def __init__(
         self, environment: Environment, vbids: list[Vbid], window: Window, leases: Leases | None = None
     ) -> None:
-        """Nothing is known yet of where there is work."""
         self.environment = environment
         self.window = window
         self.leases = Leases() if leases is None else leases
@@ -99,7 +95,7 @@ class Purger:
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Vbid | None:
-        """The next vbucket that has work. None: none of the few looked at in this call has. Reads only."""
+        """Return the next vbucket that has work, or None if none of the few looked at in this call has. Reads only."""
         if self._removal is not None:
             return Vbid(self._removal.vbid)
         with self.environment.read() as txn:
@@ -114,7 +110,6 @@ class Purger:
 
     @property
     def round_is_over(self) -> bool:
-        """True when every vbucket was looked at since work was last found."""
         return self._idle_looks >= len(self._vbids)
 
     def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
@@ -150,7 +145,6 @@ class Purger:
         return 0
 
     def settle(self, removed_rows: int, elapsed_ms: int) -> None:
-        """A step was committed: what it removed, and how long it took."""
         self.removed_rows += removed_rows
         self._walk = self._next_walk
         self.step_size.took(elapsed_ms)
@@ -183,8 +177,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Whether what lies below the floor may go. The floor of a fresh mirror is its first boundary, which nobody
-        raised: till that is as old as the window, its tombstones are kept like any others.
+        """Return True if what lies below the floor may go. The floor of a fresh mirror is its first boundary, which
+        nothing raised: until that is as old as the window, its tombstones are kept like any others.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -195,9 +189,9 @@ class Purger:
     def _target_floor(
         self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int
     ) -> int:
-        """Where the floor belongs, or on the way there: it is raised by `looks` boundaries at most.
+        """Return the floor that the window asks for, or one on the way there: `looks` boundaries above at most.
 
-        The counters of the boundaries say how much lies above one, so nothing is walked but what the floor passes.
+        The counters of boundaries say how much lies above one, so only what the floor passes is walked.
         """
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
@@ -220,14 +214,14 @@ class Purger:
         return max(floor, target)
 
     def _deferred_base(self, txn: Transaction, vbid: Vbid, served: int) -> int | None:
-        """Where a deferred rollback goes on from: what its readers will need of the served history lies below."""
+        """Return the boundary that a deferred rollback continues from: its readers will need the history below."""
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
     def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
-        """Visit rows in (purged, floor]: each makes its predecessors go, a tombstone perhaps itself. How many went."""
+        """Visit rows in (purged, floor]: each removes its predecessors, a tombstone perhaps itself. Return how many."""
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
@@ -304,7 +298,6 @@ class Purger:
     # -- branches that nobody sees any more -----------------------------------------------------------------------
 
     def _removable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
-        """Dead rows that may go now and are still there."""
         window_ms = self.window.time_ms
         served, _, floor, *_ = txn.pub(vbid)
         ranges = self._dead_ranges(txn, vbid, served)
@@ -322,7 +315,7 @@ class Purger:
                 ranges.remove(dead)  # nothing is ever written there again
 
     def _forgettable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> list[int]:
-        """`forgettable`, but for what a lease names."""
+        """Return `forgettable` without branches that a lease names."""
         found = self._not_needed(txn, vbid)
         if found:
             held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)}
@@ -330,7 +323,7 @@ class Purger:
         return found
 
     def _not_needed(self, txn: Transaction, vbid: Vbid) -> list[int]:
-        """`forgettable`, looked for again only when branches or their rows have changed."""
+        """Return `forgettable`, found again only once branches or their rows have changed."""
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -348,7 +341,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: Vbid, served: int) -> list[Dead]:
-        """`dead_ranges`, found again only when a branch was opened or published."""
+        """Return `dead_ranges`, found again only once a branch was opened or published."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -356,7 +349,7 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: Vbid, dead: Dead) -> None:
-        """Before the first row goes, let readers know that there is a gap; leaps and manifests in it go with it."""
+        """Let readers know of the gap before its first row goes, with its leaps and manifests."""
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             kept = row._replace(kept_seqno=dead.after_seqno)
@@ -389,7 +382,7 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Older versions of a row's key; and the row itself where it is a tombstone that ends its key at the floor."""
+        """Add older versions of a row's key, and the row itself if it is a tombstone that ends its key at the floor."""
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)
         older = chain.recut(self._links, seqno - 1)
@@ -405,7 +398,7 @@ class _Victims:
             self.local_purge_seqno = seqno
 
     def delete(self) -> int:
-        """Take them out of both trees, each in its own order; returns how many they were."""
+        """Delete them from both trees, each in its own order; return their number."""
         unique = sorted(set(self.found))
         for wire_key, dup in unique:
             removed = self._txn.delete(self._keys, wire_key, dup)
@@ -432,7 +425,7 @@ def _forget_boundaries(
 
 
 def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
-    """Every range of rows that no view of the served branch, nor the staging branch, will ever see."""
+    """Return every range of rows that no view of the served branch or the staging branch will ever see."""
     known = branches.all_branches(txn, vbid)
     if len(known) == 1:
         return []
@@ -461,7 +454,6 @@ def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
 
 
 def is_unseen(row: records.BranchRow) -> bool:
-    """Whether readers have not seen it."""
     return not row.time_ms and row.reason in NOT_SEEN_AT_FIRST
 
 
@@ -497,7 +489,7 @@ def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[i
 
 
 def _forward(txn: Transaction, vbid: Vbid, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
-    """Rows and boundaries of a chain above a seqno, rising; the boundary that ends `after_seqno` itself is left out."""
+    """Yield rows and boundaries of a chain above a seqno, rising, without the boundary at `after_seqno` itself."""
     cursor = txn.cursor(keys.rows_db(vbid))
     for link in reversed(links):
         start = max(after_seqno, link.base_seqno)

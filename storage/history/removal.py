@@ -43,17 +43,16 @@ class Dead(NamedTuple):
 
     @property
     def first_key(self) -> bytes:
-        """Where its rows begin in the row tree; the boundary that ends `after_seqno` is not of it."""
+        """The first key of its rows; the boundary that ends `after_seqno` is not one of them."""
         return keys.ROW.pack(self.branch, self.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
 
     @property
     def last_key(self) -> bytes:
-        """Where they end."""
         return keys.ROW.pack(self.branch, self.to_seqno) + keys.BOUNDARY_SUFFIX
 
 
 class Slice(NamedTuple):
-    """What one reading found: key and dup of each row in one, sorted; how many rows and boundaries; what follows."""
+    """The result of one reading: key and dup of each row in one, sorted; rows and boundaries counted; the next key."""
 
     references: list[bytes]
     size: int
@@ -61,7 +60,7 @@ class Slice(NamedTuple):
 
 
 def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
-    """Where to cut sorted slices into batches of about `batch_rows`, by a sample of all of them."""
+    """Return the keys that cut sorted slices into batches of about `batch_rows`, from a sample of all of them."""
     stride = max(1, batch_rows // SAMPLES_PER_BATCH)
     sample = sorted(itertools.chain.from_iterable(each[::stride] for each in slices))
     return sample[SAMPLES_PER_BATCH::SAMPLES_PER_BATCH]
@@ -76,8 +75,6 @@ def deal(sorted_slice: list[bytes], marks: list[bytes], batches: list[list[list[
 
 
 class RemovalPhase(Enum):
-    """What the next step does."""
-
     READ = auto()
     KEYS = auto()
     ROWS = auto()
@@ -87,7 +84,6 @@ class Removal:
     """Removes one dead range of a vbucket: reads a run, removes its key rows, removes its rows, and so on."""
 
     def __init__(self, vbid: int, dead: Dead) -> None:
-        """Nothing is read or removed before the first step."""
         self.dead = dead
         self.vbid = vbid
         self._rows = keys.rows_db(vbid)
@@ -106,7 +102,7 @@ class Removal:
         self._count = 0
 
     def step(self, txn: Transaction, limit: int) -> int:
-        """Do a bounded part in `txn`; returns how many rows were removed."""
+        """Do a bounded part in `txn`; return how many rows were removed."""
         if self._phase is RemovalPhase.READ:
             self._slice = self._read(txn, limit * READ_SHARE)
             return 0
@@ -116,7 +112,7 @@ class Removal:
         return self._remove_rows(txn, limit * ROW_SHARE)
 
     def settle(self) -> bool:
-        """The step was committed. False when the range is empty."""
+        """Note that the step was committed. Return False once the range is empty."""
         if self._phase is RemovalPhase.READ:
             return self._settle_read()
         if self._phase is RemovalPhase.KEYS:

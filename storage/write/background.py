@@ -38,17 +38,15 @@ class Background:
         self._purge_after_ms = 0
 
     def restart(self) -> None:
-        """Begin again with an environment that was just opened."""
         self.jobs = []
         self.purger = self.new_purger()
         self._purge_after_ms = 0
 
     def new_purger(self) -> Purger:
-        """The purger of the environment that is open."""
         return Purger(self.owner.environment, self.owner.vbids, self.window, self.leases)
 
     def step(self) -> bool:
-        """One slice of work. True while more waits; a finished index is published by the next commit."""
+        """Do one slice of work; return True while more waits. The next commit publishes a finished index."""
         if self.jobs:
             self.index_step(self.jobs[0])
             return bool(self.jobs)
@@ -73,12 +71,10 @@ class Background:
             self.begin_job(vbucket)
 
     def begin_job(self, vbucket: PendingVbucket) -> None:
-        """Have the key rows of a complete snapshot made by `step`."""
         vbucket.begin_job()
         self.jobs.append(vbucket)
 
     def index_step(self, vbucket: PendingVbucket) -> None:
-        """Read or write one slice of key rows."""
         job = vbucket.job
         assert job is not None
         try:
@@ -104,7 +100,7 @@ class Background:
     # -- history --------------------------------------------------------------------------------------------------
 
     def purge_step(self) -> bool:
-        """Remove a little history that readers may not read any more. True when something was done."""
+        """Remove a little history below the floor; return True if anything was done."""
         now_ms = self.owner.clock.now_ms()
         if self.window == KEEP_ALL or now_ms < self._purge_after_ms:
             return False
@@ -117,7 +113,7 @@ class Background:
         return True
 
     def purge(self, vbid: Vbid, now_ms: int) -> None:
-        """Do a bounded part of what the purger has to do in a vbucket."""
+        """Do a bounded part of a vbucket's purge."""
         purger = self.purger
         removed_rows = self.owner.write(lambda txn: purger.step(txn, vbid, now_ms))
         purger.settle(removed_rows, self.owner.clock.now_ms() - now_ms)
@@ -146,5 +142,4 @@ class Background:
         return self.leases.renew(name, positions, self._lease_end_ms(until_ms), self.owner.clock.now_ms())
 
     def _lease_end_ms(self, until_ms: int) -> int:
-        """A time of the wall clock by the history clock."""
         return self.owner.clock.now_ms() + min(max(0, until_ms - self.owner.options.clock_ms()), LEASE_MAX_MS)

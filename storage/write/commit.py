@@ -19,7 +19,7 @@ Rows = list[tuple[bytes, bytes]]
 
 
 def put(txn: Transaction, vbucket: PendingVbucket, moment: branches.Moment, *, flush_open: bool) -> Plan:
-    """Write everything that is complete, and with `flush_open` rows of the open snapshot, too."""
+    """Write everything that is complete, and with `flush_open` also the rows of the open snapshot."""
     state = vbucket.base
     count = len(vbucket.rows) if flush_open else vbucket.complete_count
     rows = vbucket.rows if count == len(vbucket.rows) else vbucket.rows[:count]
@@ -103,23 +103,23 @@ def _put_state(
     # A log on disk without anything of its history says that the source has nothing: not before that is known.
     log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()
     row = records.StateRow(
-        state.staging_branch,
-        staged,
-        published,
-        indexed,
-        open_snapshot,
-        log,
-        state.source_purge_seqno,
-        state.rollback_count + rolled_back,
-        now_ms if rolled_back else state.last_rollback_ms,
-        state.stream_filter,
-        missing_seqno,
+        staging_branch=state.staging_branch,
+        staged_seqno=staged,
+        staging_published_seqno=published,
+        indexed_seqno=indexed,
+        open_snapshot=open_snapshot,
+        failover_log=log,
+        source_purge_seqno=state.source_purge_seqno,
+        rollback_count=state.rollback_count + rolled_back,
+        last_rollback_ms=now_ms if rolled_back else state.last_rollback_ms,
+        stream_filter=state.stream_filter,
+        missing_seqno=missing_seqno,
     )
     txn.put_state_row(state.vbid, row)
 
 
 def _missing_seqno(vbucket: PendingVbucket) -> int:
-    """The missing_seqno after a publish: the first snapshot is the bound of what the source left out."""
+    """Return the missing_seqno after a publish: the first snapshot bounds what the source left out."""
     state = vbucket.base
     if state.staging_published_seqno or vbucket.complete_seqno is None:
         return state.missing_seqno

@@ -26,7 +26,7 @@ class HistoryClock:
         stored_wall_ms: int = 0,
         downtime_max_ms: int = 0,
     ) -> None:
-        """Go on from `stored_ms`, which the last writer stored when its wall clock said `stored_wall_ms` (0: none)."""
+        """Continue from `stored_ms`, which the last writer stored at wall time `stored_wall_ms` (0: none)."""
         self._wall_ms = wall_ms
         self._monotonic_ms = monotonic_ms
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
@@ -45,7 +45,6 @@ class HistoryClock:
         self._seen_ms = now_ms
 
     def now_ms(self) -> int:
-        """The time; looks at the wall clock to see whether it was set."""
         now_ms = self._monotonic_ms()
         ahead_ms = self._wall_ms() - now_ms
         if abs(ahead_ms - self._ahead_ms) >= STEP_MIN_MS:

@@ -41,8 +41,6 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """The options of a group's writer."""
-
     group: int
     vbids: Sequence[int]
     identity: Identity
@@ -60,8 +58,6 @@ class WriterOptions:
 
 
 class Contained(Protocol):
-    """An object whose methods are `contained`."""
-
     owner: GroupOwner
 
 
@@ -172,9 +168,9 @@ class GroupOwner:
             branches.begin_history(txn, vbid)
 
     def _open_clock(self) -> HistoryClock:
-        """The history clock, continued from the newest time that is stored in the group.
+        """Return the history clock, continued from the newest time that is stored in the group.
 
-        The time between two writers is limited: so a wall clock that is wrong when the writer starts costs little.
+        The time between two writers is bounded, so a wrong wall clock at the start costs little.
         """
         newest = branches.Moment(0, 0)
         with self.environment.read() as txn:
@@ -189,8 +185,8 @@ class GroupOwner:
         )
 
     def reload(self) -> None:
-        """After a failed commit: open the environment again and forget what was pending. Where that fails, too, the
-        group is `lost` until another `reload` succeeds.
+        """Open the environment again after a failed commit, and forget what was pending. If that fails too, the group
+        is `lost` until another `reload` succeeds.
         """
         self._forget()
         if not self.lost:
@@ -200,24 +196,22 @@ class GroupOwner:
         self.lost = False
 
     def release(self) -> None:
-        """Close without another write, and give up the lock."""
+        """Close without another write, and release the lock."""
         self.closed = True
         if not self.lost:
             SHARED.release(self.environment)
         self.unlock()
 
     def unlock(self) -> None:
-        """Give up the lock."""
         self._lock.release()
 
     def check_open(self) -> None:
-        """Raise Closed, or StorageError where a failed commit has left the group closed."""
+        """Raise Closed, or StorageError if a failed commit left the group closed."""
         self.check_not_closed()
         if self.lost:
             raise StorageError("the group could not be opened again after a failed commit", path=self.path)
 
     def check_not_closed(self) -> None:
-        """Raise Closed after `release`."""
         if self.closed:
             raise Closed("the writer is closed", path=self.path)
 
@@ -255,9 +249,7 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def write_while_opening(self, work: Callable[[Transaction], Any]) -> None:
-        """A small write of its own, not yet under the fence. A file that has outgrown the map it is opened with is
-        full at once.
-        """
+        """Write before the fence holds. A file that has outgrown the map it is opened with is full at once."""
         for _ in range(GROW_TRIES_MAX):
             try:
                 with self.environment.begin(write=True) as txn:
@@ -269,13 +261,12 @@ class GroupOwner:
         raise storage_error(lmdb.MapFullError("map full"), self.path)
 
     def moment(self) -> branches.Moment:
-        """Now, by both clocks."""
         return branches.Moment(self.options.clock_ms(), self.clock.now_ms())
 
     # -- care -----------------------------------------------------------------------------------------------------
 
     def check_file(self) -> None:
-        """Raise CorruptedError where the file is not at its path any more; free what dead readers keep from reuse."""
+        """Raise CorruptedError if the file is no longer at its path; free pages that dead readers hold."""
         if self.environment.look():
             raise CorruptedError(
                 "the group's file was moved, removed or replaced while the service runs",
@@ -288,13 +279,12 @@ class GroupOwner:
             self.environment.env.reader_check()
 
     def sync_when_idle(self) -> None:
-        """With `safe`, sync the meta page of the last commit once the group was idle for a while."""
+        """With `safe`, sync the meta page of the last commit once the group was idle for `IDLE_SYNC_MS`."""
         idle_since = self.unsynced_since
         if self.durability == "safe" and idle_since is not None and self.clock.now_ms() - idle_since >= IDLE_SYNC_MS:
             self.sync()
 
     def sync(self) -> None:
-        """Force everything that was committed to the disk."""
         try:
             self.environment.env.sync(True)
         except lmdb.Error as error:

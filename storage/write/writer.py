@@ -29,7 +29,7 @@ __all__ = ["KEEP_ALL", "CommitResult", "GroupWriter", "RollbackResult", "Vbucket
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """What a commit made visible: (vbid, published_seqno) of each vbucket that moved."""
+    """(vbid, published_seqno) of each vbucket that a commit made readers see."""
 
     published: list[tuple[Vbid, Seqno]]
 
@@ -71,7 +71,7 @@ class GroupWriter:
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def _load(self) -> bool:
-        """Read every vbucket's state from the newest commit; True where readers have seen a newer one."""
+        """Read every vbucket's state from the newest commit; return True if readers have seen a newer one."""
         before = {vbid: vbucket.base for vbid, vbucket in self.vbuckets.items()}
         self._bytes.count = 0
         with self.environment.read() as txn:
@@ -91,7 +91,7 @@ class GroupWriter:
         )
 
     def _settle_resync_reads(self, txn: Transaction) -> None:
-        """Resyncs that are under way follow the setting as it is now."""
+        """Apply the setting to resyncs that are under way."""
         for vbid in self.vbids:
             branches.set_unavailable(txn, vbid, self.options.resync_reads == "unavailable")
 
@@ -101,7 +101,7 @@ class GroupWriter:
 
     @contained
     def reopen(self) -> None:
-        """Open what a failed commit has closed and could not open again; nothing where it is open."""
+        """Open again what a failed commit has closed and could not open."""
         self.owner.check_not_closed()
         if self.owner.lost:
             self.owner.reload()
@@ -138,16 +138,13 @@ class GroupWriter:
 
     @property
     def has_pending(self) -> bool:
-        """True when a commit would change something that readers or a restart could see. What a vbucket receives while
-        an IndexJob makes its key rows waits for that.
-        """
+        """True if a commit would change what readers or a restart see. Data that comes during an IndexJob waits."""
         return any(
             vbucket.dirty and vbucket.job is None and vbucket.commit_worthy for vbucket in self.vbuckets.values()
         )
 
     @contained
     def figures(self) -> dict[str, int]:
-        """Sizes for status: bytes of the file, of the map, commits and pending bytes."""
         info = self.environment.env.info()
         return {
             "file_bytes": self.environment.file_bytes(),
@@ -160,12 +157,10 @@ class GroupWriter:
 
     @contained
     def readers(self) -> list[tuple[int, int]]:
-        """(process, transaction) of each reader in another process that keeps pages from being used again."""
         return self.environment.readers()
 
     @contained
     def histories(self) -> dict[int, extent.History]:
-        """How far back each vbucket's history reaches and what it takes, as of the last commit."""
         with self.environment.read() as txn:
             return {vbid: extent.of(txn, vbid) for vbid in self.vbids}
 
@@ -173,10 +168,10 @@ class GroupWriter:
 
     @contained
     def commit(self, *, flush_open: bool = False) -> CommitResult:
-        """One transaction with everything that is complete; rows of open snapshots too when `flush_open` is set.
+        """Commit everything that is complete in one transaction, with `flush_open` also rows of open snapshots.
 
-        A full map is grown and the batch replayed. On any other failure everything pending is dropped, the states are
-        read again (so machines and streams must start again) and the error is raised: Full, ReadOnly, CorruptedError...
+        A full map is grown and the batch replayed. After any other failure everything pending is dropped, the states
+        are read again (so machines and streams must start again) and the error is raised: Full, ReadOnly, ...
         """
         self.owner.check_open()
         touched = [each for each in self.vbuckets.values() if each.dirty and (flush_open or each.commit_worthy)]
@@ -199,12 +194,11 @@ class GroupWriter:
 
     @property
     def is_indexing(self) -> bool:
-        """True while a complete snapshot waits for `step` to make its key rows."""
         return bool(self.background.jobs)
 
     @contained
     def step(self) -> bool:
-        """One bounded slice of background work. True while more waits; a finished index is published by `commit`."""
+        """Do one bounded slice of background work; return True while more waits. `commit` publishes a ready index."""
         self.owner.check_open()
         self.owner.check_file()
         return self.background.step()
