@@ -40,12 +40,12 @@ def zone_of(name: str) -> tzinfo:
         sign, hours, minutes, seconds = found.groups()
         offset = timedelta(hours=int(hours), minutes=int(minutes or 0), seconds=int(seconds or 0))
         if offset > OFFSET_MAX or int(minutes or 0) > 59 or int(seconds or 0) > 59:
-            raise ValueError(f"{name!r} is no time zone")
+            raise ValueError(f"{name!r} is not a time zone")
         return timezone(-offset if sign == "-" else offset)
     try:
         return ZoneInfo(name)
     except (OSError, ValueError, LookupError):
-        raise ValueError(f"{name!r} is no time zone") from None
+        raise ValueError(f"{name!r} is not a time zone") from None
 
 
 def arrow_name(name: str) -> str:

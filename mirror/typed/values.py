@@ -108,7 +108,7 @@ def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> 
 
     def read(value: Any, problems: Problems) -> dict[str, Any]:
         if type(value) is not dict:
-            raise Misfit(f"{_shown(value)} is no object")
+            raise Misfit(f"{_shown(value)} is not an object")
         found = {}
         for name, reader in readers:
             each = value.get(name)
@@ -164,7 +164,7 @@ def _nullable_reader(field: Any, path: str, zone: str, epoch: str | None) -> Rea
 def _list_reader(element: Reader) -> Reader:
     def read(value: Any, problems: Problems) -> list[Any]:
         if type(value) is not list:
-            raise Misfit(f"{_shown(value)} is no array")
+            raise Misfit(f"{_shown(value)} is not an array")
         return [None if each is None else element(each, problems) for each in value]
 
     return read
@@ -173,7 +173,7 @@ def _list_reader(element: Reader) -> Reader:
 def _map_reader(item: Reader) -> Reader:
     def read(value: Any, problems: Problems) -> list[tuple[str, Any]]:
         if type(value) is not dict:
-            raise Misfit(f"{_shown(value)} is no object")
+            raise Misfit(f"{_shown(value)} is not an object")
         return [(_clean(name), None if each is None else item(each, problems)) for name, each in value.items()]
 
     return read
@@ -184,7 +184,7 @@ def _integer_reader(kind: pa.DataType) -> Reader:
 
     def read(value: Any, _: Problems) -> int:
         if type(value) is not int or not -bound <= value < bound:
-            raise Misfit(f"{_shown(value)} is no integer of {kind.bit_width} bits")
+            raise Misfit(f"{_shown(value)} is not an integer of {kind.bit_width} bits")
         return value
 
     return read
@@ -196,7 +196,7 @@ def _decimal_reader(kind: Any) -> Reader:
     def read(value: Any, _: Problems) -> Decimal:
         text = str(value).replace(",", "") if isinstance(value, str) else str(value)
         if isinstance(value, bool) or not _DECIMAL.fullmatch(text):
-            raise Misfit(f"{_shown(value)} is no decimal number")
+            raise Misfit(f"{_shown(value)} is not a decimal number")
         try:
             found = _EXACT.quantize(_EXACT.create_decimal(text), step)
         except DecimalException:
@@ -222,7 +222,7 @@ def _time_reader(zone_name: str, epoch: str | None) -> Reader:
                 return micros_of(value, zone)
         except (ValueError, OverflowError):
             pass
-        raise Misfit(f"{_shown(value)} is no time")
+        raise Misfit(f"{_shown(value)} is not a time")
 
     return read
 
@@ -233,7 +233,7 @@ def _local_time(value: Any, _: Problems) -> int:
             return micros_of(value, None)
     except (ValueError, OverflowError):
         pass
-    raise Misfit(f"{_shown(value)} is no time without a zone")
+    raise Misfit(f"{_shown(value)} is not a time without a zone")
 
 
 def _date(value: Any, _: Problems) -> int:
@@ -242,7 +242,7 @@ def _date(value: Any, _: Problems) -> int:
             return day_of(value)
     except (ValueError, OverflowError):
         pass
-    raise Misfit(f"{_shown(value)} is no date")
+    raise Misfit(f"{_shown(value)} is not a date")
 
 
 def _text(value: Any, _: Problems) -> str:
@@ -256,7 +256,7 @@ def _clean(text: str) -> str:
 
 def _boolean(value: Any, _: Problems) -> bool:
     if type(value) is not bool:
-        raise Misfit(f"{_shown(value)} is no boolean")
+        raise Misfit(f"{_shown(value)} is not a boolean")
     return value
 
 
@@ -265,7 +265,7 @@ def _double(value: Any, _: Problems) -> float:
         return float(str(value))
     if type(value) is str and value in _DOUBLES:
         return float(_DOUBLES[value])
-    raise Misfit(f"{_shown(value)} is no number")
+    raise Misfit(f"{_shown(value)} is not a number")
 
 
 def _variant(value: Any, _: Problems) -> dict[str, bytes]:

@@ -75,7 +75,7 @@ def test_numbers() -> None:
 def test_zones_by_name_and_by_offset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("UTC", "GMT", "Z", "Europe/Berlin", "+1", "UTC-03:30")
     assert [arrow_name(name) for name in names] == ["UTC", "UTC", "UTC", "Europe/Berlin", "+01:00", "-03:30"]
-    with pytest.raises(ConfigError, match=r"'\.\./x' is no time zone \(for example UTC"):
+    with pytest.raises(ConfigError, match=r"'\.\./x' is not a time zone \(for example UTC"):
         check_zone("../x")
     monkeypatch.setenv("TZ", ":Asia/Tokyo")
     assert machine_zone() == "Asia/Tokyo"

@@ -176,9 +176,9 @@ def test_a_misfit_is_noted_with_its_place_and_the_rest_is_kept() -> None:
     found = struct_reader(schema, "UTC", None)(object_of(text.encode()), problems)
     assert found == {"n": None, "who": {"name": "Ada", "ages": None}, "items": [{"count": 1}, {"count": None}]}
     assert problems == [
-        'n: "' + "x" * 36 + "... is no integer of 32 bits",
-        'who.ages: "2" is no integer of 32 bits',
-        "items[].count: 1.5 is no integer of 32 bits",
+        'n: "' + "x" * 36 + "... is not an integer of 32 bits",
+        'who.ages: "2" is not an integer of 32 bits',
+        "items[].count: 1.5 is not an integer of 32 bits",
     ]
 
 

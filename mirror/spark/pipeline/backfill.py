@@ -91,7 +91,7 @@ def backfill(
     start_s = time.monotonic()
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: exists already", hint="give a new folder; `run --data` goes on with a mirror")
+        raise ConfigError(f"{target}: exists already", hint="give a new folder; `run --data` continues a mirror")
     identity = asyncio.run(_identity(source, settings, groups))
     folder = target.with_name(target.name + ".incomplete")
     with FolderLock(folder):
@@ -240,8 +240,8 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
             elif time.monotonic() - last_received_s > task.silence_s:
                 late = next(row for row in status["vbuckets"] if not _there(row, marks))
                 raise SourceTimeout(
-                    f"vbucket {late['vbid']} does not come on: {late['last_error'] or late['state']}",
-                    hint="see the cluster's health; another run goes on with the groups that are missing",
+                    f"vbucket {late['vbid']} makes no progress: {late['last_error'] or late['state']}",
+                    hint="check the cluster's health; another run pulls the missing groups",
                 )
         counters = consumer.status()["counters"]
     finally:

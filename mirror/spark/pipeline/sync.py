@@ -90,7 +90,7 @@ def checkpoint_for(folder: Folder, how: How) -> Path:
     if not isinstance(folder, LocalFolder) and how.keep_hours < KEEP_HOURS_OBJECTS_MIN:
         raise ConfigError(
             f"{folder}: in an object store files must be kept for {KEEP_HOURS_OBJECTS_MIN} hours at least",
-            hint="there is no lock that would keep another process's unfinished files",
+            hint="no lock protects the unfinished files of another process there",
         )
     return checkpoint
 
@@ -102,7 +102,7 @@ def checkpoint_name(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="bring it back whole") from error
+        raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="restore it as a whole") from error
 
 
 def offsets_of(folder: Path, batch_number: int) -> str:
@@ -225,7 +225,7 @@ def sync(
         if lake.done_batch is None and any((checkpoint / "commits").glob("[0-9]*")):
             raise ConfigError(
                 f"{checkpoint}: belongs to tables that are gone, {folder} has none of its batches",
-                hint="bring the tables back, or remove the checkpoint to begin again",
+                hint="restore the tables, or remove the checkpoint to begin again",
             )
         lake.remove_unfinished()
         if warning := space_warning(folder, lake.projected_bytes()):

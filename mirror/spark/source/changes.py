@@ -81,7 +81,8 @@ class ChangesDriver:
 
     def _refuse(self, vbid: int, lost: str) -> None:
         if not self._options.resync:
-            raise LostHistory(f"{self._options.path}: vbucket {vbid}: {lost}".removeprefix("None: "))
+            place = f"{self._options.path}: " if self._options.path else ""
+            raise LostHistory(f"{place}vbucket {vbid}: {lost}")
 
 
 class LocalChanges(ChangesDriver):

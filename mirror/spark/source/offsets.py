@@ -92,7 +92,7 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
             str(given.get("selection", "")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the checkpoint cannot be read as one of this source: {error!r}") from None
+        raise ConfigError(f"the checkpoint cannot be read: {error!r}", hint="use a checkpoint of this source") from None
     if found.origin != origin:
         raise ConfigError(
             f"the checkpoint was made with option {found.origin}, not {origin}", hint="use another checkpoint"

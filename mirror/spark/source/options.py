@@ -140,7 +140,7 @@ def ranges(text: str) -> frozenset[int]:
             raise ValueError("expected numbers and ranges such as 0-511,600")
         low, high = int(first), int(last) if dash else int(first)
         if high < low or high >= VBUCKETS_MAX:
-            raise ValueError(f"{part.strip()} is no range of vbuckets")
+            raise ValueError(f"{part.strip()} is not a range of vbuckets")
         found.update(range(low, high + 1))
     return frozenset(found)
 

@@ -318,7 +318,7 @@ class RemoteChanges(ChangesDriver):
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
                 if isinstance(item, SourceRolledBack):
-                    return f"the source can no longer tell what was deleted since seqno {at.seqno}"
+                    return f"the source has forgotten deletions since seqno {at.seqno}"
         self._probed.add(probe)
         return ""
 
@@ -364,7 +364,7 @@ def not_on(at: At, log: FailoverLog) -> str:
         if entry.vbuuid == at.vbuuid:
             if newer is not None and at.seqno > newer.seqno:
                 return (
-                    f"the source lost what came after seqno {newer.seqno}, and up to {at.seqno} was delivered; "
+                    f"the source lost the writes after seqno {newer.seqno}, and those up to {at.seqno} were delivered; "
                     "over a connection the documents concerned are not known"
                 )
             return ""

@@ -104,7 +104,7 @@ class Layout:
         seen = {f"_{name}" for name in FOLDED.names}
         for name in self.fields.names:
             if _NOT_A_COLUMN.search(name):
-                raise ConfigError(f"--schema names {name!r}: a Delta table has no such columns")
+                raise ConfigError(f"--schema names {name!r}: a Delta table cannot have this column name")
             if name.lower() in seen:
                 raise ConfigError(
                     f"--schema names {name!r}, which is a column of every typed table or comes twice (Delta ignores "

@@ -20,7 +20,7 @@ exactly-once rests on this argument:
    each key even across rollbacks, where seqno falls. So even a batch folded twice would change nothing. This does not
    apply to a void vbucket (a resync): positions may begin again there.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or one
-   that was set back so that a number means other offsets, would skip or repeat events: it is refused.
+   an older copy of it in which a number means other offsets, would skip or repeat events: it is refused.
 
 The cost of `documents`: a merge rewrites every file in which it changes a row. Changes spread over all keys meet all
 files, so each merge writes the table once more (delta-rs writes no deletion vectors, which would avoid that). So the
@@ -205,12 +205,15 @@ class Lake:
         if marked is not None and (checkpoint is None or fingerprint(checkpoint) != marked):
             raise ConfigError(
                 f"{self.folder}: its tables were written from another checkpoint than this one",
-                hint="bring that checkpoint back, or write to a new folder",
+                hint="restore that checkpoint, or write to a new folder",
             )
         done = self.done_batch
         for table in self._tables.values():
             if done is not None and (table.marked_batch or 0) > done:
-                raise ConfigError(f"{table.folder}: is ahead of {self.changes_folder}: one of them was set back")
+                raise ConfigError(
+                    f"{table.folder}: is ahead of {self.changes_folder}",
+                    hint="one of them was restored from an older copy",
+                )
 
     @property
     def done_batch(self) -> int | None:
@@ -235,7 +238,7 @@ class Lake:
         if batch.number < done or self.changes.transaction_version(OFFSETS_MARK) != fingerprint(batch.offsets):
             raise ConfigError(
                 f"the checkpoint stands at batch {batch.number}, but {self.folder} has batch {done} with other offsets",
-                hint="the checkpoint was set back: bring the newer one back, or write to a new folder",
+                hint="the checkpoint is an older copy: restore the newer one, or write to a new folder",
             )
         return True
 

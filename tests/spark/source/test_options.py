@@ -70,7 +70,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": "/a", "maxBytesPerBatch": "much"}, "must be a number with KiB"),
         ({"path": "/a", "startingFrom": "latest"}, "is for table=changes"),
         ({"path": "/a", "mode": "lax"}, "expected failfast or permissive or dropmalformed"),
-        ({"path": "/a", "timeZone": "Moon"}, "'Moon' is no time zone"),
+        ({"path": "/a", "timeZone": "Moon"}, "'Moon' is not a time zone"),
         ({"path": ""}, "expected something"),
     ],
 )

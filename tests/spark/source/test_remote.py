@@ -209,7 +209,7 @@ def test_what_a_failover_lost_is_refused_or_begun_again(source: SandboxThread) -
     follower.run()
     source.call(source.cluster.failover, 0, lose=3)
     write(source, 200, 40, 2)
-    with pytest.raises(LostHistory, match=r"vbucket 0: the source lost what came after.*resync"):
+    with pytest.raises(LostHistory, match=r"vbucket 0: the source lost the writes after.*resync"):
         follower.step()
     follower.restart(options(source, onLostHistory="resync"))
     follower.run()

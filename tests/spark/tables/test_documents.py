@@ -216,8 +216,8 @@ def test_a_schema_of_other_documents_is_not_loaded_and_may_be_corrected(tmp_path
         ("_key string", "names '_key'"),
         ("_Live int", "names '_Live'"),
         ("total int, TOTAL int", "Delta ignores upper and lower case"),
-        ("`a b` int", "a Delta table has no such columns"),
-        ("`a.b` int", "a Delta table has no such columns"),
+        ("`a b` int", "a Delta table cannot have this column name"),
+        ("`a.b` int", "a Delta table cannot have this column name"),
         ("a int not null", "NOT NULL cannot be promised"),
     ],
 )

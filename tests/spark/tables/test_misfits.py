@@ -40,7 +40,7 @@ def test_misfits_are_kept_once_with_their_reason_whatever_breaks_off(
         cut = '"' + "x" * 36 + "..."
         kept = {
             ("b", 2, "malformed JSON: Expecting ',' delimiter: line 1 column 22 (char 21)", '{"total":1e-999999999e1}'),
-            ("long", 3, f"total: {cut} is no decimal number", '{"total": "xxxxxxxxxxxxxxxxxxx'),
+            ("long", 3, f"total: {cut} is not a decimal number", '{"total": "xxxxxxxxxxxxxxxxxxx'),
         }
         assert quarantined(lake) == kept
         second = [
@@ -53,7 +53,7 @@ def test_misfits_are_kept_once_with_their_reason_whatever_breaks_off(
             patch.setattr(DocumentsTable, "_merge", killed)
             with pytest.raises(MirrorError, match="killed"):
                 apply(lake, batch(1), [second])
-    kept |= {("a", 4, "total: [] is no decimal number", '{"total": []}')}
+    kept |= {("a", 4, "total: [] is not a decimal number", '{"total": []}')}
     kept |= {("b", 5, "total: 1e+20 has too many digits for decimal128(10, 2)", '{"total": 1e+20}')}
     with lake_in(tmp_path, layouts) as lake:
         assert quarantined(lake) == kept
