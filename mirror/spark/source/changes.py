@@ -81,8 +81,8 @@ class ChangesDriver:
 
     def _refuse(self, vbid: int, lost: str) -> None:
         if not self._options.resync:
-            place = f"{self._options.path}: " if self._options.path else ""
-            raise LostHistory(f"{place}vbucket {vbid}: {lost}")
+            source = f"{self._options.path}: " if self._options.path else ""
+            raise LostHistory(f"{source}vbucket {vbid}: {lost}")
 
 
 class LocalChanges(ChangesDriver):

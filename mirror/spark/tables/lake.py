@@ -19,8 +19,8 @@ exactly-once rests on this argument:
 4. The second guard: a merge changes a row only by an event that is later in (at_branch, at_seqno), which rises for
    each key even across rollbacks, where seqno falls. So even a batch folded twice would change nothing. This does not
    apply to a void vbucket (a resync): positions may begin again there.
-5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or one
-   an older copy of it in which a number means other offsets, would skip or repeat events: it is refused.
+5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or an
+   older copy in which a number means other offsets, is refused: it would skip or repeat events.
 
 The cost of `documents`: a merge rewrites every file in which it changes a row. Changes spread over all keys meet all
 files, so each merge writes the table once more (delta-rs writes no deletion vectors, which would avoid that). So the
