@@ -81,7 +81,7 @@ def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors
         sink = SyncTarget(lake, place, How(), lambda *_: None)
         sink([event("mutation", "a", (1, 1))], 0)
         checkpoint(tmp_path / "_checkpoint", b0="0 to 9")
-        with pytest.raises(ConfigError, match="set back"):
+        with pytest.raises(ConfigError, match="an older copy"):
             sink([event("mutation", "a", (1, 1))], 0)
         assert isinstance(sink.failed, ConfigError)
 

@@ -171,7 +171,7 @@ def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(s3: 
     small = SmallMirror(tmp_path / "data")
     where, checkpoint = "s3://lake/killed", tmp_path / "checkpoint"
     command = [*COMMAND, "pipeline", "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
-    killed = Killed([*command, "--available-now", "--max-rows", "100"], checkpoint, tmp_path / "log")
+    killed = Killed([*command, "--available-now", "--max-rows", "300"], checkpoint, tmp_path / "log")
     through_kills(small, killed)
     found = DeltaTable(f"{where}/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()
     assert {row["key"]: (row["seqno"], row["value"]) for row in found} == scanned(small.path)
@@ -188,7 +188,7 @@ import sys
 from pyspark_mirror import session
 data, folder = sys.argv[1:]
 spark = session()
-changes = spark.readStream.format("mirror").options(table="changes", maxRowsPerBatch="100").load(data)
+changes = spark.readStream.format("mirror").options(table="changes", maxRowsPerBatch="300").load(data)
 writer = changes.writeStream.option("checkpointLocation", folder + "/checkpoint").format("parquet")
 writer.trigger(availableNow=True).start(folder + "/out").awaitTermination()
 """

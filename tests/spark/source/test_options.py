@@ -60,7 +60,7 @@ def test_every_option_can_be_said_in_any_case_of_letters() -> None:
         ({"path": "/a", "colection": "x"}, "unknown option 'colection'.*known: path"),
         ({"connection": "couchbase://h/b", "password": "secret"}, "must not be an option.*DCP_MIRROR_PASSWORD"),
         ({"path": "/a", "table": "docs"}, "table='docs': expected documents or changes"),
-        ({"path": "/a", "vbuckets": "5-2"}, "vbuckets='5-2': 5-2 is no range"),
+        ({"path": "/a", "vbuckets": "5-2"}, "vbuckets='5-2': 5-2 is not a range"),
         ({"path": "/a", "vbuckets": "all"}, "such as 0-511,600"),
         ({"path": "/a", "partitions": "0"}, "partitions='0': expected a number"),
         ({"path": "/a", "columns": "key,key"}, "each once"),
