@@ -373,16 +373,6 @@ async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
     assert (marker.version, marker.max_visible_seqno, marker.purge_seqno) == expected
 
 
-async def test_the_newer_of_two_connections_of_one_name_lives(endpoint: DcpEndpoint) -> None:
-    older = await endpoint.client(name="one")
-    newer = await endpoint.client(name="one")
-    assert await older.receive() is None
-    assert await newer.alive()
-    again = await endpoint.client(name="one")
-    assert await newer.receive() is None
-    assert await again.alive()
-
-
 @pytest.mark.parametrize("order", [b"sequential", b"round-robin"])
 @pytest.mark.usefixtures("all_settled")
 async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, order: bytes) -> None:

@@ -55,22 +55,6 @@ def codec_dcp_seqnos() -> fr.Frame:
     return fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4))
 
 
-async def test_dcp_is_opened_once_and_in_its_order(endpoint: DcpEndpoint) -> None:
-    client = await endpoint.connect()
-    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.NO_BUCKET
-    await client.ask(codec_kv.select_bucket(b"orders"))
-    for requested in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
-        assert (await client.say(requested)).status == Status.EINVAL, requested
-    assert (await client.stream(0)).status == Status.EINVAL
-    for flags in (0, 0x03, 0x1001):
-        assert (await client.say(ev.DcpOpen(b"x", flags))).status == Status.EINVAL
-    assert (await client.say(ev.DcpOpen(b"x", 1))).status == 0
-    assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EINVAL
-    assert (await client.say(ev.DcpNoop())).status == 0
-    bad = await client.ask(fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(40)))
-    assert bad.status == Status.EINVAL
-
-
 async def test_who_is_nobody_opens_nothing(store: Store) -> None:
     class Strict(SourceUser):
         @property
@@ -148,13 +132,6 @@ async def test_a_client_that_holds_what_the_mirror_has_not_yet_waits_for_it(
     assert accepted.failover_log == ((UUID + 1, 9), (UUID, 0))
 
 
-async def test_a_client_that_holds_what_a_failover_lost_goes_back(store: Store, endpoint: DcpEndpoint) -> None:
-    vbid = store.put(b"a", b"1", 5)
-    store.log(vbid, (UUID + 1, 6), (UUID, 0))
-    answer = await (await endpoint.client()).stream(vbid, 7, vbuuid=UUID)
-    assert (answer.status, answer.rollback_seqno) == (Status.ROLLBACK, 5)
-
-
 async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store, endpoint: DcpEndpoint) -> None:
     """Official clients give up after a temporary failure, and ask again after this one; a map would not help them."""
     client = await endpoint.client()
@@ -173,14 +150,6 @@ async def test_a_vbucket_without_anything_complete_is_not_here_yet(store: Store,
     store.writer.vbuckets[vbid].publish(5, 5)
     store.writer.commit()
     assert (await client.stream(vbid)).status == 0
-
-
-async def test_noops_come_before_xattrs_and_filters(endpoint: DcpEndpoint) -> None:
-    client = await endpoint.client(noop=False)
-    assert (await client.stream(0)).status == Status.NOT_SUPPORTED
-    plain = await endpoint.client(noop=False, flags=1, name="plain")
-    assert (await plain.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED
-    assert (await plain.stream(0)).status == 0
 
 
 async def test_a_filter_that_names_what_is_not_there_gets_an_error_that_names_what_is(

@@ -214,7 +214,7 @@ async def test_requests_out_of_place(server: Server) -> None:
     await client.hello(*ALL)
     await client.login()
     await client.ask(codec_kv.select_bucket(server.cluster.bucket.name.encode()))
-    for event in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0)):
+    for event in (ev.DcpControl(b"enable_noop", b"true"), ev.GetFailoverLog(0), ev.CloseStream(0), ev.BufferAck(1)):
         assert (await client.say(event)).status == Status.EINVAL, event
     assert (await client.stream(0)).status == Status.EINVAL
     assert (await client.say(ev.DcpOpen(b"x", 1))).status == OK
@@ -274,6 +274,7 @@ async def test_stream_requests_that_are_not_possible(server: Server) -> None:
     silent = await server.client(noop=False)
     assert (await silent.stream(0)).status == Status.NOT_SUPPORTED
     plain = await server.client(noop=False, flags=1)
+    assert (await plain.stream(0, value=b'{"uid":"0"}')).status == Status.NOT_SUPPORTED
     assert (await plain.stream(0)).status == OK
 
 
