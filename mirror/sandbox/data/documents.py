@@ -102,7 +102,7 @@ class SandboxDocuments:
         """Write a whole value (xattrs included, where the datatype says so)."""
         old = self.find_any(vbucket, key)
         alive = old is not None and not old.deleted
-        self._check_free(vbucket, key)
+        _check_free(vbucket, key)
         if mode is Mode.ADD and alive:
             raise DocumentError(Status.KEY_EEXISTS)
         if not alive and (mode is Mode.REPLACE or cas):
@@ -112,15 +112,15 @@ class SandboxDocuments:
         vbucket.locks.pop(key, None)
         keep = preserve_expiry and old is not None and alive
         expiry = old.expiry if keep and old is not None else self._absolute_expiry(key, expiry)
-        rev_seqno = self._next_rev_seqno(vbucket, old)
+        rev_seqno = _next_rev_seqno(vbucket, old)
         if durability:
             self._prepare(vbucket, key, value, rev_seqno, datatype, flags, expiry, durability)
-            return self._end(vbucket, key, self.commit)
+            return _end(vbucket, key, self.commit)
         seqno, new_cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
         frame = mutation_frame(
             vbucket.vbid, key, seqno, rev_seqno, new_cas, value, flags=flags, expiry=expiry, datatype=datatype
         )
-        return self._append(vbucket, Item(seqno, key, frame))
+        return vbucket.append(Item(seqno, key, frame))
 
     def remove(
         self,
@@ -134,14 +134,14 @@ class SandboxDocuments:
         """Delete a document; its system xattrs stay in the tombstone, or what is to be left (value, datatype)."""
         if durability:
             self.prepare_removal(vbucket, key, cas=cas, level=durability)
-            return self._end(vbucket, key, self.commit)
+            return _end(vbucket, key, self.commit)
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
         return self._bury(vbucket, old, ev.Deletion, leave)
 
     def expire(self, vbucket: Vbucket, old: Item) -> Item:
-        self._check_free(vbucket, old.key)
+        _check_free(vbucket, old.key)
         vbucket.locks.pop(old.key, None)
         return self._bury(vbucket, old, ev.Expiration)
 
@@ -189,9 +189,9 @@ class SandboxDocuments:
     ) -> Item:
         """Begin a durable write; until it is committed or aborted readers see what was, and writers are refused."""
         old = self.find_any(vbucket, key)
-        self._check_free(vbucket, key)
+        _check_free(vbucket, key)
         expiry = self._absolute_expiry(key, 0)
-        return self._prepare(vbucket, key, value, self._next_rev_seqno(vbucket, old), datatype, flags, expiry, level)
+        return self._prepare(vbucket, key, value, _next_rev_seqno(vbucket, old), datatype, flags, expiry, level)
 
     def prepare_removal(self, vbucket: Vbucket, key: bytes, *, cas: int = 0, level: int = 1) -> Item:
         old = self.get(vbucket, key)
@@ -202,7 +202,7 @@ class SandboxDocuments:
 
     def commit(self, vbucket: Vbucket, key: bytes) -> Item:
         """End a durable write: enough copies have it."""
-        prepare = self._pending(vbucket, key)
+        prepare = _pending(vbucket, key)
         seqno = vbucket.high_seqno + 1
         head = (vbucket.vbid, key, seqno, prepare.rev_seqno, prepare.cas)
         if prepare.deletes:
@@ -212,19 +212,17 @@ class SandboxDocuments:
             frame = mutation_frame(
                 *head, prepare.value, flags=prepare.flags, expiry=prepare.expiry, datatype=prepare.datatype
             )
-        return self._append(vbucket, CommitItem(seqno, key, frame, prepare.seqno))
+        return vbucket.append(CommitItem(seqno, key, frame, prepare.seqno))
 
     def abort(self, vbucket: Vbucket, key: bytes) -> Item:
         """End a durable write that not enough copies took: nothing has happened."""
-        prepare, seqno = self._pending(vbucket, key), vbucket.high_seqno + 1
-        return self._append(
-            vbucket, Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno)))
-        )
+        prepare, seqno = _pending(vbucket, key), vbucket.high_seqno + 1
+        return vbucket.append(Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno))))
 
     def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
         """Write a prepare and its abort; readers see no change."""
         self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
-        return self._end(vbucket, key, self.abort)
+        return _end(vbucket, key, self.abort)
 
     def apply(self, vbucket: Vbucket, changes: list[ManifestStep]) -> None:
         """Write the system events of a change of the manifest."""
@@ -240,10 +238,6 @@ class SandboxDocuments:
             vbucket.append_event(item, change.event, id_, new_checkpoint=not change.about_scope)
 
     # --- rules
-
-    def _append(self, vbucket: Vbucket, item: Item) -> Item:
-        vbucket.append(item)
-        return item
 
     def _prepare(
         self,
@@ -263,24 +257,7 @@ class SandboxDocuments:
         prepare = ev.Prepare(
             vbucket.vbid, key, seqno, rev_seqno, cas, flags, expiry, lock_time, datatype, value, NRU, deleted, level
         )
-        return self._append(vbucket, Item(seqno, key, codec_dcp.encode(prepare)))
-
-    def _end(self, vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
-        """End a durable write at once; both steps are lost together in a failover."""
-        begun = vbucket.high_seqno
-        item = how(vbucket, key)
-        vbucket.lose_together(begun)
-        return item
-
-    def _pending(self, vbucket: Vbucket, key: bytes) -> Item:
-        prepare = vbucket.prepared.get(key)
-        if prepare is None:
-            raise DocumentError(Status.KEY_ENOENT)
-        return prepare
-
-    def _check_free(self, vbucket: Vbucket, key: bytes) -> None:
-        if key in vbucket.prepared:
-            raise DocumentError(Status.SYNC_WRITE_IN_PROGRESS)
+        return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _is_due(self, vbucket: Vbucket, item: Item) -> bool:
         """True if a document has expired and no durable write of it is under way."""
@@ -297,7 +274,7 @@ class SandboxDocuments:
         value, datatype = values.tombstone_value(old.value, old.datatype) if leave is None else leave
         rev_seqno = old.rev_seqno + 1
         event = kind(vbucket.vbid, old.key, seqno, rev_seqno, cas, datatype, value, delete_time=self.now())
-        return self._append(vbucket, Item(seqno, old.key, codec_dcp.encode(event)))
+        return vbucket.append(Item(seqno, old.key, codec_dcp.encode(event)))
 
     def _collection_of(self, vbucket: Vbucket, key: bytes) -> int:
         try:
@@ -319,9 +296,6 @@ class SandboxDocuments:
             expiry = min(expiry, now + entry.max_ttl) if expiry else now + entry.max_ttl
         return expiry
 
-    def _next_rev_seqno(self, vbucket: Vbucket, old: Item | None) -> int:
-        return vbucket.rev_seqno_max_deleted + 1 if old is None else old.rev_seqno + 1
-
     def _lock(self, vbucket: Vbucket, key: bytes) -> int | None:
         held = vbucket.locks.get(key)
         if held is None:
@@ -333,9 +307,33 @@ class SandboxDocuments:
         return cas
 
     def _check_cas(self, vbucket: Vbucket, old: Item, cas: int) -> None:
-        self._check_free(vbucket, old.key)
+        _check_free(vbucket, old.key)
         held = self._lock(vbucket, old.key)
         if held is not None and held != cas:
             raise DocumentError(Status.LOCKED)
         if held is None and cas and cas != old.cas:
             raise DocumentError(Status.KEY_EEXISTS)
+
+
+def _end(vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
+    """End a durable write at once; both steps are lost together in a failover."""
+    begun = vbucket.high_seqno
+    item = how(vbucket, key)
+    vbucket.lose_together(begun)
+    return item
+
+
+def _pending(vbucket: Vbucket, key: bytes) -> Item:
+    prepare = vbucket.prepared.get(key)
+    if prepare is None:
+        raise DocumentError(Status.KEY_ENOENT)
+    return prepare
+
+
+def _check_free(vbucket: Vbucket, key: bytes) -> None:
+    if key in vbucket.prepared:
+        raise DocumentError(Status.SYNC_WRITE_IN_PROGRESS)
+
+
+def _next_rev_seqno(vbucket: Vbucket, old: Item | None) -> int:
+    return vbucket.rev_seqno_max_deleted + 1 if old is None else old.rev_seqno + 1

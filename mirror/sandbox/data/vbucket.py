@@ -155,38 +155,39 @@ class Vbucket:
 
     # --- changes
 
-    def append(self, item: Item) -> None:
+    def append(self, item: Item) -> Item:
         """Take the next version: of a document, a prepare or an abort. System events go through `append_event`."""
         assert item.seqno == self.high_seqno + 1 or item.seqno <= self.forgotten_seqno, "seqnos have no gaps"
         kind = item.kind
         collection_id = item.collection_id
         if kind == PREPARE:
-            self._supersede(self._aborted.pop(item.key, None), item)
+            _supersede(self._aborted.pop(item.key, None), item)
             self.prepared[item.key] = item
         elif kind == ABORT:
             self._complete(item)
             self._aborted[item.key] = item
         else:
-            self._supersede(self.newest[collection_id].get(item.key), item)
+            _supersede(self.newest[collection_id].get(item.key), item)
             if item.key in self.prepared:
                 self._complete(item)
             self.newest[collection_id][item.key] = item
             self.collection_high_seqno[collection_id] = item.seqno
         self._push(item)
+        return item
 
     def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
         """Take a system event about the collection or scope `id_`: a collection that ends or begins is empty."""
         if new_checkpoint:
             self.open_checkpoint()
-        self._supersede(self._system.get(item.key), item)
+        _supersede(self._system.get(item.key), item)
         self._system[item.key] = item
         if event in (SystemEventId.COLLECTION_BEGIN, SystemEventId.COLLECTION_END):
-            self._supersede(self._system.pop(system_key(id_=id_, modified=True), None), item)
+            _supersede(self._system.pop(system_key(id_=id_, modified=True), None), item)
             for gone in self.newest.pop(id_, {}).values():
-                self._supersede(gone, item)
+                _supersede(gone, item)
             for sync_writes in (self.prepared, self._aborted):
                 for gone in [old for old in sync_writes.values() if old.collection_id == id_]:
-                    self._supersede(sync_writes.pop(gone.key), item)
+                    _supersede(sync_writes.pop(gone.key), item)
             if event == SystemEventId.COLLECTION_BEGIN:
                 self.newest[id_] = {}
             self.collection_high_seqno[id_] = item.seqno
@@ -286,7 +287,6 @@ class Vbucket:
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:
-            self._keep_lost()
             self._cut(base)
         entries = [(self._new_vbuuid(), base), *self.failover_log.pruned(base)]
         self.failover_log = FailoverLog.of(entries[:FAILOVER_LOG_MAX])
@@ -296,16 +296,11 @@ class Vbucket:
 
     def reset(self) -> None:
         """Delete the vbucket and recreate it: empty, with a new history."""
-        self._keep_lost()
         self.forgotten_seqno = self._forgotten_purge_seqno = 0
         self._cut(0)
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
         self.purge_seqno = 0
         self._notify()
-
-    def _keep_lost(self) -> None:
-        if not self.bounded:
-            self.lost.append(PastHistory(self.log, self.failover_log))
 
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
@@ -347,12 +342,8 @@ class Vbucket:
         if prepare is None:
             assert item.seqno <= self.forgotten_seqno, "only a prepare that was forgotten is missing"
             return
-        self._supersede(prepare, item)
+        _supersede(prepare, item)
         self.completed.append((item.seqno, prepare.seqno))
-
-    def _supersede(self, old: Item | None, new: Item) -> None:
-        if old is not None:
-            old.next_seqno = new.seqno
 
     def _push(self, item: Item) -> None:
         self.log.append(item)
@@ -371,6 +362,8 @@ class Vbucket:
 
     def _cut(self, base: int) -> None:
         """Make the log that of the first `base` changes, as it was when they were all."""
+        if not self.bounded:
+            self.lost.append(PastHistory(self.log, self.failover_log))
         kept = self.log[: self._count_up_to(base)]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
@@ -420,6 +413,11 @@ class Vbucket:
 
     def changes(self, first_seqno: int, last_seqno: int) -> Sequence[Item]:
         return self.log[self._count_up_to(first_seqno - 1) : self._count_up_to(last_seqno)]
+
+
+def _supersede(old: Item | None, new: Item) -> None:
+    if old is not None:
+        old.next_seqno = new.seqno
 
 
 def system_key(*, about_scope: bool = False, id_: int, modified: bool = False) -> bytes:
