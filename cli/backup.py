@@ -49,8 +49,7 @@ def backup(
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
 
         def progress(groups: int, size: int) -> None:
-            line = f"{groups} groups copied, {render.size(size)}"
-            screen.show(line, line)
+            screen.show_line(f"{groups} groups copied, {render.size(size)}")
 
         if to == STDOUT:
             summary = to_tar(path, sys.stdout.buffer, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
@@ -135,13 +134,12 @@ def restore(
     path = str(options.data_directory(data, config))
     store_backup.check_target(path)
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
-
-        def progress(groups: int, size: int) -> None:
-            line = f"{render.size(size)} read, {groups} groups"
-            screen.show(line, line)
-
         summary = store_backup.restore(
-            parts_of(source), path, clock_ms=SystemClock().wall_ms, progress=progress, check_rows=check
+            parts_of(source),
+            path,
+            clock_ms=SystemClock().wall_ms,
+            progress=lambda groups, size: screen.show_line(f"{render.size(size)} read, {groups} groups"),
+            check_rows=check,
         )
     if as_json:
         output.print_json(summary_object(summary) | {"data": path, "backup": source})

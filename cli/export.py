@@ -118,7 +118,7 @@ def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: st
                     file.write(line)
                     count += 1
             said = f"{number + 1} of {len(pins)} vbuckets exported, {count:,} documents"
-            screen.show(said, said)
+            screen.show_line(said)
     return count
 
 

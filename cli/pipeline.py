@@ -239,12 +239,7 @@ def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], No
         yield lambda _done, _of: None
         return
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
-
-        def progress(done: int, of: int) -> None:
-            line = f"{what}: {done} of {of} tasks"
-            screen.show(line, line)
-
-        yield progress
+        yield lambda done, of: screen.show_line(f"{what}: {done} of {of} tasks")
 
 
 @app.command()
@@ -470,8 +465,7 @@ def show_figures(
     if as_json:
         output.print_json({"event": "batch" if is_batch else "merge"} | asdict(figures))
         sys.stdout.flush()
-    line = batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures)
-    screen.show(line, line)
+    screen.show_line(batch_line(figures) if isinstance(figures, BatchFigures) else merge_line(figures))
 
 
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:

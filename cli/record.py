@@ -112,7 +112,7 @@ def record_into(
                         behind.discard(item.vbid)
                 size = render.size(recorder.byte_count)
                 line = f"{recorder.frame_count:,} frames, {size}, {len(behind)} vbuckets behind"
-                screen.show(line, line)
+                screen.show_line(line)
                 if recorder.full:
                     return snapshots, recorder.error or "bytes"
                 if not behind and timer is None:

@@ -200,48 +200,45 @@ def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
     return "history for " + "; ".join(shown[:LEASES_SHOWN] + ["..."] * (len(shown) > LEASES_SHOWN)) if shown else None
 
 
+def process_cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
+    """Return the cells that workers and servers share, by heading."""
+    return {
+        "state": state_text(row["phase"]),
+        "pid": str(row["pid"] or DASH),
+        "cpu": DASH if row["cpu_percent"] is None else f"{row['cpu_percent']:.0f} %",
+        "memory": size(row["private_bytes"]),
+        "restarts": str(row["restarts"]),
+        "last end": str(row["last_error"] or row["last_exit"] or ""),
+    }
+
+
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    rows: list[list[str | Text]] = []
+    headers = ["worker", "state", "pid", "groups", "cpu", "memory", "up", "restarts", "last end"]
+    rows = []
     for worker in workers:
         groups = ",".join(map(str, worker["groups"]))
-        cpu = DASH if worker["cpu_percent"] is None else f"{worker['cpu_percent']:.0f} %"
-        rows.append(
-            [
-                str(worker["slot"]),
-                state_text(worker["phase"]),
-                str(worker["pid"] or DASH),
-                groups if len(groups) <= 16 else f"{len(worker['groups'])} groups",
-                cpu,
-                size(worker["private_bytes"]),
-                duration(worker["uptime_s"]),
-                str(worker["restarts"]),
-                str(worker["last_error"] or worker["last_exit"] or ""),
-            ]
-        )
-    headers = ["worker", "state", "pid", "groups", "cpu", "memory", "up", "restarts", "last end"]
+        own = {
+            "worker": str(worker["slot"]),
+            "groups": groups if len(groups) <= 16 else f"{len(worker['groups'])} groups",
+            "up": duration(worker["uptime_s"]),
+        }
+        cells = process_cells(worker) | own
+        rows.append([cells[header] for header in headers])
     return plain_table(headers, rows, right=(0, 2, 4, 5, 6, 7))
 
 
 def server_table(servers: Sequence[Mapping[str, Any]]) -> Table:
-    rows: list[list[str | Text]] = []
-    for server in servers:
-        counters = server["counters"]
-        connections, requests = (counters.get(f"{server['kind']}_{what}") for what in ("connections", "requests"))
-        cpu = DASH if server["cpu_percent"] is None else f"{server['cpu_percent']:.0f} %"
-        rows.append(
-            [
-                server["kind"],
-                state_text(server["phase"]),
-                str(server["pid"] or DASH),
-                number(connections),
-                number(requests),
-                cpu,
-                size(server["private_bytes"]),
-                str(server["restarts"]),
-                str(server["last_error"] or server["last_exit"] or ""),
-            ]
-        )
     headers = ["server", "state", "pid", "clients", "requests", "cpu", "memory", "restarts", "last end"]
+    rows = []
+    for server in servers:
+        counters, kind = server["counters"], server["kind"]
+        own = {
+            "server": kind,
+            "clients": number(counters.get(f"{kind}_connections")),
+            "requests": number(counters.get(f"{kind}_requests")),
+        }
+        cells = process_cells(server) | own
+        rows.append([cells[header] for header in headers])
     return plain_table(headers, rows, right=(2, 3, 4, 5, 6, 7))
 
 
@@ -463,6 +460,9 @@ class Screen:
         """Leave the last picture on the screen."""
         if self._live is not None:
             self._live.stop()
+
+    def show_line(self, line: str) -> None:
+        self.show(line, line)
 
     def show(self, view: RenderableType, line: str) -> None:
         """Show `view` on a terminal, or else `line` when it is due."""

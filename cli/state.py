@@ -111,12 +111,9 @@ def check(
     """Check every invariant of the stored data. Exit code 3 if one is broken."""
     path = str(options.data_directory(data, config))
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
-
-        def progress(done: int, of: int) -> None:
-            line = f"checked {done} of {of} vbuckets"
-            screen.show(line, line)
-
-        report = storage_check.check(path, progress=progress)
+        report = storage_check.check(
+            path, progress=lambda done, of: screen.show_line(f"checked {done} of {of} vbuckets")
+        )
     found: list[str] = [str(problem) for problem in report.problems]
     if as_json:
         shape: dict[str, object] = {"data": path, "ok": not found, "problems": found}

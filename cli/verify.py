@@ -99,7 +99,7 @@ def verify(
         if broken:
 
             def resynced(done: int, of: int) -> None:
-                screen.show(line := f"{done} of {of} vbuckets fetched again", line)
+                screen.show_line(f"{done} of {of} vbuckets fetched again")
 
             resync(str(path), url, settings, broken, progress=resynced)
             results = sorted([result for result in results if result.vbid not in broken] + look(broken), key=by_vbid)
@@ -167,7 +167,7 @@ class Progress:
         line = (
             f"compared {done} of {of} vbuckets, {render.number(rows)} rows, {rows / elapsed_s:,.0f} rows/s, {left} left"
         )
-        self._screen.show(line, line)
+        self._screen.show_line(line)
 
 
 def totals(results: list[VbucketResult]) -> dict[str, Any]:
