@@ -87,6 +87,7 @@ def create(
     files: list[dict[str, Any]] = []
     published: dict[int, int] = {}
     rollbacks: dict[int, int] = {}
+    byte_count = 0
     with open_view(path, stale_reads=True) as view:
         identity = view.identity
         for group in range(identity.group_count):
@@ -94,8 +95,9 @@ def create(
                 name = part_name(group, number)
                 sink.put(BackupPart(name, data))
                 files.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-                progress(group, sum_bytes(files))
-            progress(group + 1, sum_bytes(files))
+                byte_count += len(data)
+                progress(group, byte_count)
+            progress(group + 1, byte_count)
         followed = map_record.load(path, identity.bucket_uuid)  # after the data, which may come from the newest map
     manifest = {
         "kind": KIND,
@@ -110,11 +112,7 @@ def create(
         "files": files,
     }
     sink.put(BackupPart(MANIFEST, json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()))
-    return Summary(identity, time_ms, as_of_ms, published, len(files), sum_bytes(files))
-
-
-def sum_bytes(files: list[dict[str, Any]]) -> int:
-    return sum(each["bytes"] for each in files)
+    return Summary(identity, time_ms, as_of_ms, published, len(files), byte_count)
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -317,14 +317,10 @@ class _VbucketCheck:
             elif records.key_rows([(position, frame)]) != [(wire_key, dup)]:
                 self._add(f"key {wire_key!r} points to row {_show(position)}, which is another document's")
         if references is not None and pointed != len(references):
-            self._report_unpointed(references)
-
-    def _report_unpointed(self, references: dict[bytes, int]) -> None:
-        key_tree = self.txn.cursor(keys.keys_db(self.vbid))
-        for _, dup in key_tree.iternext():
-            references.pop(dup[records.ROW_KEY], None)
-        for position in references:
-            self._add(f"row {_show(position)} has no key row")
+            for _, dup in self.txn.cursor(keys.keys_db(self.vbid)).iternext():
+                references.pop(dup[records.ROW_KEY], None)
+            for position in references:
+                self._add(f"row {_show(position)} has no key row")
 
     def _check_manifests(self) -> None:
         for key, value in self.txn.of_vbucket(keys.DB_MANIFEST, self.vbid):

@@ -479,7 +479,7 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
     """Branches of copies that a resync has taken the place of, once no row of any branch of that copy is left: until
-    then it takes all of them to know what of it is there still (`View._check_left`).
+    then it takes all of them to know what of it is there still (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():
