@@ -580,6 +580,8 @@ MUTATIONS = (
     ),
     # --- a reader ends with what is at the boundary that it names, or is told
     Mutation(_VALIDITY, "if after_seqno < purged != purged_before:", "if False:", _OF_CHANGES),
+    Mutation(_CHANGES, "        check_kept(reader, txn, way)\n", "", _OF_CHANGES),
+    Mutation(_READER, "if commit != (seen := txn.raw.id()):", "if (seen := txn.raw.id()) and commit < 0:", _OF_CHANGES),
     Mutation(_VALIDITY, "return SEQNO_MAX if kept is None else int(kept.seqno)", "return 0", _OF_CHANGES),
     Mutation(
         _CHANGES,
