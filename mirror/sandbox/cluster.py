@@ -1,9 +1,8 @@
-"""The embedded source: an in-memory cluster of n nodes that DCP clients and Couchbase SDKs can connect to.
+"""The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
 
-Knows nodes and the bucket, and moves vbuckets between nodes; must never know who connects. Invariants: a node that is
-down serves nothing, whatever the map says; a map that changed has a higher revision; a node that was split off has data
-and a map of its own, which no change of the cluster reaches; with the same seed and the same calls the same ids,
-histories and snapshots come out. It answers as the recorded engines do (tests/recordings).
+Invariants: a node that is down serves nothing, whatever the map says; a changed map has a higher revision; a node that
+was split off has data and a map of its own; the same seed and calls give the same ids, histories and snapshots. It
+answers as the recorded engines do (tests/recordings).
 """
 
 from __future__ import annotations

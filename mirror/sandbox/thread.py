@@ -1,8 +1,7 @@
-"""The source in a thread of its own, for tests and programs that are not asynchronous.
+"""The source in a thread of its own, for programs that are not asynchronous.
 
-Knows one event loop and the cluster in it; must never know what the cluster does. Invariants: everything about the
-cluster happens in its loop, so `call` and `run` are the only safe ways to it from outside; leaving the context stops
-the cluster and ends the thread.
+Invariants: everything about the cluster happens in its loop, through `call` and `run`; leaving the context ends the
+thread.
 """
 
 from __future__ import annotations

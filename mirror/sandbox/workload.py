@@ -1,8 +1,7 @@
 """A writer with a seed: orders of a shop that come, change and go.
 
-Knows documents and shares; must never know connections. Invariants: the same seed gives the same operations in the
-same order (when they happen is another matter); the number of keys is bounded; deletes and overwrites only touch
-documents that are there.
+Invariants: the same seed gives the same operations in the same order; the number of keys is bounded; deletes and
+overwrites touch existing documents only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The source's control socket: faults and topology changes on request, from another process.
+"""The source's control socket: faults and changes of topology on request, from another process.
 
-Knows JSON on a Unix socket; what a command does is the business of `commands`. One JSON object a line, answered by one
-line: `{"ok": true, "result": ...}` or `{"ok": false, "error": "..."}`. A command is `{"command": NAME, ...}` with its
-arguments. Invariant: a bad command changes nothing and ends nothing.
+A line holds one JSON object: `{"command": NAME, ...}`, answered by `{"ok": true, "result": ...}` or `{"ok": false,
+"error": "..."}`. Invariant: a bad command changes nothing and ends nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The bucket: its vbuckets, manifest, users and map, and everything that can be read from or done to its data directly.
+"""The bucket: its vbuckets, manifest, users and map, and every direct change to its data.
 
-Knows the data and where it lives by the map; must never know listeners or connections. Invariants: one bucket per
-cluster; every replica of a vbucket is the vbucket itself (replication takes no time here); after a change of the map
-the requester calls `map_changed`, and everyone who registered in `on_map_change` hears of it.
+Invariants: one bucket per cluster; a replica of a vbucket is the vbucket itself (replication takes no time); whoever
+changes the map calls `map_changed`, which informs `on_map_change`.
 """
 
 from __future__ import annotations

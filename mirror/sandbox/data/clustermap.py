@@ -1,8 +1,7 @@
-"""The cluster map of the embedded source: which node has which vbucket, and its revisions.
+"""The cluster map of the embedded source; `mirror.server.cluster_config` makes its JSON.
 
-The JSON is `mirror.server.cluster_config`'s. This module does not know listeners or data. Invariants: every change has
-a higher revision within one epoch; a vbucket without a node is -1; `thisNode` is true for the node that answers, and
-for no other.
+Invariants: every change has a higher revision within one epoch; a vbucket without a node is -1; `thisNode` is true for
+the node that answers alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What storing, deleting, touching, locking and expiring mean: one document operation becomes one version.
+"""The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
+docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Knows the rules of the key-value engine about CAS, revision numbers, expiry and locks (kv_engine docs/BinaryProtocol.md,
-docs/protocol.md 2.11), and the time through the clock it is given. Must never know frames or connections. Invariants:
-each change takes exactly one seqno and a CAS above all earlier ones of its vbucket; a refusal changes nothing and is
-a `DocumentError` with the status that a server answers; a document that has expired is found so when it is touched,
-and becomes an expiration there and then.
+Invariants: a change takes one seqno and a CAS above all earlier ones of its vbucket; a refusal changes nothing and is a
+`DocumentError` with the server's status; an expired document becomes an expiration when it is touched.
 """
 
 from __future__ import annotations

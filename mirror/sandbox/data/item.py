@@ -1,9 +1,7 @@
-"""One version of one key, as the source keeps it: a ready-made DCP frame and where it stands in its vbucket.
+"""One version of one key: a ready-made DCP frame and its place in the vbucket.
 
-Knows the fixed parts of the DCP messages (kv_engine docs/dcp/documentation/commands) and how to read them back; must
-never know connections, features or snapshots. Invariants: `frame` is the message as the most capable client gets it
-(collection id before the key, true datatype, xattrs, delete time), with opaque 0; everything but `next_seqno` never
-changes. The frame is made once, so that a backfill is mostly the joining of bytes.
+Invariants: `frame` is the message for the most capable client (collection id before the key, true datatype, xattrs,
+delete time), with opaque 0; only `next_seqno` changes. The frame is made once, so a backfill mostly joins bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Scopes and collections of the bucket, and the system events that report their changes.
+"""Scopes and collections of the bucket, and the system events of their changes (kv_engine docs/Collections.md).
 
-Knows the manifest's JSON and which system event reports which change (kv_engine docs/Collections.md); the bytes of the
-events are the codec's. Must never know vbuckets or connections. Invariants: ids and the uid only grow; ids of scopes
-and of collections begin at 8; a change of several steps gives all but the last of them the uid before it
-(recording 72_k1_collections_live).
+Invariants: ids and the uid only grow; ids begin at 8; a change of several steps gives all but the last step the uid
+before it (recording 72_k1_collections_live).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What a server of a given age grants and speaks: the differences between releases as tables.
+"""The differences between server releases, as tables: what a release grants and speaks.
 
-Knows names of features, settings and flags, and the release that each came with (and left with), as far as this source
-does them at all: docs/protocol.md 2.2 to 2.11, and where the recordings of 6.0.5 and 7.2.0 say otherwise, they. Must
-never know connections or data. Invariants: whatever a profile does not name, its server refuses as one that never
-heard of it; with the profiles "6.0" and "7.2" the recorded requests are answered as recorded.
+Sources: docs/protocol.md 2.2 to 2.11, and the recordings of 6.0.5 and 7.2.0 where they differ. Invariants: a server
+refuses what its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as recorded.
 """
 
 from __future__ import annotations

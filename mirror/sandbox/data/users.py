@@ -1,8 +1,4 @@
-"""Who may do what at the source: names, passwords and privileges, in the simple form that tests need.
-
-Knows the names of a few privileges of the server (kv_engine docs/rbac.md); must never know connections. Invariant: a
-user without a privilege is refused where the server refuses, with the same status.
-"""
+"""The source's users: names, passwords and privileges (kv_engine docs/rbac.md)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""One vbucket of the source: its versions, which of them are newest, and where its histories part.
+"""One vbucket of the source: its versions, which of them are newest, and its histories.
 
-Knows seqnos, checkpoints, failover log and purge. Must never know connections, features, time or the cluster map: the
-callers hand in CAS and times. Invariants: `log` has the versions of the current history in the order of their seqnos,
-above `forgotten_seqno` one for each; a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above
-E, which makes *any* cut of the log a consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a
-group written at once is never cut. Only a `bounded` vbucket forgets anything: without it the superseded versions and
-the logs of lost histories stay, so that tests can look up any past state.
+Invariants: `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
+a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so any cut of the log is a
+consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a group written at once is never cut.
+Only a `bounded` vbucket forgets superseded versions and lost logs.
 """
 
 from __future__ import annotations

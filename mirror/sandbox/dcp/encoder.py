@@ -1,8 +1,7 @@
-"""A version as one particular DCP client gets it: features and open flags decide about key, value and opcode.
+"""A version in the form that one DCP client negotiated (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*, 605_h*).
 
-Knows which negotiated feature alters what (docs/protocol.md 2.2, 2.3, 2.11; recordings 72_h*, 605_h*); must never
-know streams, windows or seqnos. Invariant: where nothing has to be altered the item's own frame is used as it is, so
-the common case costs one test per item; the opaque is set by anyone who sends.
+Invariant: an item that needs no change is sent as its own frame, so the common case costs one test; the sender sets the
+opaque.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which changes of a vbucket a DCP stream shows: what a stream request asks for, judged and remembered.
+"""The filter of a DCP stream; `mirror.server.filter` checks the request.
 
-Knows manifests and collection ids before keys; what a request may ask for is checked in `mirror.server.filter`. Must
-never know seqnos, snapshots or connections. Invariants: a filter that was accepted changes only with the collections of
-its scope, and by those that end; a client without collections sees the default collection and no system events.
+Invariants: an accepted filter changes only with the collections of its scope, and with those that end; a client without
+collections sees the default collection and no system events.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A DCP connection of a node: the streams of its vbuckets, faults included, and what is sent when.
+"""A DCP connection of a node: its streams, their faults and the order of sending.
 
-The rules of requests, flow control and noops are `mirror.server.producer`'s; here are the vbuckets that they are
-applied to (every rollback by the producer's own rule) and the order of sending. By default that is kv_engine's: the
-streams that have something to send take turns, a message each (docs/protocol.md 2.8). This module does not know
-sockets: bytes leave through the connection that it is given.
+`mirror.server.producer` has the rules of requests, flow control and noops. By default the streams with something to
+send take turns, a message each, as in kv_engine (docs/protocol.md 2.8).
 """
 
 from __future__ import annotations

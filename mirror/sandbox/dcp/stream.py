@@ -1,9 +1,8 @@
-"""One DCP stream from the producer's side: what comes next, from disk or from memory, and when it is over.
+"""One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
+docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Knows the phases of a stream and the shape of snapshots (kv_engine docs/dcp/documentation/concepts.md, docs/protocol.md
-2.4, 2.6, 2.7). Must never know sockets, windows or tasks: it gives one message, or messages up to a
-number of bytes, always whole. Invariants: the seqnos of a stream rise; every
-snapshot is complete at its end for what the filter shows; once ended it gives nothing.
+Invariants: the seqnos of a stream rise; every snapshot is complete at its end for what the filter shows; an ended
+stream gives nothing.
 """
 
 from __future__ import annotations

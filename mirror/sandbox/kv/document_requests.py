@@ -1,8 +1,7 @@
-"""Answers to requests that change documents: store, delete, touch, lock, count.
+"""Requests that change documents: store, delete, touch, lock, count (kv_engine docs/BinaryProtocol.md; recording
+sdk_72_conn2).
 
-Reads are `mirror.server.document_requests`'s. As kv_engine answers (docs/BinaryProtocol.md; the recording
-sdk_72_conn2): a vbucket that is not active here is refused with the map; a change is answered with its mutation token
-where that was negotiated; quiet forms answer failures only (getters: hits only).
+Quiet forms answer failures only; quiet getters answer hits only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A client of the embedded source: which features, users, documents and histories its node answers with.
-
-The protocol is `mirror.server`'s; this is the policy of a node: what its profile grants, users with privileges, the
-vbuckets that are active or replicas here. This module does not know sockets.
-"""
+"""A client of the embedded source: the features, users, documents and histories that its node answers with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Sub-document operations on one document in memory: change paths of its body and of its xattrs.
+"""Sub-document changes of one document in memory (kv_engine docs/SubDocument.md); `document.lookup` reads.
 
-Knows the operations and flags (kv_engine docs/SubDocument.md); looking is `document.lookup`'s part. Must never know
-requests, vbuckets or how documents are stored. Invariants: xattrs are worked on as if they were one object whose
-members they are; a virtual attribute is never changed; a change that fails leaves the draft to be thrown away.
+Invariants: xattrs are changed as members of one object; a virtual attribute never changes; a failed change leaves a
+draft to be thrown away.
 """
 
 from __future__ import annotations

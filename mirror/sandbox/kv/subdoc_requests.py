@@ -1,8 +1,6 @@
-"""Answers to sub-document requests that change a document, of one path or of several.
+"""Sub-document requests that change a document (kv_engine docs/SubDocument.md; recording sdk_72_conn2).
 
-Lookups are `mirror.server.document_requests`'s. Extras, bodies and document flags are those of kv_engine
-(docs/SubDocument.md; the recording sdk_72_conn2): a request of several paths changes all of them or none, in one
-version; a failed path of several is reported in the body under one status for the whole.
+A request of several paths changes all or none, in one version; the body reports a failed path under one status.
 """
 
 from __future__ import annotations

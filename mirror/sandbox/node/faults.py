@@ -1,8 +1,7 @@
-"""Faults on request: which connections or streams they are for, and what happens to them.
+"""Faults on request, of connections and streams.
 
-Knows nodes, their connections, what a link can suffer and how streams can end; must never know data. Invariants: a
-fault hits connections that are open now, or with `future` also those that are opened later until `clear`; without a
-filter it hits DCP connections only, for it is they who must survive.
+Invariants: a fault hits open connections, with `future` also later ones until `clear`; without a filter it hits DCP
+connections only.
 """
 
 from __future__ import annotations

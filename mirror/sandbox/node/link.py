@@ -1,8 +1,7 @@
 """The way from a node's connection to its socket, which can be made slow, faulty or silent.
 
-Knows bytes and a transport; must never know what the bytes mean. Invariants: without a fault bytes go to the transport
-at once; a silent link neither sends nor hears, and stays open; a slow one keeps the order; a truncated one ends inside
-of the piece it was sending.
+Invariants: without a fault bytes go to the transport at once; a silent link neither sends nor receives, and stays open;
+a slow one keeps the order; a truncated one ends within its piece.
 """
 
 from __future__ import annotations

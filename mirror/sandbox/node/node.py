@@ -1,8 +1,7 @@
-"""A node: a listener on the loopback interface, its connections, and the dispatch of what they ask.
+"""A node: a listener, its connections, and the dispatch of their requests to tables.
 
-Knows sockets, and nothing of what operations do: they stand in tables. Invariants: a frame is answered in the order it
-came; bytes that are no frame end their connection and no other; a request that its operation cannot decode is refused
-with the status that the codec gives, and the connection stays.
+Invariants: answers come in the order of the requests; bytes that are no frame end their connection alone; a request
+that its operation cannot decode is refused, and the connection stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The nodes' side of TLS: their certificate, which versions they speak, and whose client certificates they believe.
+"""The nodes' TLS: certificate, versions and client certificates.
 
-Knows files and a context that all nodes share; must never know connections or users. Invariant: a certificate that is
-exchanged is shown to anyone who connects from then on, and open connections go on.
+Invariant: an exchanged certificate is shown to new connections; open ones go on.
 """
 
 from __future__ import annotations
