@@ -1,1 +1,1 @@
-"""What a document is made of, and looking into it: for anyone who answers readers, from a store or from memory."""
+"""Documents taken apart and looked into, for requests that read a store or memory."""

@@ -1,13 +1,13 @@
-"""The columns that readers of the data source get: Arrow schemas of documents and of changes; what each field means.
+"""The columns of the data source: Arrow schemas of documents and of changes, with the meaning of each field.
 
 Knows names and types; never a store, a connection or a Spark session. Invariants: the columns of `DOCUMENTS` stand
 first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed, as Spark knows no others
 (what the source counts without a sign above 2^63-1, a cas or vbuuid at most, comes out negative, all bits kept).
 
-    key         as UTF-8. The bytes of a key that is not UTF-8 stand in it as they are: cast(key as binary) gives them
+    key         UTF-8. A key that is not UTF-8 keeps its bytes: cast(key as binary) gives them
     collection  `scope.collection`
-    seqno       of the version that the row speaks of
-    expiry      seconds since 1970, 0: never; of a tombstone the delete time where the source gave one
+    seqno       of the row's version
+    expiry      seconds since 1970, 0: never; of a tombstone the delete time, if the source gave one
     datatype    1: value is JSON (bits of compression and xattrs are gone, as are these themselves)
     value       the body: decompressed, without xattrs; null in a tombstone
 
@@ -18,13 +18,12 @@ and of changes, further:
                 that is valid again in its place, with the fields it came with. Rows about more than one document have
                 a null key: collection_dropped, collection_flushed: all documents of the collection in this
                 vbucket up to here are gone; resync: the whole vbucket is void (its history could not be followed), and
-                what comes next is all of it, from the beginning
-    branch      the line of history that the version stands on; over a connection the number of resyncs that the stream
-                went through
+                all of it follows, from the beginning
+    branch      the line of history of the version; over a connection the number of resyncs of the stream
     vbuuid      the source's name of that history
     snapshot_end_seqno      the boundary that published the version (of those that are kept); of a retraction or
-                restoration the boundary that was gone back to
-    at_branch, at_seqno     where the event itself stands: this pair is what an upsert compares. It rises strictly for
+                restoration the boundary that the rollback went back to
+    at_branch, at_seqno     the position of the event itself, which an upsert compares. It rises strictly for
                 each key, also across rollbacks, where seqno falls; a resync begins again. For published events (branch,
                 seqno) of the version. A rollback opens a branch at a boundary: its retractions stand at seqno 0 of that
                 branch, its restorations at the boundary, and what is published then above it
@@ -67,4 +66,3 @@ CHANGES = pa.schema(
 )
 
 TABLES = {"documents": DOCUMENTS, "changes": CHANGES}
-"""What the option `table` may be."""

@@ -85,7 +85,7 @@ class Costs:
     rewrite_rate: int = 1 << 20
     """Bytes a second that merging may write on average. 0: merge each batch, whatever it costs."""
     keep_documents_hours: int = 1
-    """How long files of older versions of `documents` stay, and so how long a reader of one version may take."""
+    """Time that replaced files of `documents` stay, and so the time that a reader of one version may take."""
 
 
 class Batch(NamedTuple):
