@@ -161,9 +161,6 @@ class PendingVbucket:
 
         Raises SeqnoOrder, and accepts none of them, unless they strictly rise above staged_seqno.
         """
-        self._stage(rows, byte_count, open_snapshot)
-
-    def _stage(self, rows: list[tuple[bytes, bytes]], byte_count: int, open_snapshot: SnapshotRange) -> None:
         if not rows:
             return
         row_keys = [row[0] for row in rows]
@@ -207,7 +204,7 @@ class PendingVbucket:
         change, and now and then the whole, so that reading a manifest takes no more rows than it has collections, times
         a constant.
         """
-        self._stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
+        self.stage([(keys.ROW.pack(self.base.staging_branch, seqno), row_value)], len(row_value), open_snapshot)
         if change is None:
             change = ManifestChange.between(self.base.manifest, manifest)
         if self.manifest_depth > MANIFEST_DEPTH_MIN + 2 * len(manifest.collections):
