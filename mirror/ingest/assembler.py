@@ -171,7 +171,8 @@ class Assembler:
             raise Violation(f"an advance to {seqno} before the first marker")
         if self.open_snapshot is None:
             # A source may say so without a marker: complete there.
-            self._check_bound(seqno)
+            if seqno >= SEQNO_MAX:  # it means "without end" in requests
+                raise Violation(f"a message at {seqno}")
             self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
         self._advance(seqno, "seqno advanced", out)
 
@@ -228,12 +229,6 @@ class Assembler:
         if seqno > self.open_snapshot.end_seqno:
             raise Violation(f"a message at {seqno}, beyond the end of its snapshot at {self.open_snapshot.end_seqno}")
         return self.open_snapshot
-
-    @staticmethod
-    def _check_bound(seqno: int) -> None:
-        """Refuse the seqno that means "without end" in requests: no message can follow it."""
-        if seqno >= SEQNO_MAX:
-            raise Violation(f"a message at {seqno}")
 
     def _advance(self, seqno: int, cause: str, out: list[Instruction]) -> None:
         open_snapshot = self.open_snapshot

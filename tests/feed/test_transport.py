@@ -136,7 +136,7 @@ async def test_answers_find_their_requests_in_any_order_and_unasked_ones_are_dro
     link.data_received(encode(late) + encode(late) + encode(response(frames["first"])))
     assert answers == [("second", Status.EINVAL), ("first", Status.SUCCESS)]
     assert listener.items == []
-    assert link.unanswered_count == 0
+    assert not link._pending
 
 
 async def test_everybody_who_waits_is_notified_once_when_the_connection_ends() -> None:
@@ -178,7 +178,7 @@ async def test_request_without_an_answer_is_a_timeout_and_leaves_nothing_behind(
         link = await connect(node)
         with pytest.raises(SourceTimeout, match="NOOP"):
             await link.request(Opcode.NOOP, timeout_s=0.02)
-        assert link.unanswered_count == 0
+        assert not link._pending
         link.close()
 
 
@@ -258,7 +258,7 @@ async def test_a_question_with_many_answers_gets_each_until_it_declines_more() -
     link.ask(sent, next_answer)
     link.data_received(b"".join(encode(response(sent, key=key)) for key in (b"a", b"b", b"", b"c")))
     assert reported == [b"a", b"b", b""]
-    assert link.unanswered_count == 0
+    assert not link._pending
 
 
 async def test_a_tap_is_shown_every_byte_of_both_directions() -> None:

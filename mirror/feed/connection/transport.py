@@ -176,10 +176,6 @@ class Link(asyncio.BufferedProtocol):
         """Seconds for which requests have waited while nothing came; 0 while none waits."""
         return self._clock.monotonic() - max(self.last_received, self._waits_since) if self._pending else 0.0
 
-    @property
-    def unanswered_count(self) -> int:
-        return len(self._pending)
-
     def next_opaque(self) -> int:
         """Return an opaque that no request of this connection uses, nor has used lately."""
         while True:
