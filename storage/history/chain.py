@@ -188,11 +188,11 @@ def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]
             ):
                 return  # nothing lies below the tip, so nothing below the tips of its parents either
             position = None
-            for key, value in cursor.iterprev():
+            for key in cursor.iterprev(values=False):  # a value may be a document of 20 MiB, of 4 ms
                 if not key.startswith(prefix):
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
-                    boundary = boundary_of(key, value, vbid, link)
+                    boundary = boundary_of(key, cursor.value(), vbid, link)
                     if boundary.seqno != last:
                         last = boundary.seqno
                         yield boundary
@@ -219,11 +219,11 @@ def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: in
                     first = int.from_bytes(spans.key()[6:], "big")
             position = link.cut
             if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
-                for key, value in cursor.iternext():
+                for key in cursor.iternext(values=False):
                     if key > limit:
                         break
                     if len(key) == keys.BOUNDARY_KEY_SIZE:
-                        boundary = boundary_of(key, value, vbid, link)
+                        boundary = boundary_of(key, cursor.value(), vbid, link)
                         yield boundary
                         position = boundary.seqno
                         break
