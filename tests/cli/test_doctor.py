@@ -14,7 +14,7 @@ def test_a_sound_source_and_its_mirror(source: SandboxThread, mirrored: Path) ->
     facts = result.json
     assert (facts["ok"], facts["service"], facts["data"]) == (True, "down", str(mirrored))
     steps = {finding["step"]: finding for finding in facts["findings"]}
-    assert steps["positions"]["text"].startswith("16 vbuckets go on")
+    assert steps["positions"]["text"].startswith("16 vbuckets resume")
     assert steps["privileges"] == {
         "step": "privileges",
         "verdict": "ok",

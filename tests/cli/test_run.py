@@ -92,7 +92,7 @@ def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path
     for where, vbuckets, words in (
         (data, "0-3", "was made to hold vbuckets 4-9"),
         (tmp_path / "beyond", "4-16", "the bucket has 16"),
-        (tmp_path / "nonsense", "9-4", "no range of vbuckets"),
+        (tmp_path / "nonsense", "9-4", "not a range of vbuckets"),
     ):
         refused = run(where, vbuckets)
         assert refused.code == 2
