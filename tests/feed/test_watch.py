@@ -271,10 +271,8 @@ class Stand:
         self.address = "node"
         self.clock = clock
         self.writer = self
+        self.staged_seqno = 5
         self.done: list[str] = []
-
-    def staged_seqno(self, _vbid: int) -> int:
-        return 5
 
     def progressed(self) -> None:
         self.last_progress = self.clock.monotonic()
