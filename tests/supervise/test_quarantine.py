@@ -28,7 +28,7 @@ from mirror.supervise.processes.life import main
 from mirror.supervise.processes.worker import open_stores
 write = GroupOwner.write
 def dying(self, work):
-    if self.group == 1:
+    if self.options.group == 1:
         os.kill(os.getpid(), getattr(signal, os.environ["DIES_OF"]))
     return write(self, work)
 GroupOwner.write = dying
