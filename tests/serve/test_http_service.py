@@ -76,16 +76,17 @@ def test_no_document_is_read_for_a_client_that_is_gone(
 ) -> None:
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB."""
     site.source.put("a", b"1")
-    one_at_a_time, state = site.server.service._one_bulk_read, site.server.gate.state
+    thread, state = site.server.service.bulk_thread, site.server.gate.state
+    go_on = threading.Event()
     reads: list[str] = []
     monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
-    site.call(one_at_a_time.acquire())
+    thread.submit(go_on.wait)
     with site.connect() as line:
         head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n"
         line.sendall(head.encode() + b'{"keys": ["a"]}')
-        eventually_now(lambda: one_at_a_time._waiters)
+        eventually_now(thread._work_queue.qsize)
     eventually_now(lambda: not state.connections)
-    site.loop.call_soon_threadsafe(one_at_a_time.release)
+    go_on.set()
     eventually_now(lambda: not state.tasks)
     assert reads == []
 

@@ -148,7 +148,8 @@ class HttpServer:
         await asyncio.sleep(0)
         self._acceptors.clear()
         self.service.logins.close()
-        self.service.changes_thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self.service.changes_thread, self.service.bulk_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
         self.service.mirror.close()
 
     async def _dates(self) -> None:

@@ -207,7 +207,8 @@ class Service:
     """Streams of changes, by user, or by peer without a login."""
     changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
     """Reads the batches of all streams of changes, one after the other."""
-    _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
+    bulk_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "bulk"))
+    """One thread: the allocator keeps freed memory for each thread that had some."""
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -222,11 +223,7 @@ class Service:
 
     async def read_batch(self, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Return what `read` returns in the thread of the streams of changes. Raises Problem once that has ended."""
-        try:
-            reading = self.changes_thread.submit(read, *args, **more)
-        except RuntimeError:
-            raise Problem("unavailable", "this process stops", hint="connect again") from None
-        return await asyncio.wrap_future(reading)
+        return await _in_thread(self.changes_thread, partial(read, *args, **more))
 
     # readers
 
@@ -370,10 +367,9 @@ class Service:
 
     async def read_in_bulk(self, read: Callable[[], T]) -> T:
         """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
-        held.
+        held. Raises Problem once the thread has ended.
         """
-        async with self._one_bulk_read:
-            return await asyncio.to_thread(read)
+        return await _in_thread(self.bulk_thread, read)
 
     async def after(
         self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T], *, in_bulk: bool = False
@@ -459,3 +455,11 @@ def _strange_name(host: str) -> str | None:
     except ValueError:
         return name
     return None
+
+
+async def _in_thread(thread: ThreadPoolExecutor, read: Callable[[], T]) -> T:
+    try:
+        reading = thread.submit(read)
+    except RuntimeError:
+        raise Problem("unavailable", "this process stops", hint="connect again") from None
+    return await asyncio.wrap_future(reading)
