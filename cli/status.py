@@ -29,7 +29,7 @@ COUNT_SEQNOS_MAX = 2_000_000
 
 
 class DocumentCounter:
-    """Counts live documents, and those of a vbucket again only after it moved."""
+    """Counts live documents; recounts a vbucket only after it moved."""
 
     def __init__(self, data: Path, *, always: bool = False) -> None:
         """`always` counts however large the mirror is."""
@@ -87,7 +87,7 @@ def ready_status(data: Path, timeout_s: float | None) -> Status:
     """Return the status once the mirror is ready, or the last one after `timeout_s`."""
     until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(NotAMirror):  # its service is still to make it
+        with contextlib.suppress(NotAMirror):  # the service has yet to make it
             document = current_status(data)
             if not document["reasons"] or time.monotonic() >= until_s:
                 return document
@@ -130,9 +130,9 @@ def top(
     data: options.DataOption = None,
     config: options.ConfigOption = None,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds between looks.")
+        float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds per refresh.")
     ] = 1.0,
-    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Looks until it ends by itself.")] = None,
+    count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Refreshes until it ends.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show the status live until q or Ctrl-C."""

@@ -52,7 +52,7 @@ class Trouble:
     """A reason why the mirror is not ready, of some vbuckets or of the whole mirror."""
 
     state: str
-    """The state of the mirror that it causes."""
+    """The mirror state that it causes."""
     what: str
     error: str | None = None
     rows: tuple[Row, ...] = ()
@@ -76,7 +76,7 @@ class Trouble:
 
     @property
     def procedure(self) -> str:
-        """The place in docs/ that says what to do."""
+        """The place of the remedy in docs/."""
         if self.what == BROKEN["damaged"]:
             return "operations.md#a-corrupt-group"
         if self.what == MISLED:
@@ -135,7 +135,7 @@ def assess(
     """Judge a mirror by the rows of its vbuckets (cli/JSON.md) and the workers' reports of their groups.
 
     `held_count` is the number of its vbuckets, None while unknown. `source_error` is why the source did not name its
-    bucket. `mirrors` are the contradictions of `kv_nodes` that other mirrors answered.
+    bucket. `mirrors` are contradictions of `kv_nodes` in other mirrors' answers.
     """
     if source_error is not None:
         return of_mirror(UNREACHABLE, "the source cannot be reached", source_error)
@@ -196,7 +196,7 @@ def _late(row: Row, limit_s: float) -> bool:
 
 
 def _collected(rows: Sequence[Row], found: Sequence[tuple[Row, tuple[str, str] | None]]) -> tuple[Trouble, ...]:
-    """Join vbuckets with the same words into one trouble each, worst first."""
+    """Join vbuckets with the same trouble; the worst trouble comes first."""
     together: dict[tuple[str, str], list[Row]] = {}
     for row, trouble in found:
         if trouble is not None:

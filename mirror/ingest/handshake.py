@@ -37,11 +37,11 @@ STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Never from a replica: its markers may overlap and mix disk and memory."""
 
 ROLLBACK_ROUNDS_MAX = 64
-"""Rollback answers in one handshake. Servers keep 25 histories, so more rounds than entries is a source gone wrong."""
+"""Rollback answers in one handshake. Servers keep 25 histories, so more rounds mean a faulty source."""
 
 
 def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
-    """Ask for a stream from where the store stands; whatever cannot be continued is dropped first."""
+    """Request a stream from the store's position, after dropping rows that cannot be continued."""
     if not machine.connected:
         return machine.idle(out)
     continues = _filter_continues(machine)
@@ -53,7 +53,7 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
 
 
 def _filter_continues(machine: MachineState) -> bool:
-    """Return True if a stream may go on from what is held: its filter shows nothing that was left out before."""
+    """Return True if a stream may continue: its filter selects no row that the stored one left out."""
     requested, stored = machine.features.filter, machine.stored_filter
     if not machine.assembler.position_seqno:
         return True
@@ -149,7 +149,7 @@ def rolled_back_by_source(machine: MachineState, event: ev.StreamRollback, out: 
 
 
 def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]) -> Phase:
-    """Decide where to go back to (docs/protocol.md 2.5)."""
+    """Choose the rollback target (docs/protocol.md 2.5)."""
     machine.handshake.rollback_rounds += 1
     boundary_seqno = machine.assembler.boundary_seqno
     if machine.offset.inside_snapshot and seqno >= boundary_seqno:
@@ -173,7 +173,7 @@ def _roll_back(machine: MachineState, seqno: int, why: str, cause: str, out: lis
 
 
 def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
-    """Search common history, once, before everything is fetched again."""
+    """Search for common history, once, before a resync."""
     machine.handshake.next_vbuuid = None
     if machine.handshake.common_tried:
         return _resync(machine, why, out)
@@ -258,7 +258,7 @@ def resync_opened(machine: MachineState, event: ev.ResyncOpened, out: list[Instr
 
 
 def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Instruction]) -> Phase:
-    """Keep the old copy, and try again from time to time: space may have been made."""
+    """Keep the old copy, and retry from time to time: space may be free by then."""
     if not machine.connected:
         return machine.idle(out)
     machine.handshake = HandshakeState()

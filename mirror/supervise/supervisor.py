@@ -2,7 +2,7 @@
 
 `Setup` finds the source and creates the data directory, `Processes` runs workers and servers as `plan` says, `Reports`
 collects and judges their reports, `Commands` answers the control socket. Signals, messages, exits and ticks are events,
-handled one after the other; the look-up of the source, reports and commands are tasks on the same event loop, so they
+handled one after the other; the source look-up, reports and commands are tasks on the same event loop, so they
 interleave with events only at an `await`. Invariants: data is never deleted here; a clean stop waits for the last
 commit of every worker; processes that do not exit in time are killed and reaped before the lock is released.
 """
@@ -148,7 +148,7 @@ class Supervisor:
     # the service's life
 
     async def run(self) -> ExitCode:
-        """Serve until stopped, or with `until_caught_up` until then. Raises the error that ended the service."""
+        """Serve until stopped or, with `until_caught_up`, caught up. Raises the error that ended the service."""
         lock = ServiceLock(self._context.data)
         control = ControlServer(self._context.data, self._commands.answer)
         loop = asyncio.get_running_loop()
@@ -251,7 +251,7 @@ class Supervisor:
         self._reports.source_answered(error)
         self._processes.serve_readers()
         if self._context.identity is not None:
-            self._begin_work()  # workers try on by themselves
+            self._begin_work()  # workers keep trying
 
     def _begin_work(self) -> None:
         if self._processes.working:
@@ -303,7 +303,7 @@ class Supervisor:
             case Turned():
                 self._reports.look_soon()
             case Ready():
-                if child.phase is ProcessPhase.STARTING:  # one that is stopping may become ready yet
+                if child.phase is ProcessPhase.STARTING:  # a stopping child may still become ready
                     self._ready(child)
             case Answer():
                 child.answered(message)
@@ -409,7 +409,7 @@ class Supervisor:
 
 
 def has_terminal() -> bool:
-    """True if the process has a controlling terminal. Closing the terminal sends SIGHUP, too, and then means stop."""
+    """True if the process has a controlling terminal. Closing it also sends SIGHUP, which then means stop."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

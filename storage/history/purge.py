@@ -1,13 +1,12 @@
-"""History: raising the floor, and removing what nothing at or above it can see, in small steps.
+"""History: raise the floor, and remove rows that no boundary at or above it sees, in small steps.
 
-Knows boundaries, versions and branches, and of time only what `history_clock` says; is called by the group's writer
-when there is nothing better to do. Cost is proportional to what changed, never to the size of the bucket: rows are
+Knows boundaries, versions, branches, and time only as `history_clock`. The group's writer calls it when it has no other
+work. Cost is proportional to what changed, never to the size of the bucket: rows are
 visited once, in seqno order, after the floor has passed them. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
   below it (`vbucket_reader` and `validity` refuse);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
-  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno; so does the abort
-  of a sync write, which goes when it is passed;
+  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
 - rows of a dropped or flushed collection go when that event is at or below the floor;
 - rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
   (till then, readers may not have been sent them yet); rows that were never published go at once;
@@ -35,11 +34,11 @@ LOOK_VBUCKETS = 8
 STEP_ROWS = 4_000
 """Rows removed, and twice as many visited, in one step at most."""
 STEP_MS_MAX = 20
-"""No step should take longer, milliseconds: one that comes near it halves the next."""
+"""Milliseconds that a step should take at most: one near it halves the next."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches that readers see from their first publish on; until then they have no time."""
 SHARE_MIN = 0.05
-"""Of STEP_ROWS, the least that a step is halved to: below it, what takes the time is the disk's own sync."""
+"""Smallest share of STEP_ROWS for a step: below it, the disk's own sync takes the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Window:
 
 
 class AdaptiveStepSize:
-    """Rows that a step may take, by how long the last steps took: disks and neighbours differ."""
+    """Rows that a step may take, by the last steps' duration: disks and neighbours differ."""
 
     def __init__(self) -> None:
         self._share = 0.25
@@ -90,7 +89,7 @@ class Purger:
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
         self._short: dict[int, int] = {}  # served branches whose chains are not worth a look: a chain never gets longer
         self.moved: merge.Moved | None = None
-        """What the last step moved from one branch to another."""
+        """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
@@ -113,7 +112,7 @@ class Purger:
         return self._idle_looks >= len(self._vbids)
 
     def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
-        """Do a bounded part of what a vbucket needs; returns how many rows went. `settle` follows the commit."""
+        """Do part of a vbucket's work; return the number of removed rows. Call `settle` after the commit."""
         self.moved = None
         self._next_walk = self._walk
         if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
@@ -177,8 +176,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Return True if what lies below the floor may go. The floor of a fresh mirror is its first boundary, which
-        nothing raised: until that is as old as the window, its tombstones are kept like any others.
+        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary, not a raised one:
+        until that is as old as the window, its tombstones are kept like any others.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -191,7 +190,7 @@ class Purger:
     ) -> int:
         """Return the floor that the window asks for, or one on the way there: `looks` boundaries above at most.
 
-        The counters of boundaries say how much lies above one, so only what the floor passes is walked.
+        Counters in each boundary give the history above it, so only passed boundaries are walked.
         """
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
@@ -214,7 +213,7 @@ class Purger:
         return max(floor, target)
 
     def _deferred_base(self, txn: Transaction, vbid: Vbid, served: int) -> int | None:
-        """Return the boundary that a deferred rollback continues from: its readers will need the history below."""
+        """Return the boundary from which a deferred rollback continues: its readers will need history from there."""
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
@@ -266,7 +265,7 @@ class Purger:
         """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
         key to go on from (empty: that was all).
 
-        Where a walk stands is kept in memory: a process that begins in the middle of one begins it again.
+        Only memory has the walk's position: a process that starts in the middle begins the walk again.
         """
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
@@ -349,7 +348,7 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: Vbid, dead: Dead) -> None:
-        """Let readers know of the gap before its first row goes, with its leaps and manifests."""
+        """Tell readers of the gap before its first row goes; remove its leaps and manifests."""
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             kept = row._replace(kept_seqno=dead.after_seqno)
@@ -373,7 +372,7 @@ class _Victims:
         self.found: list[tuple[bytes, bytes]] = []
         """Wire key and reference of each, some perhaps twice."""
         self.local_purge_seqno = 0
-        """Of the newest tombstone, or end of a collection, among them."""
+        """The seqno of their newest tombstone or collection end."""
         self._txn = txn
         self._links = links
         self._at_floor = chain.recut(links, floor)

@@ -35,14 +35,14 @@ Row = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedState(Served):
-    """What one vbucket serves, as a follower needs it."""
+    """A vbucket's served state, for followers."""
 
     failover_log: FailoverLog
     purge_seqno: int
     """A follower that holds less than this may hold documents whose deletion it will never be sent."""
     manifest: Manifest
     whole: bool
-    """False while nothing complete is served, or it is resynced."""
+    """False during the first fill and during a resync."""
 
     def has(self, branch: int, seqno: int) -> bool:
         """Return True if a position is on the served history."""
@@ -75,7 +75,7 @@ def next_ends(
     reader: VbucketReader, after_seqno: int, least_seqno: int, ends_max: int
 ) -> tuple[ServedState, list[ServedState]]:
     """Return what a vbucket serves now, and what it served at the ends of a follower's next snapshots: the next kept
-    boundaries above `after_seqno`. There are none if the follower has everything.
+    boundaries above `after_seqno`. An up-to-date follower has none.
 
     No end is below `least_seqno`, the end of a snapshot that the follower holds in part. A follower below the floor
     gets one snapshot up to the newest settled boundary: the floor itself would be gone before a large snapshot is sent.
@@ -177,7 +177,7 @@ def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) ->
 
 
 class Commits:
-    """Notices publishes at a cost that does not depend on the number of vbuckets. At first everything is news."""
+    """Notices publishes at a cost that does not depend on the number of vbuckets. The first call returns all."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
@@ -216,7 +216,7 @@ def rows(
     that comes next, unread, if its value, stored or decompressed, has more than `large_bytes`.
 
     Looks at `rows_max` rows at most, and stops with the one that reaches `bytes_max`. `begins` names the selected
-    collections, and the seqno that their rows must be above; None: all there are. `tombstones_from` is given if the
+    collections, and the seqno that their rows must be above; None: select all. `tombstones_from` is given if the
     reader holds documents from before that seqno: then no tombstone above it may be missing. Raises ViewInvalidated.
     """
 

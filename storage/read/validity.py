@@ -1,12 +1,12 @@
-"""What a read of several transactions is promised, and the checks that hold it.
+"""Promises to reads of several transactions, and the checks that keep them.
 
-A reader of documents sees one boundary. A reader of changes that applies each of them ends with the documents of the
-boundary that it reads up to. Rollbacks, resyncs, merges and the purger can make either impossible between two
+A reader of documents sees one boundary. A reader that applies every change ends with the documents of the last boundary
+that it reads. Rollbacks, resyncs, merges and the purger can make either impossible between two
 transactions; ViewInvalidated tells the reader. Every transaction of a read begins with `check`; one of a read of
 changes then calls `check_tombstones`. Knows chains, boundaries, the floor and how far tombstones were purged; never
 what is read. Invariants:
-- rows that are read in a transaction whose check did not raise are those that the first transaction would have seen;
-- a reader of changes has no version of a key whose tombstone the purger took before the reader got it.
+- after a check that did not raise, a transaction reads the rows that the first transaction would have seen;
+- a reader of changes holds no version of a key whose tombstone was purged unread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FROM_BEGINNING = "read it from the beginning; if the purger overtakes that, hol
 
 
 def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survives_rollback: bool = True) -> Served:
-    """Return what is seen at a position as long as all of it is kept and, without `survives_rollback`, served.
+    """Return the view at a position, if all of it is kept and, without `survives_rollback`, served.
 
     Raises ViewInvalidated.
     """
@@ -41,7 +41,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
 
 
 def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
-    """Raise ViewInvalidated unless everything that `pinned` sees is kept and, unless it survives rollbacks, served."""
+    """Raise ViewInvalidated if a row that `pinned` sees is gone or, without `survives_rollback`, not served."""
     pub = txn.pub(reader.vbid)
     check_unmoved(reader, txn, pinned.links)
     if pinned.survives_rollback:
@@ -99,7 +99,7 @@ def check_unmoved(reader: VbucketReader, txn: Transaction, links: chain.Chain) -
 def _check_kept(
     reader: VbucketReader, txn: Transaction, pinned: Served, floor_seqno: int, common_seqno: int | None
 ) -> None:
-    """Raise ViewInvalidated unless everything that `pinned` sees is there, on whatever chain."""
+    """Raise ViewInvalidated unless every row that `pinned` sees is kept, on any chain."""
     if common_seqno is None:
         _check_replaced_copy(reader, txn, pinned)
         common_seqno = -1
@@ -116,8 +116,7 @@ def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served
     """Raise ViewInvalidated if the purger had removed what `pinned` sees before a resync replaced its chain.
 
     The floor of that time is no longer stored. But the purger removes a boundary before, or together with, the first
-    invisible version above it. So this looks for the boundary up to which the last chain before the resync had this
-    history.
+    invisible version above it. So this looks for this history's last boundary on the last chain before the resync.
     """
     vbid, seqno = reader.vbid, int(pinned.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]

@@ -1,12 +1,12 @@
-"""The commits of a worker's groups, and what follows when the store of one fails.
+"""The commits of a worker's groups, and recovery when a group's store fails.
 
-Knows groups, their writers and vbuckets, when a commit is due, and background work of the store; must never know
+Knows groups, writers, vbuckets, due times of commits, and background work of the store; must never know
 connections or maps. Invariants:
 - waiting groups commit in turn: at once while commits take less than their share of the time, after
   `commit_interval_ms` at the latest, or at once when all groups together have `batch_bytes_max` staged;
 - the vbuckets' machines learn what a commit published before anything else happens to the group;
-- a failure of one group never touches another: its machines are dropped and started again from what is stored, later if
-  the disk is full, and never if waiting changes nothing.
+- a failure of one group never touches another: its machines are dropped and restarted from the store, later if the disk
+  is full, and never if the error is permanent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between looks for background work, unless a commit begins to make key rows. The store's idle sync may be this
+"""Pause between checks for background work, unless a commit starts key rows. The store's idle sync may be this
 late.
 """
 STEP_SHARE_S = 0.002
@@ -36,13 +36,13 @@ STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
 REOPEN_FACTOR_MAX = 16
-"""Longest wait of a group that cannot be opened again, in `storage_retry_interval_s`."""
+"""A group that cannot reopen waits this times `storage_retry_interval_s` at most."""
 FREE_BYTES_TO_RESUME = 2
-"""Free space in `batch_bytes_max` before a group whose disk was full tries again."""
+"""This times `batch_bytes_max` must be free before a group retries a full disk."""
 
 
 class CommitPace:
-    """When the next group may commit.
+    """Times the groups' commits.
 
     Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t divided
     by `COMMIT_SHARE` of the worker's time, and the next one waits until the ones before it are paid for. Time without
@@ -83,7 +83,7 @@ class Group:
 
     @property
     def may_be_retried(self) -> bool:
-        """False for an error that no waiting changes. One of no known kind is waited for if the file is not open."""
+        """False for a permanent error. An error of unknown kind is retried if the file is not open."""
         assert self.error is not None
         if isinstance(self.error, Locked):  # another process has claimed the group
             return False
@@ -108,7 +108,7 @@ class Group:
             self.vbuckets[vbid].published(seqno)
 
     def failed(self, error: StorageError) -> None:
-        """Stop the group's streams; start them again from what is stored, later if the disk is full."""
+        """Stop the group's streams; restart them from the store, later if the disk is full."""
         if self.error is not None:
             return
         self.error = error
@@ -135,7 +135,7 @@ class Group:
         self._retry_later(delay_s)
 
     def _give_up(self) -> None:
-        """Leave the group: it is damaged, locked or taken over, which no waiting changes. The others go on."""
+        """Give the group up: it is damaged, locked or taken over for good. The others go on."""
         status = VbucketStatus.DAMAGED if isinstance(self.error, CorruptedError) else VbucketStatus.REFUSED
         for vbucket in self.vbuckets.values():
             vbucket.report(status, f"the store failed: {self.error}")
@@ -228,7 +228,7 @@ class GroupCommits:
                 fullest.failed(error)
 
     def close(self) -> None:
-        """Commit what is complete, and schedule nothing more."""
+        """Commit whole snapshots, and cancel all timers."""
         if self._timer is not None:
             self._timer.cancel()
         for group in self.groups:

@@ -5,11 +5,11 @@ accept, before a TLS handshake costs memory. Invariants:
 - at most `connections_max` connections are open, at most `pending_max` of them without a login. One more closes the
   oldest of the peer with most of these, one whose login is being checked last: clients without a login keep nobody out,
   and never replace one with a login;
-- a connection without a login after `login_timeout_s` is closed, whatever it sends, also in its handshake;
+- a connection without a login after `login_timeout_s` is closed, whatever it sends, even in its handshake;
 - another machine, or another user of a Unix socket, has at most `connections_per_peer_max`;
 - TLS handshakes begin after the client's first bytes, one in each turn of the loop, in turn with large work, one peer
   after the other; never for a client that is gone;
-- a failure to accept is one log line a minute and a new attempt a second later, never the end of the process.
+- after a failure to accept, the process logs one line a minute, retries a second later, and never ends.
 """
 
 from __future__ import annotations

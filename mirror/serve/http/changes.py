@@ -43,7 +43,7 @@ BATCH_BYTES_MAX = 256 * 1024
 PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
-"""Interval of looking at the reader's rights."""
+"""Interval of checks of the reader's rights."""
 STEP_S = 0.001
 """Time for looking at tokens of a position, 25 us each, before other clients have their turn."""
 RETRY_MS = 1_000
@@ -152,7 +152,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Refuse a position that leads nowhere with a status instead of an event."""
+    """Answer a position that leads nowhere with a status, not an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -269,7 +269,7 @@ class ChangeStream:
                 raise refusal
 
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
-        await self._service.turns.turn()  # every stream looks when something was published
+        await self._service.turns.turn()  # every publish wakes every stream
         view = self._service.view
         now = dict(zip(view.vbids, view.published(), strict=True))
         for vbid in self._vbids:
@@ -350,7 +350,7 @@ class ChangeStream:
             budget.give_back(held)
 
     async def _budget_for(self, byte_count: int) -> AsyncGenerator[bytes, None]:
-        """Generate heartbeats until so much of the budget was taken for this stream."""
+        """Generate heartbeats until the budget grants this stream `byte_count`."""
         service = self._service
         granted = service.budget.request(byte_count)
         used = False
