@@ -129,9 +129,7 @@ def status(
 def top(
     data: options.DataOption = None,
     config: options.ConfigOption = None,
-    interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds per refresh.")
-    ] = 1.0,
+    interval: Annotated[float, typer.Option("--interval", "-i", min=0.1, max=3600, help="Seconds per refresh.")] = 1.0,
     count: Annotated[int | None, typer.Option("--count", "-n", min=1, help="Refreshes until it ends.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
