@@ -88,7 +88,7 @@ def export(
 
 
 def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:
-    """Return the names of the collections to export by vbucket and id. Raises UnknownCollection."""
+    """Return by vbucket and id the names of the collections to export. Raises UnknownCollection."""
     found = {}
     for pin in pins:
         names = bulk.collection_names(view, pin)
@@ -162,7 +162,7 @@ def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Itera
 
 
 def with_xattrs(raw: Document) -> bytes:
-    """Return a document as JSON with a member `xattrs`; a malformed one stays as it is."""
+    """Return a document as JSON with a member `xattrs`; a malformed document as it is."""
     try:
         value, datatype = values.inflate(raw.value, raw.datatype)
         found, body = values.split(value, datatype)

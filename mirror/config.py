@@ -30,7 +30,7 @@ Values = dict[str, Any]
 
 
 class Effect(StrEnum):
-    """When a changed setting takes effect."""
+    """The effect of a changed setting."""
 
     DIRECTORY = "new data directory"
     RESTART = "restart"

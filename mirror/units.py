@@ -9,12 +9,12 @@ BYTES = {"b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30,
 
 
 def seconds(text: str) -> float:
-    """Return a duration with a unit in seconds. Raises ValueError."""
+    """Parse a duration with a unit to seconds. Raises ValueError."""
     return _parsed(text, SECONDS, "a number with ms, s, m, h or d")
 
 
 def byte_count(text: str) -> int:
-    """Return a size with a unit in bytes. Raises ValueError."""
+    """Parse a size with a unit to bytes. Raises ValueError."""
     return int(_parsed(text, BYTES, "a number with KiB, MiB, GiB, or k, m, g, which mean the same"))
 
 

@@ -272,7 +272,7 @@ class VbucketState(NamedTuple):
 
     @property
     def purge_seqno(self) -> int:
-        """That of the served copy, unless it is being resynced."""
+        """The purge seqno of the served copy, unless it is being resynced."""
         return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 
     @property

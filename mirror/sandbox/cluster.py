@@ -63,7 +63,7 @@ class SandboxCluster:
         antilag_items: int = 0,
         in_turn: bool = True,
     ) -> None:
-        """Nothing listens before `start`. `port` and `tls_port` are the first node's; the others take free ones.
+        """`start` opens the ports. `port` and `tls_port` are the first node's; the others take free ones.
 
         With `tls` the nodes listen with and without TLS, with `tls_only` with it alone. In the map they are called
         `advertised_host` (None: as the client called them), and from outside `external_host`.

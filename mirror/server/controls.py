@@ -40,7 +40,7 @@ _OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What one kind of server knows and can do of what DCP_CONTROL requests."""
+    """Controls that one kind of server knows and supports."""
 
     controls: frozenset[bytes]
     fractional_noop_interval: bool = True

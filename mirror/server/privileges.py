@@ -1,4 +1,4 @@
-"""Who a client is by its certificate, and the names of the privileges that requests need, as the server spells them
+"""The user of a client certificate, and the names of the privileges that requests need, as the server spells them
 (kv_engine docs/rbac.md), each of them once.
 """
 

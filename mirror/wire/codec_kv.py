@@ -177,7 +177,7 @@ def decode_cluster_config_request(frame: Frame) -> tuple[int, int] | None:
 
 
 def clustermap_notification(epoch: int, revision: int, bucket: bytes, config: bytes = b"", *, opaque: int = 0) -> Frame:
-    """What a server pushes to a duplex client when the cluster changes; brief without `config`."""
+    """The push to a duplex client when the cluster changes; brief without `config`."""
     opcode = int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION)
     datatype = int(Datatype.JSON if config else Datatype.RAW)
     extras = _REVISION.pack(epoch, revision)

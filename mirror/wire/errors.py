@@ -1,4 +1,4 @@
-"""What can go wrong between two peers, and whose fault it is.
+"""Errors between two peers, by the side that made them.
 
     ProtocolError
     |-- LocalProtocolError    we were about to break the rules: nothing was sent, the peer need not know

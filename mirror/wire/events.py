@@ -151,7 +151,7 @@ class SystemEvent(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class SeqnoAdvanced(StreamEvent):
-    """Nothing up to `seqno` is missing. Does not close a snapshot that ends later."""
+    """All up to `seqno` has come. Does not close a snapshot that ends later."""
 
     vbid: int
     seqno: int

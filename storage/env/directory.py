@@ -141,7 +141,7 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
 
 
 def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
-    """What `meta` holds under `identity`: it must be equal to this, byte for byte, or the file is another mirror's."""
+    """The value of `identity` in `meta`: it must be equal to this, byte for byte, or the file is another mirror's."""
     return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
 
 

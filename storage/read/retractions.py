@@ -1,4 +1,5 @@
-"""What a rollback undoes: the newest lost version of each key, and the version that is visible again in its place.
+"""The versions that a rollback undoes: the newest lost version of each key, and the version that is visible again in
+its place.
 
 Knows both trees of a vbucket, the lost chain and the served one; never who reads. A retraction is followed by its
 restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest lost version; a

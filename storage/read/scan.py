@@ -38,7 +38,7 @@ class KeySelection(NamedTuple):
     raw: bool = False
 
     def within(self, manifest: Manifest, collection_id: int) -> WireRange | None:
-        """Return the part that lies in one collection of a manifest; None if it does not have the collection."""
+        """Return the part that lies in one collection of a manifest; None if the manifest does not have it."""
         if (entry := manifest.collections.get(collection_id)) is None:
             return None
         collection = keys.encode_collection_id(collection_id)

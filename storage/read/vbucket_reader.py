@@ -59,7 +59,7 @@ def end_of_references(branch: int, seqno: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one vbucket serves, now or as of a boundary."""
+    """The served state of one vbucket, now or as of a boundary."""
 
     branch: Branch
     seqno: Seqno

@@ -1,4 +1,4 @@
-"""What a writer does between commits: key rows of large snapshots, removal of old history, leases, and syncs.
+"""Work of a writer between commits: key rows of large snapshots, removal of old history, leases, and syncs.
 
 Knows jobs, the purger and leases of one group; never what is being received. One call of `step` is one bounded slice.
 Invariants: key rows come before everything else, since a snapshot waits for them; history that a lease holds stays; a

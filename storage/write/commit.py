@@ -1,4 +1,4 @@
-"""What a commit writes of one vbucket.
+"""The writes of a commit to one vbucket.
 
 Knows the trees and `PendingVbucket`; never fences, full maps or failed commits (`owner`). Invariants: rows, key rows,
 `state`, `pub`, boundary and manifests of a vbucket are written in one transaction; a vbucket becomes visible at a new

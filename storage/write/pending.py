@@ -1,4 +1,4 @@
-"""What a writer has accepted and not yet committed: the memory of each vbucket of a group.
+"""Accepted and uncommitted rows: the memory of each vbucket of a group.
 
 Knows rows, seqnos and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit` writes what
 is here, and `settle` takes note of that. Invariants: `state` is the last commit and the operations accepted since; rows
@@ -30,7 +30,7 @@ INLINE_INDEX_ROWS = 20_000
 
 
 class Plan(NamedTuple):
-    """What a commit wrote of one vbucket."""
+    """The writes of a commit to one vbucket."""
 
     row_count: int
     published: bool
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 class PendingBytes:
-    """How many bytes of a group wait in memory."""
+    """Bytes of a group that wait in memory."""
 
     __slots__ = ("count",)
 

@@ -3,7 +3,7 @@
 Knows how to hand events to the machine and execute its instructions, how to request a stream, and the pause before a
 retry; must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`): the machine
 gets events one at a time and in order; its instructions are executed in list order; an answer is handed to the machine,
-and what it returns is executed, before the next instruction of the list; what the sink refuses ends its list; an opaque
+and what it returns is executed, before the next instruction of the list; a sink's refusal ends the list; an opaque
 of another session, or of a stream that was closed, never reaches the machine; after `drop_machine` nothing is sent and
 no pause is running. Errors of the store pass through: the group's owner drops its machines and starts them again from
 what is stored.
@@ -125,7 +125,7 @@ class VbucketHost(ABC):
     # -- instructions ---------------------------------------------------------------------------------------------
 
     def execute(self, instructions: Sequence[ins.Instruction]) -> None:
-        """Execute instructions of the machine. Raises StorageError, but no SeqnoOrder of a staging."""
+        """Execute instructions of the machine. Raises StorageError, but no SeqnoOrder from staging."""
         for instruction in instructions:
             if self.machine is None:
                 return

@@ -1,1 +1,1 @@
-"""Who may read: users, logins, certificates, and who may connect."""
+"""Access: users, logins, certificates and connections."""

@@ -1,4 +1,4 @@
-"""Password checks outside of the event loop, with refusals that come later after each failure.
+"""Password checks outside of the event loop, with refusals delayed longer after each failure.
 
 Knows users, peers and their recent failures; never a protocol or a socket. One home for all ports. Invariants:
 - PBKDF2 runs in a thread of its own: users who are logged in notice nothing;

@@ -29,7 +29,7 @@ _U64_MAX = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What must be published before a scan begins."""
+    """The writes that must be published before a scan begins."""
 
     vbuuid: int
     seqno: int

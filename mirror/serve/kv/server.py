@@ -148,7 +148,7 @@ class KvServer:
             self._empty.set()
 
     def paused(self, connection: KvConnection) -> None:
-        """If clients that take nothing hold too much together, hang up on the one with most."""
+        """Hang up on the client with most unsent bytes if all together hold too much."""
         paused = [each for each in self.connections if each.paused_s is not None]
         total = sum(each.unsent.unsent_bytes for each in paused)
         while total > self._limits.unsent_bytes_max and paused:
