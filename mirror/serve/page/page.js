@@ -4,7 +4,7 @@
 
 const ASK_MS = 2000;
 const SAMPLES_EVERY = 3;
-const SILENT_S = 5;
+const SILENT_S = 3;
 const SENTENCE_MAX = 90;
 const KINDS = {
   dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
