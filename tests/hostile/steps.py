@@ -46,7 +46,9 @@ def name_of(handle: Any) -> str:
             coroutine = coroutine.cr_await
         return " > ".join(names)
     if isinstance(owner, Turns):
-        return f"turn: {owner._waiting[0]!r}"
+        step = owner._waiting[0]
+        step = getattr(step, "func", step)  # never a repr: a partial's would be that of the pieces which it lets go of
+        return f"turn: {getattr(step, '__qualname__', type(step).__name__)}"
     protocol = getattr(owner, "_protocol", None)
     name = getattr(callback, "__qualname__", None) or repr(callback)
     return f"{name} of {type(protocol).__name__}" if protocol is not None else name
