@@ -19,8 +19,8 @@ from mirror.log import get_logger
 from mirror.serve.access.auth import Reader, Users
 from mirror.server.privileges import certified_name
 
-READ_BYTES = 64 * 1024
-"""What is read of a connection in one step. Of records of one byte asyncio's own 256 KiB are a step of 7 ms."""
+READ_BYTES = 16 * 1024
+"""Bytes read of a connection in one step. With records of one byte asyncio's own 256 KiB are a step of 7 to 25 ms."""
 
 log = get_logger("tls")
 

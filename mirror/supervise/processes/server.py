@@ -117,7 +117,6 @@ class DcpServing(KvServing):
 async def open_server(start: StartMessage, _send: Send) -> Work:
     """Open the mirror and listen as the first message says. Raises ConfigError, StorageError."""
     assert isinstance(start, StartServer), "a worker is another program"
-    gc.freeze()  # a collection of all that was imported is a step of 10 ms
     settings = from_wire(start.settings)
     kind, number = start.kind, start.slot % SLOTS_PER_KIND
     set_up_logs(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
@@ -138,12 +137,16 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
         listening = [Listening(each, address.local, address.tls) for address, each in sockets]
         http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")
         await http.start()
-        return http
-    serving = (DcpServing if kind == "dcp" else KvServing)(
-        settings, sockets, start.revision, bytes.fromhex(start.login_secret)
-    )
-    await serving.start()
-    return serving
+        work: Work = http
+    else:
+        serving = (DcpServing if kind == "dcp" else KvServing)(
+            settings, sockets, start.revision, bytes.fromhex(start.login_secret)
+        )
+        await serving.start()
+        work = serving
+    gc.collect()
+    gc.freeze()  # a collection of all that was imported and opened is a step of 10 to 40 ms
+    return work
 
 
 if __name__ == "__main__":
