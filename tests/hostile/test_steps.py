@@ -47,7 +47,7 @@ pytestmark = pytest.mark.xdist_group("listener_steps")  # the store is made once
 
 T = TypeVar("T")
 
-REPETITIONS = 4
+REPETITIONS = 12
 VBUCKETS, COLLECTIONS, USERS, VERSIONS, DOCUMENTS = 1024, 1000, 10_000, 100_000, 2000
 FEATURES = tuple(each for each in ALL_FEATURES if each != 0x0F)
 POLY = "poly"
