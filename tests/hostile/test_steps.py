@@ -174,10 +174,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ports(folder: Path) -> Iterator[Ports]:
-    gc.collect()
-    gc.freeze()  # what the tests hold is no work of a listener's
     try:
         with Ports(folder).running() as made:
+            gc.collect()
+            gc.freeze()  # as a listener's process does; and what the tests hold is no work of a listener's
             yield made
     finally:
         gc.unfreeze()
