@@ -76,17 +76,16 @@ def test_no_document_is_read_for_a_client_that_is_gone(
 ) -> None:
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB."""
     site.source.put("a", b"1")
-    thread, state = site.server.service.bulk_thread, site.server.gate.state
-    go_on = threading.Event()
+    one_at_a_time, state = site.server.service._one_bulk_read, site.server.gate.state
     reads: list[str] = []
     monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
-    thread.submit(go_on.wait)
+    site.call(one_at_a_time.acquire())
     with site.connect() as line:
         head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n"
         line.sendall(head.encode() + b'{"keys": ["a"]}')
-        eventually_now(thread._work_queue.qsize)
+        eventually_now(lambda: one_at_a_time._waiters)
     eventually_now(lambda: not state.connections)
-    go_on.set()
+    site.loop.call_soon_threadsafe(one_at_a_time.release)
     eventually_now(lambda: not state.tasks)
     assert reads == []
 

@@ -148,8 +148,7 @@ class HttpServer:
         await asyncio.sleep(0)
         self._acceptors.clear()
         self.service.logins.close()
-        for thread in (self.service.changes_thread, self.service.bulk_thread):
-            thread.shutdown(wait=False, cancel_futures=True)
+        self.service.changes_thread.shutdown(wait=False, cancel_futures=True)
         self.service.mirror.close()
 
     async def _dates(self) -> None:

@@ -207,8 +207,7 @@ class Service:
     """Streams of changes, by user, or by peer without a login."""
     changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
     """Reads the batches of all streams of changes, one after the other."""
-    bulk_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "bulk"))
-    """One thread: the allocator keeps freed memory for each thread that had some."""
+    _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     heartbeat_s: float = 10.0
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -223,7 +222,11 @@ class Service:
 
     async def read_batch(self, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Return what `read` returns in the thread of the streams of changes. Raises Problem once that has ended."""
-        return await _in_thread(self.changes_thread, partial(read, *args, **more))
+        try:
+            reading = self.changes_thread.submit(read, *args, **more)
+        except RuntimeError:
+            raise Problem("unavailable", "this process stops", hint="connect again") from None
+        return await asyncio.wrap_future(reading)
 
     # readers
 
@@ -367,9 +370,10 @@ class Service:
 
     async def read_in_bulk(self, read: Callable[[], T]) -> T:
         """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
-        held. Raises Problem once the thread has ended.
+        held.
         """
-        return await _in_thread(self.bulk_thread, read)
+        async with self._one_bulk_read:
+            return await asyncio.to_thread(read)
 
     async def after(
         self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T], *, in_bulk: bool = False
@@ -455,11 +459,3 @@ def _strange_name(host: str) -> str | None:
     except ValueError:
         return name
     return None
-
-
-async def _in_thread(thread: ThreadPoolExecutor, read: Callable[[], T]) -> T:
-    try:
-        reading = thread.submit(read)
-    except RuntimeError:
-        raise Problem("unavailable", "this process stops", hint="connect again") from None
-    return await asyncio.wrap_future(reading)
