@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple, NewType
 
-Vbid = NewType("Vbid", int)
 Seqno = NewType("Seqno", int)
 Vbuuid = NewType("Vbuuid", int)
 ManifestUid = NewType("ManifestUid", int)
@@ -240,7 +239,7 @@ class VbucketState(NamedTuple):
 
     # A tuple because each commit makes one for each vbucket: `_replace` takes an eighth of `dataclasses.replace`.
 
-    vbid: Vbid
+    vbid: int
     branch: Branch
     """The served branch."""
     published_seqno: Seqno
@@ -296,7 +295,7 @@ class Document(NamedTuple):
 
     # A tuple because each read makes one: a frozen dataclass of these fields takes three times as long to build.
 
-    vbid: Vbid
+    vbid: int
     collection_id: int
     key: bytes
     """Without the collection id prefix."""

@@ -54,7 +54,7 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
 from storage.env import map_record
 from storage.errors import StorageError
-from storage.model import NO_VBUUID, Seqno, Vbid, VbucketState
+from storage.model import NO_VBUUID, Seqno, VbucketState
 from storage.read.view import View, open_view
 
 PURGE_DAYS = 3
@@ -519,7 +519,7 @@ class Doctor:
             owner.waits.append(wait)
             if session.ready:
                 offset = StreamOffset.between_snapshots(seqno, vbuuid)
-                request = RequestStream(Vbid(vbid), "doctor", offset, int(seqno), STREAM_FLAGS)
+                request = RequestStream(vbid, "doctor", offset, int(seqno), STREAM_FLAGS)
                 session.request_stream(request, bytes(4), wait)
             else:
                 wait.on_answer(ClusterError("the connection is over"))

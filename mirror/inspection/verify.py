@@ -40,7 +40,7 @@ from mirror.wire.system_events import decode_system_event
 from storage.errors import NotPublished, StorageError, ViewInvalidated, WriteLost
 from storage.format import keys
 from storage.format.digest import Fingerprint, Runs, fingerprint
-from storage.model import Kind, Manifest, Seqno, Vbid, Vbuuid
+from storage.model import Kind, Manifest, Seqno, Vbuuid
 from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
@@ -180,7 +180,7 @@ class Verifier:
 
     def _wait_for(self, vbucket: _Vbucket) -> str:
         """Wait until the mirror has published the source's position. Returns the reason if it has not."""
-        position, vbid = vbucket.position, Vbid(vbucket.result.vbid)
+        position, vbid = vbucket.position, vbucket.result.vbid
         if not position.seqno:
             return ""
         token = MutationToken(vbid, Vbuuid(position.vbuuid), Seqno(position.seqno))

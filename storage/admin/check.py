@@ -19,7 +19,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError
 from storage.format import keys, records, seal
 from storage.history import branches, chain
-from storage.model import SEQNO_MAX, Identity, Kind, Vbid
+from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
 GAP_ROWS = 5_000_000
@@ -84,7 +84,7 @@ def _check_group(folder: str, group: int, identity: Identity, report: CheckRepor
         for vbid in vbids:
             try:
                 with environment.read() as txn:
-                    _VbucketCheck(txn, Vbid(vbid), report).run()
+                    _VbucketCheck(txn, vbid, report).run()
             except (StorageError, struct.error, ValueError, IndexError) as error:
                 report.add(f"vbucket {vbid}", str(error))
             report.vbuckets += 1
@@ -125,7 +125,7 @@ def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckRe
 class _VbucketCheck:
     """The walk over one vbucket, in one transaction."""
 
-    def __init__(self, txn: Transaction, vbid: Vbid, report: CheckReport) -> None:
+    def __init__(self, txn: Transaction, vbid: int, report: CheckReport) -> None:
         self.txn = txn
         self.vbid = vbid
         self.report = report

@@ -31,7 +31,6 @@ from storage.model import (
     ManifestUid,
     Seqno,
     SnapshotRange,
-    Vbid,
     Vbuuid,
 )
 
@@ -110,7 +109,7 @@ def key_rows(rows: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return out
 
 
-def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
+def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
     try:
         return keys.split_key(wire_key)
     except ValueError as error:
@@ -118,7 +117,7 @@ def _split_key(wire_key: bytes, vbid: Vbid) -> tuple[int, bytes]:
 
 
 def decode_row(
-    vbid: Vbid, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
+    vbid: int, branch: Branch, frame: bytes, raw: bool = False, lenient: bool = False, tail_bytes: int = 0
 ) -> Document:
     """Return a stored row as a Document. `raw` leaves the value compressed and with its xattrs, `lenient` does so if it
     cannot be taken apart; `datatype` says which. `tail_bytes` at the end of `frame` are not of the message.
@@ -160,7 +159,7 @@ def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int
     return datatype, cas, flags, expiry, frame[55 + key_length : end - nmeta]
 
 
-def _decode_other(vbid: Vbid, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
+def _decode_other(vbid: int, branch: Branch, frame: bytes, raw: bool, lenient: bool) -> Document:
     """Decode a tombstone or a system event; the latter has its name as key and collection id 0."""
     try:
         _, opcode, key_length, extras_length, datatype, _, body_length, _, cas = HEADER.unpack_from(frame)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from storage.errors import UnknownCollection
-from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno, Vbid
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Branch, Manifest, Seqno
 
 TOKEN_LENGTH_MAX = 80
 """Characters of a token: 5 digits, 10, 20 and 16, including leading zeros."""
@@ -58,7 +58,7 @@ class Token:
     `str(token)` is its text for a file or a URL; `Token.parse` reads it.
     """
 
-    vbid: Vbid
+    vbid: int
     branch: Branch
     seqno: Seqno
     history_id: int
@@ -82,14 +82,14 @@ class Token:
         vbid, branch, seqno = map(int, parts)
         if vbid > 0xFFFF or branch >= 2**32 or seqno > SEQNO_MAX:
             raise ValueError(f"{text!r} is not a token; a number is too large")
-        return Token(Vbid(vbid), Branch(branch), Seqno(seqno), int(history, 16))
+        return Token(vbid, Branch(branch), Seqno(seqno), int(history, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One vbucket as it was served at one published seqno: what the pages of one scan have in common."""
 
-    vbid: Vbid
+    vbid: int
     branch: Branch
     seqno: Seqno
     history_id: int

@@ -25,7 +25,6 @@ from storage.model import (
     Manifest,
     ManifestChange,
     Seqno,
-    Vbid,
     VbucketState,
     Vbuuid,
 )
@@ -90,7 +89,7 @@ class LoadedVbucket:
     """Of the newest published boundary of the staging branch."""
 
 
-def load(txn: Transaction, vbid: Vbid, known: Mapping[ManifestKey, Manifest] | None = None) -> LoadedVbucket:
+def load(txn: Transaction, vbid: int, known: Mapping[ManifestKey, Manifest] | None = None) -> LoadedVbucket:
     """Read the state of a vbucket. `known`: manifests that the caller remembers."""
     pub = txn.pub(vbid)
     branch, published = pub.branch, pub.seqno
@@ -176,7 +175,7 @@ def put_purge_row(txn: Transaction, vbid: int, row: PurgeRow) -> None:
     txn.put(keys.DB_PURGE, keys.VBID_KEY.pack(vbid), keys.PURGE.pack(*row))
 
 
-def newest_moment(txn: Transaction, vbid: Vbid) -> Moment:
+def newest_moment(txn: Transaction, vbid: int) -> Moment:
     """Return when the newest published boundary or the served branch was written; zeros if nothing was."""
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
@@ -489,7 +488,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     )
 
 
-def _copy_boundary(txn: Transaction, vbid: Vbid, branch: int, boundary: Boundary, vbuuid: int) -> None:
+def _copy_boundary(txn: Transaction, vbid: int, branch: int, boundary: Boundary, vbuuid: int) -> None:
     key = keys.ROW.pack(branch, boundary.seqno) + keys.BOUNDARY_SUFFIX
     value = chain.boundary_value(replace(boundary, vbuuid=Vbuuid(vbuuid)))
     txn.put(keys.rows_db(vbid), key, value)

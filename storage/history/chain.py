@@ -17,7 +17,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.format.records import BRANCH, ROW_KEY
-from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbuuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +163,14 @@ def boundary_value(boundary: Boundary) -> bytes:
     )
 
 
-def newest_boundary(txn: Transaction, vbid: Vbid, chain: Chain, to_seqno: int) -> Boundary | None:
+def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) -> Boundary | None:
     """Return the newest kept boundary of the chain with seqno <= `to_seqno`; None if there is none above 0."""
     for boundary in boundaries(txn, vbid, recut(chain, to_seqno)):
         return boundary
     return None
 
 
-def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]:
+def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
     """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base.
 
     Walks rows backwards, but leaps over those of long snapshots (`span`): from one boundary to the next it costs at
@@ -201,7 +201,7 @@ def boundaries(txn: Transaction, vbid: Vbid, chain: Chain) -> Iterator[Boundary]
                         break
 
 
-def boundaries_after(txn: Transaction, vbid: Vbid, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
+def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
     """Generate the boundaries of a chain above a seqno, rising. From one to the next it costs `SPAN_SEQNOS` rows at
     most, as `boundaries` does.
     """

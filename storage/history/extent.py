@@ -11,7 +11,7 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys
 from storage.history import branches, chain
-from storage.model import Seqno, Vbid
+from storage.model import Seqno
 
 
 class History(NamedTuple):
@@ -51,7 +51,7 @@ def of(txn: Transaction, vbid: int) -> History:
     pub, state = txn.pub(vbid), txn.state_row(vbid)
     boundary = None
     if pub.floor_seqno:
-        boundary = chain.newest_boundary(txn, Vbid(vbid), chain.load(txn, vbid, pub.branch, pub.seqno), pub.floor_seqno)
+        boundary = chain.newest_boundary(txn, vbid, chain.load(txn, vbid, pub.branch, pub.seqno), pub.floor_seqno)
     rows, references = (txn.stat(tree(vbid)) for tree in (keys.rows_db, keys.keys_db))
     purge = branches.purge_row(txn, vbid)
     resyncs_ms, resync_count = branches.resyncs(txn, vbid)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
-from storage.model import Vbid
 
 LEASES_MAX = 256
 """Leases of a group at once: each costs the purger a look. A job holds one."""
@@ -70,7 +69,7 @@ class Leases:
         active = (lease.positions for lease in self._held.values() if lease.until_ms > now_ms)
         return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
-    def floor_max(self, txn: Transaction, vbid: Vbid, served: chain.Chain, now_ms: int) -> int | None:
+    def floor_max(self, txn: Transaction, vbid: int, served: chain.Chain, now_ms: int) -> int | None:
         """Return the seqno that the floor of the served chain may not pass; None: any."""
         limits = [
             common
@@ -82,13 +81,13 @@ class Leases:
         boundary = chain.newest_boundary(txn, vbid, served, min(limits))
         return boundary.seqno if boundary is not None else 0
 
-    def held_rows(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[chain.ChainLink]:
+    def held_rows(self, txn: Transaction, vbid: int, now_ms: int) -> Iterator[chain.ChainLink]:
         """Return the branches and cuts whose rows a lease holds."""
         for branch, seqno in self.of(vbid, now_ms):
             yield from chain.load(txn, vbid, branch, seqno)
 
 
-def check_kept(txn: Transaction, vbid: Vbid, position: Position) -> None:
+def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
     """Raise NoSuchBoundary unless all that a lease of the position would hold is still there."""
     if not position[1]:
         return

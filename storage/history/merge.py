@@ -27,7 +27,7 @@ from storage.env.transaction import Transaction
 from storage.format import keys, records
 from storage.format.records import AFTER_BRANCH
 from storage.history import branches, chain
-from storage.model import SEQNO_MAX, BranchReason, Vbid
+from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
 """Links of a chain that may lie below the floor: a mirror of few failovers never moves a row for this."""
@@ -95,7 +95,7 @@ def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: 
     )
 
 
-def step(txn: Transaction, vbid: Vbid, pair: Pair, limit: int) -> Moved:
+def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
     """Move the next rows, `limit` at most, and all that goes with them."""
     to_seqno = _move_rows(txn, vbid, pair, limit)
     done = to_seqno == pair.top_seqno

@@ -27,7 +27,7 @@ from storage.format import keys, records, seal
 from storage.history import branches, chain, index, merge
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
-from storage.model import SEQNO_MAX, BranchReason, Vbid
+from storage.model import SEQNO_MAX, BranchReason
 
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
@@ -74,7 +74,7 @@ class Purger:
     """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
 
     def __init__(
-        self, environment: Environment, vbids: list[Vbid], window: Window, leases: Leases | None = None
+        self, environment: Environment, vbids: list[int], window: Window, leases: Leases | None = None
     ) -> None:
         self.environment = environment
         self.window = window
@@ -93,10 +93,10 @@ class Purger:
         self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
-    def plan(self, now_ms: int) -> Vbid | None:
+    def plan(self, now_ms: int) -> int | None:
         """Return the next vbucket that has work, or None if none of the few looked at in this call has. Reads only."""
         if self._removal is not None:
-            return Vbid(self._removal.vbid)
+            return self._removal.vbid
         with self.environment.read() as txn:
             for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
                 vbid = self._vbids[self._turn]
@@ -111,7 +111,7 @@ class Purger:
     def round_is_over(self) -> bool:
         return self._idle_looks >= len(self._vbids)
 
-    def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
+    def step(self, txn: Transaction, vbid: int, now_ms: int) -> int:
         """Do part of a vbucket's work; return the number of removed rows. Call `settle` after the commit."""
         self.moved = None
         self._next_walk = self._walk
@@ -150,7 +150,7 @@ class Purger:
         if self._removal is not None and not self._removal.settle():
             self._removal = None
 
-    def _has_work(self, txn: Transaction, vbid: Vbid, now_ms: int) -> bool:
+    def _has_work(self, txn: Transaction, vbid: int, now_ms: int) -> bool:
         branch, published, floor, *_ = txn.pub(vbid)
         if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid, now_ms):
             return True
@@ -166,7 +166,7 @@ class Purger:
             return True
         return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
 
-    def _next_pair(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> merge.Pair | None:
+    def _next_pair(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> merge.Pair | None:
         if len(links) <= merge.LINKS_MAX + 1:
             self._short[vbid] = links[0].branch
             return None
@@ -175,7 +175,7 @@ class Purger:
 
     # -- the floor ------------------------------------------------------------------------------------------------
 
-    def _is_history(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int) -> bool:
+    def _is_history(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int) -> bool:
         """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary, not a raised one:
         until that is as old as the window, its tombstones are kept like any others.
         """
@@ -186,7 +186,7 @@ class Purger:
         return boundary is None or boundary.history_ms <= now_ms - window.time_ms
 
     def _target_floor(
-        self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int, now_ms: int, looks: int
+        self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int, looks: int
     ) -> int:
         """Return the floor that the window asks for, or one on the way there: `looks` boundaries above at most.
 
@@ -212,14 +212,14 @@ class Purger:
             target = max(floor, min(target, base))
         return max(floor, target)
 
-    def _deferred_base(self, txn: Transaction, vbid: Vbid, served: int) -> int | None:
+    def _deferred_base(self, txn: Transaction, vbid: int, served: int) -> int | None:
         """Return the boundary from which a deferred rollback continues: its readers will need history from there."""
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
-    def _purge_versions(self, txn: Transaction, vbid: Vbid, links: chain.Chain, purged: int, floor: int) -> int:
+    def _purge_versions(self, txn: Transaction, vbid: int, links: chain.Chain, purged: int, floor: int) -> int:
         """Visit rows in (purged, floor]: each removes its predecessors, a tombstone perhaps itself. Return how many."""
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
@@ -260,7 +260,7 @@ class Purger:
         return removed
 
     def _of_dropped_collections(
-        self, txn: Transaction, vbid: Vbid, links: chain.Chain, seqno: int, looks: int
+        self, txn: Transaction, vbid: int, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
         key to go on from (empty: that was all).
@@ -296,7 +296,7 @@ class Purger:
 
     # -- branches that nobody sees any more -----------------------------------------------------------------------
 
-    def _removable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> Iterator[Dead]:
+    def _removable(self, txn: Transaction, vbid: int, now_ms: int) -> Iterator[Dead]:
         window_ms = self.window.time_ms
         served, _, floor, *_ = txn.pub(vbid)
         ranges = self._dead_ranges(txn, vbid, served)
@@ -313,7 +313,7 @@ class Purger:
             else:
                 ranges.remove(dead)  # nothing is ever written there again
 
-    def _forgettable(self, txn: Transaction, vbid: Vbid, now_ms: int) -> list[int]:
+    def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
         """Return `forgettable` without branches that a lease names."""
         found = self._not_needed(txn, vbid)
         if found:
@@ -321,7 +321,7 @@ class Purger:
             found = [branch for branch in found if branch not in held]
         return found
 
-    def _not_needed(self, txn: Transaction, vbid: Vbid) -> list[int]:
+    def _not_needed(self, txn: Transaction, vbid: int) -> list[int]:
         """Return `forgettable`, found again only once branches or their rows have changed."""
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
@@ -335,11 +335,11 @@ class Purger:
         self._forgotten[vbid] = (seen, found)
         return found
 
-    def _is_held(self, txn: Transaction, vbid: Vbid, dead: Dead, now_ms: int) -> bool:
+    def _is_held(self, txn: Transaction, vbid: int, dead: Dead, now_ms: int) -> bool:
         held = self.leases.held_rows(txn, vbid, now_ms)
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
-    def _dead_ranges(self, txn: Transaction, vbid: Vbid, served: int) -> list[Dead]:
+    def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
         """Return `dead_ranges`, found again only once a branch was opened or published."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
@@ -347,7 +347,7 @@ class Purger:
             known = self._ranges[vbid] = ((served, newest), dead_ranges(txn, vbid))
         return known[1]
 
-    def _announce_gap(self, txn: Transaction, vbid: Vbid, dead: Dead) -> None:
+    def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
         """Tell readers of the gap before its first row goes; remove its leaps and manifests."""
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
@@ -368,7 +368,7 @@ class Purger:
 class _Victims:
     """Versions below the floor that go in one step."""
 
-    def __init__(self, txn: Transaction, vbid: Vbid, links: chain.Chain, floor: int) -> None:
+    def __init__(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> None:
         self.found: list[tuple[bytes, bytes]] = []
         """Wire key and reference of each, some perhaps twice."""
         self.local_purge_seqno = 0
@@ -408,7 +408,7 @@ class _Victims:
 
 
 def _forget_boundaries(
-    txn: Transaction, vbid: Vbid, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
+    txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
     """Remove boundaries up to `position`: those met on the way, the old floor's, and copies at a branch's base."""
     row_tree = keys.rows_db(vbid)
@@ -423,7 +423,7 @@ def _forget_boundaries(
                 txn.delete(keys.DB_SPAN, keys.SPAN_KEY.pack(vbid, link.branch, seqno))
 
 
-def dead_ranges(txn: Transaction, vbid: Vbid) -> list[Dead]:
+def dead_ranges(txn: Transaction, vbid: int) -> list[Dead]:
     """Return every range of rows that no view of the served branch or the staging branch will ever see."""
     known = branches.all_branches(txn, vbid)
     if len(known) == 1:
@@ -487,7 +487,7 @@ def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[i
     return [branch for branch, copy in copy_of.items() if copy not in in_use]
 
 
-def _forward(txn: Transaction, vbid: Vbid, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
+def _forward(txn: Transaction, vbid: int, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield rows and boundaries of a chain above a seqno, rising, without the boundary at `after_seqno` itself."""
     cursor = txn.cursor(keys.rows_db(vbid))
     for link in reversed(links):

@@ -18,7 +18,7 @@ from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import branches, chain, index
-from storage.model import Branch, Document, Manifest, Seqno, Vbid, Vbuuid
+from storage.model import Branch, Document, Manifest, Seqno, Vbuuid
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -43,7 +43,7 @@ class Rollback:
     above `to_seqno` it retracts only keys that the new history up to there has no version of.
     """
 
-    vbid: Vbid
+    vbid: int
     from_branch: Branch
     from_seqno: Seqno
     to_branch: Branch

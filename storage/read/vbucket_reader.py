@@ -30,7 +30,6 @@ from storage.model import (
     Kind,
     Manifest,
     Seqno,
-    Vbid,
     VbucketState,
 )
 
@@ -111,7 +110,7 @@ class VbucketReader:
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
         self.environment = environment
-        self.vbid = Vbid(vbid)
+        self.vbid = vbid
         self.stale_reads = stale_reads
         self.verify_reads = verify_reads
         self.pub: Any = environment.db(keys.DB_PUB)

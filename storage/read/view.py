@@ -21,7 +21,7 @@ from storage.format.keys import PUB_STALE, vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
 from storage.history.extent import History
-from storage.model import Boundary, Branch, Document, Identity, Manifest, Seqno, Vbid, VbucketState
+from storage.model import Boundary, Branch, Document, Identity, Manifest, Seqno, VbucketState
 from storage.read import changes as events
 from storage.read import retractions, states, validity, wait
 from storage.read import scan as scans
@@ -105,9 +105,9 @@ class View(PointReads):
         """Release the environments. Later calls, and generators of this view that go on, raise Closed."""
         self.groups.close()
 
-    def vbid_of(self, key: bytes) -> Vbid:
+    def vbid_of(self, key: bytes) -> int:
         """Return the vbucket of a document key."""
-        return Vbid(vbid_of(key, self.identity.vbucket_count))
+        return vbid_of(key, self.identity.vbucket_count)
 
     # -- collections ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from storage.errors import NotPublished, WriteLost
-from storage.model import SEQNO_MAX, Seqno, Vbid, Vbuuid
+from storage.model import SEQNO_MAX, Seqno, Vbuuid
 from storage.read.changes import rollbacks
 from storage.read.groups import Groups
 from storage.read.vbucket_reader import VbucketReader
@@ -34,7 +34,7 @@ POLL_MAX_S = 0.025
 class MutationToken:
     """A write at the source: `seqno` of the history `vbuuid` (0: of any) of a vbucket."""
 
-    vbid: Vbid
+    vbid: int
     vbuuid: Vbuuid
     seqno: Seqno
 
@@ -51,15 +51,13 @@ class MutationToken:
         vbid, vbuuid, seqno = map(int, parts)
         if vbid > 0xFFFF or max(vbuuid, seqno) > SEQNO_MAX:
             raise ValueError(f"{text!r} is not a mutation token; a number is too large")
-        return MutationToken(Vbid(vbid), Vbuuid(vbuuid), Seqno(seqno))
+        return MutationToken(vbid, Vbuuid(vbuuid), Seqno(seqno))
 
     @staticmethod
     def of(token: Any) -> MutationToken:
         """Convert a token of the official Python SDK (`result.mutation_token()`)."""
         found = token.as_dict()
-        return MutationToken(
-            Vbid(found["partition_id"]), Vbuuid(found["partition_uuid"]), Seqno(found["sequence_number"])
-        )
+        return MutationToken(found["partition_id"], Vbuuid(found["partition_uuid"]), Seqno(found["sequence_number"]))
 
 
 class WriteStatus(Enum):

@@ -14,7 +14,6 @@ from storage.errors import StorageError
 from storage.history import branches
 from storage.history.leases import LEASE_MAX_MS, Leases, check_kept
 from storage.history.purge import Purger
-from storage.model import Vbid
 from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import PendingVbucket, Plan
 
@@ -112,7 +111,7 @@ class Background:
         self.purge(vbid, now_ms)
         return True
 
-    def purge(self, vbid: Vbid, now_ms: int) -> None:
+    def purge(self, vbid: int, now_ms: int) -> None:
         """Do a bounded part of a vbucket's purge."""
         purger = self.purger
         removed_rows = self.owner.write(lambda txn: purger.step(txn, vbid, now_ms))
@@ -134,7 +133,7 @@ class Background:
             raise StorageError("too many leases are held", path=owner.path, hint="release some, or wait")
         with owner.environment.read() as txn:
             for vbid, position in positions.items():
-                check_kept(txn, Vbid(vbid), position)
+                check_kept(txn, vbid, position)
         self.leases.put(name, positions, self._lease_end_ms(until_ms))
 
     def renew_lease(self, name: str, positions: Mapping[int, tuple[int, int]], until_ms: int) -> bool:

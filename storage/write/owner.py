@@ -23,7 +23,7 @@ from storage.errors import Closed, CorruptedError, Locked, StorageError
 from storage.format import keys
 from storage.history import branches
 from storage.history.purge import Window
-from storage.model import Identity, Vbid
+from storage.model import Identity
 from storage.write.history_clock import HistoryClock
 
 GROW_TRIES_MAX = 16
@@ -111,7 +111,7 @@ class GroupOwner:
         """
         self.path = path
         self.options = options
-        self.vbids = [Vbid(vbid) for vbid in options.vbids]
+        self.vbids = list(options.vbids)
         self.at_work: MutableSequence[int] | memoryview[int] = [0]
         """Holds the group's number and 1 while a `contained` method works."""
         self.commit_count = 0

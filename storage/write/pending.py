@@ -17,7 +17,7 @@ from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
 from storage.history import branches, index
-from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, VbucketState
 from storage.write.owner import GroupOwner, contained
 
 _unpack_row_key = keys.ROW.unpack
@@ -86,7 +86,7 @@ class PendingVbucket:
         "vbid",
     )
 
-    def __init__(self, txn: Transaction, vbid: Vbid, owner: GroupOwner, byte_count: PendingBytes) -> None:
+    def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, byte_count: PendingBytes) -> None:
         """`byte_count` is the group's."""
         self.vbid = vbid
         self.owner = owner

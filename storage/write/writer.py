@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.history import branches, extent
-from storage.model import Seqno, Vbid
+from storage.model import Seqno
 from storage.write import commit
 from storage.write.background import Background
 from storage.write.owner import KEEP_ALL, GroupOwner, WriterOptions, contained
@@ -31,7 +31,7 @@ __all__ = ["KEEP_ALL", "CommitResult", "GroupWriter", "RollbackResult", "Vbucket
 class CommitResult:
     """(vbid, published_seqno) of each vbucket that a commit made readers see."""
 
-    published: list[tuple[Vbid, Seqno]]
+    published: list[tuple[int, Seqno]]
 
 
 class GroupWriter:
@@ -45,7 +45,7 @@ class GroupWriter:
         self.path = path
         self.options = options
         self.group = options.group
-        self.vbids = [Vbid(vbid) for vbid in options.vbids]
+        self.vbids = list(options.vbids)
         self.vbuckets: dict[int, VbucketWriter] = {}
         """The writer of each vbucket, the same object for the life of this one."""
         self._bytes = PendingBytes()
@@ -63,7 +63,7 @@ class GroupWriter:
     def _new_background(self) -> Background:
         return Background(self.owner, self.vbuckets)
 
-    def _new_vbucket(self, txn: Transaction, vbid: Vbid) -> VbucketWriter:
+    def _new_vbucket(self, txn: Transaction, vbid: int) -> VbucketWriter:
         return VbucketWriter(
             txn, vbid, self.owner, self._bytes, commit=self.commit, cancel_job=self.background.cancel_job
         )

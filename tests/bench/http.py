@@ -22,13 +22,13 @@ from mirror.serve.http.documents import JSON, entity_tag, headers_of
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
 from mirror.serve.http.server import HttpServer, Listening
 from mirror.serve.listener import Address, Limits, listening_socket, reserve
-from storage.model import Branch, Document, Seqno, Vbid
+from storage.model import Branch, Document, Seqno
 from tests.bench import stores
 from tests.bench.children import child, wait_closed
 from tests.bench.lag import quantile
 
 BODY = b"x" * 256
-_DOCUMENT = Document(Vbid(63), 0, b"", Seqno(1000), 1, 1000 << 16, 0, 0, 1, BODY, branch=Branch(1))
+_DOCUMENT = Document(63, 0, b"", Seqno(1000), 1, 1000 << 16, 0, 0, 1, BODY, branch=Branch(1))
 HEADERS = [
     *headers_of(_DOCUMENT, entity_tag(_DOCUMENT, "body"), _DOCUMENT.datatype),
     (b"content-length", b"%d" % len(BODY)),

@@ -8,10 +8,10 @@ import pytest
 
 from cli import changes as cursor
 from mirror.errors import ConfigError, SupervisionError
-from storage.model import Branch, Seqno, Vbid
+from storage.model import Branch, Seqno
 from storage.read.view import Token
 
-TOKENS = {vbid: Token(Vbid(vbid), Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}
+TOKENS = {vbid: Token(vbid, Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}
 
 
 def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None:

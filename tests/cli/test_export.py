@@ -16,7 +16,7 @@ from cli import export
 from mirror.document import values
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from storage.model import Branch, Document, Kind, Seqno, Vbid
+from storage.model import Branch, Document, Kind, Seqno
 from storage.read.view import open_view
 from tests.cli.conftest import call
 
@@ -136,7 +136,7 @@ def test_one_moment_whatever_is_published_meanwhile(moving: tuple[SandboxThread,
 
 
 def document(value: bytes, datatype: int) -> Any:
-    raw = Document(Vbid(3), 0, b"key", Seqno(7), 2, 3, 1, 0, datatype, value, Kind.MUTATION, Branch(1))
+    raw = Document(3, 0, b"key", Seqno(7), 2, 3, 1, 0, datatype, value, Kind.MUTATION, Branch(1))
     return json.loads(export.with_xattrs(raw))
 
 

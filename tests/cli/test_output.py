@@ -7,10 +7,10 @@ import pytest
 
 from cli import output
 from mirror.serve.objects import change_object, document_object
-from storage.model import Branch, Document, Kind, Seqno, Vbid, Vbuuid
+from storage.model import Branch, Document, Kind, Seqno, Vbuuid
 from storage.read.view import Change, Rollback, Token
 
-PLAIN = Document(Vbid(3), 0, b"key", Seqno(7), 2, 2**63, 1, 0, 1, b'{"a": 1}')
+PLAIN = Document(3, 0, b"key", Seqno(7), 2, 2**63, 1, 0, 1, b'{"a": 1}')
 FIELDS = [
     "vbid",
     "collection_id",
@@ -53,7 +53,7 @@ def test_a_tombstone_says_so() -> None:
 
 
 def test_an_event_carries_its_token() -> None:
-    change = Change("mutation", Token(Vbid(3), Branch(1), Seqno(7), 255), PLAIN)
+    change = Change("mutation", Token(3, Branch(1), Seqno(7), 255), PLAIN)
     shown = change_object(change)
     assert (shown["kind"], shown["token"], shown["vbid"]) == ("mutation", "3:1:7:00000000000000ff", 3)
     assert shown["document"]["key"] == "key"
@@ -61,8 +61,8 @@ def test_an_event_carries_its_token() -> None:
 
 
 def test_a_rollback_says_from_where_to_where() -> None:
-    rollback = Rollback(Vbid(3), Branch(1), Seqno(9), Branch(2), Seqno(5), Vbuuid(0xA), Vbuuid(0xB), 77)
-    shown = change_object(Change("rollback", Token(Vbid(3), Branch(2), Seqno(5), 255), rollback=rollback))
+    rollback = Rollback(3, Branch(1), Seqno(9), Branch(2), Seqno(5), Vbuuid(0xA), Vbuuid(0xB), 77)
+    shown = change_object(Change("rollback", Token(3, Branch(2), Seqno(5), 255), rollback=rollback))
     assert shown["rollback"] == {
         "from_branch": 1,
         "from_seqno": 9,

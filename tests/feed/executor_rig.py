@@ -15,11 +15,11 @@ from mirror.ingest.machine import VbucketMachine
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode as encode_event
 from storage.env import directory
-from storage.model import Identity, Seqno, SnapshotRange, Vbid
+from storage.model import Identity, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.manual_clock import ManualClock
 
-VBID = Vbid(0)
+VBID = 0
 
 
 class FakeVbucket(VbucketHost):

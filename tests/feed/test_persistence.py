@@ -22,7 +22,7 @@ from mirror.wire.codec_kv import ObservedSeqno
 from mirror.wire.constants import Opcode
 from storage.admin.check import check
 from storage.history.purge import Window
-from storage.model import Seqno, Vbid, Vbuuid
+from storage.model import Seqno, Vbuuid
 from storage.read import wait
 from storage.read.view import Change, Token, open_view
 from storage.read.wait import MutationToken
@@ -536,7 +536,7 @@ def test_a_write_is_neither_visible_nor_lost_while_a_rollback_is_deferred(gated:
 
     def status(vbuuid: int) -> wait.WriteStatus:
         with gated.view() as view:
-            return wait.write_status(view.reader(0), MutationToken(Vbid(0), Vbuuid(vbuuid), Seqno(84)))
+            return wait.write_status(view.reader(0), MutationToken(0, Vbuuid(vbuuid), Seqno(84)))
 
     assert [status(vbuuid) for vbuuid in (0xA, 0xB)] == [wait.WriteStatus.WAITING] * 2
     gated.snapshot(82, 90, {90: (b"d", b"7")})

@@ -29,7 +29,7 @@ from mirror.wire.constants import NO_END_SEQNO, Feature, Opcode, Status, StreamE
 from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, decode, encode, request, response
 from mirror.wire.scan import Row
-from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbuuid
 from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
 
 PREFIX = b"\0\0\0\7"
@@ -113,7 +113,7 @@ async def opened(
 
 def stream_request(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
     offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
-    return RequestStream(Vbid(VBID), "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
+    return RequestStream(VBID, "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
 
 
 def mutation(seqno: int, value: bytes = b"{}", key: bytes = b"\0key", stream_id: int | None = None) -> ev.Mutation:

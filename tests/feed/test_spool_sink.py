@@ -15,10 +15,10 @@ from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev
 from storage.format.records import encode_mutation
-from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange, Vbid
+from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange
 from tests.feed.recorded_source import PASSWORD, RecordedSource, Script, fresh_exchange
 
-VBID = Vbid(3)
+VBID = 3
 WITHIN = SnapshotRange(Seqno(0), Seqno(9))
 
 

@@ -19,7 +19,6 @@ from storage.model import (
     ManifestUid,
     Seqno,
     SnapshotRange,
-    Vbid,
 )
 from storage.read.view import Pin, Token
 
@@ -53,7 +52,7 @@ _MAP = {
         "vBucketMap": [[0, -1], [1, 0]],
     },
 }
-_PAGE = Page(Pin(Vbid(1), Branch(2), Seqno(3), 4, 5), b"start", 0, b"prefix", None, False, False, None, 5)
+_PAGE = Page(Pin(1, Branch(2), Seqno(3), 4, 5), b"start", 0, b"prefix", None, False, False, None, 5)
 
 SAMPLES: dict[str, list[bytes]] = {
     "wire_scan": [*_WIRE, b"".join(_WIRE)],
@@ -88,8 +87,8 @@ SAMPLES: dict[str, list[bytes]] = {
     ],
     "http_parameters": [
         _PAGE.text().encode(),
-        position_text({1: Token(Vbid(1), Branch(2), Seqno(3), 4)}).encode(),
-        position_text({vbid: Token(Vbid(vbid), Branch(2), Seqno(3), 4) for vbid in range(9)}).encode(),
+        position_text({1: Token(1, Branch(2), Seqno(3), 4)}).encode(),
+        position_text({vbid: Token(vbid, Branch(2), Seqno(3), 4) for vbid in range(9)}).encode(),
         b"as_of=2024-01-01T00:00:00Z&limit=3&key=" + to_base64url(b"k").encode(),
         b'{"keys":["a",{"base64url":"YQ"}]}',
     ],

@@ -32,7 +32,7 @@ from mirror.wire.scan import Row, Run, normalise, scan
 from storage.errors import CorruptedError
 from storage.format import records
 from storage.history import chain
-from storage.model import Branch, Vbid
+from storage.model import Branch
 from storage.read.view import Token
 from storage.read.wait import MutationToken
 
@@ -51,7 +51,7 @@ def wire_scan(data: bytes) -> None:
     for row_key, stored in [row for each in rows.values() for row in each]:
         records.key_rows([(row_key, stored)])
         with suppress(CorruptedError):
-            records.decode_row(Vbid(0), Branch(1), stored)
+            records.decode_row(0, Branch(1), stored)
     half = len(data) // 2
     with suppress(RemoteProtocolError):
         first, at = scan(data[:half], 0, ROUTES)
@@ -158,7 +158,7 @@ def stored_records(data: bytes) -> None:
             read(data)
     for raw in (False, True):
         with suppress(CorruptedError):
-            records.decode_row(Vbid(0), Branch(1), data, raw=raw)
+            records.decode_row(0, Branch(1), data, raw=raw)
     with suppress(CorruptedError):
         chain.boundary_of(b"\0" * 13, data, 0)
 

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 
 from mirror.ingest.instructions import Instruction, InstructionFields, RetryAfter, RetryReason
-from storage.model import Vbid
 
 KINDS = get_args(Instruction)
 
@@ -27,6 +26,6 @@ def test_an_instruction_carries_nothing_but_its_fields(kind: type[InstructionFie
 
 
 def test_instructions_compare_by_their_fields() -> None:
-    made = RetryAfter(Vbid(1), "why", RetryReason.VIOLATION, 0)
-    assert made == RetryAfter(Vbid(1), "why", RetryReason.VIOLATION, 0)
-    assert made != RetryAfter(Vbid(1), "why", RetryReason.VIOLATION, 1)
+    made = RetryAfter(1, "why", RetryReason.VIOLATION, 0)
+    assert made == RetryAfter(1, "why", RetryReason.VIOLATION, 0)
+    assert made != RetryAfter(1, "why", RetryReason.VIOLATION, 1)

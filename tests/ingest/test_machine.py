@@ -34,7 +34,7 @@ from mirror.wire.events import (
     StreamEvent,
 )
 from mirror.wire.system_events import encode_system_event
-from storage.model import SEQNO_MAX, FailoverLog, Vbid
+from storage.model import SEQNO_MAX, FailoverLog
 from tests.ingest.source_model import row
 from tests.ingest.toy_store import Rig, ToyStore
 
@@ -261,7 +261,7 @@ def test_live_snapshots_are_staged_and_published_as_they_come() -> None:
 
 def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
     store = ToyStore()
-    machine = VbucketMachine(Vbid(0), store.state())
+    machine = VbucketMachine(0, store.state())
     machine.handle(ev.Start())
     machine.handle(ev.StreamRequested(7))
     machine.handle(ev.StreamAccepted(7, LOG))
@@ -270,12 +270,12 @@ def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and
     assert ins.PublishSnapshot in kinds(published)
     assert ins.AnswerMarker not in kinds(published)
     assert machine.handle(ev.Published(4)) == []
-    assert machine.handle(ev.Published(5)) == [ins.AnswerMarker(Vbid(0), "published", 7)]
+    assert machine.handle(ev.Published(5)) == [ins.AnswerMarker(0, "published", 7)]
     assert machine.handle(ev.Published(5)) == []
 
 
 def test_a_marker_of_a_snapshot_that_is_on_its_way_to_the_disk_waits_for_it() -> None:
-    machine = VbucketMachine(Vbid(0), ToyStore().state())
+    machine = VbucketMachine(0, ToyStore().state())
     machine.handle(ev.Start())
     machine.handle(ev.StreamRequested(7))
     machine.handle(ev.StreamAccepted(7, LOG))
@@ -701,7 +701,7 @@ def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_sent()
     rollback(rig, 0)
     done = rig.feed(ev.FailoverLogReceived(log((0xC, 95), (0xB, 70))))
     assert [each for each in done if isinstance(each, ins.SaveFailoverLog)] == [
-        ins.SaveFailoverLog(Vbid(0), "rolled back", log((0xB, 80)))
+        ins.SaveFailoverLog(0, "rolled back", log((0xB, 80)))
     ]
     assert requested(rig) == (80, 80, 80, 0xB)
 
@@ -930,7 +930,7 @@ def test_stopping_closes_the_stream_and_asks_for_nothing() -> None:
     opaque = rig.machine.opaque
     done = rig.feed(ev.Stop("moved to another node"))
     assert [instruction for instruction in done if isinstance(instruction, ins.CloseStream)] == [
-        ins.CloseStream(Vbid(0), "stop", opaque)
+        ins.CloseStream(0, "stop", opaque)
     ]
     assert (rig.machine.phase, rig.machine.shown.text) == (Phase.IDLE, "moved to another node")
 

@@ -28,7 +28,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.leb128 import decode as decode_leb128
 from mirror.wire.system_events import decode_system_event
-from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, Vbid, VbucketState
+from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, VbucketState
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
 
@@ -56,7 +56,7 @@ class ToyStore:
     """One vbucket; `served` is what readers see."""
 
     def __init__(self, vbid: int = 0) -> None:
-        self.vbid = Vbid(vbid)
+        self.vbid = vbid
         self.branch = 1
         self.lines = {1: Line()}
         self.served_branch = 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mirror.serve.http.requests import Page, position_text
-from storage.model import Branch, Identity, Seqno, Vbid
+from storage.model import Branch, Identity, Seqno
 from storage.read.view import Pin, Token
 from tests.serve.http_site import VBUCKETS, VBUUID, Site, events, made, running, service_report
 
@@ -65,7 +65,7 @@ def test_what_another_holds_is_elsewhere_and_never_absent(part: Site, vbid: int)
     for keys in ([key], [*own, key]):
         elsewhere(part.client.post("/v1/collections/_default/multi-get", json={"keys": keys}))
     elsewhere(part.client.get(DOCUMENTS, params={"vbid": vbid}))
-    page = Page(Pin(Vbid(vbid), Branch(1), Seqno(1), 5, 0), b"", 0, b"", None, False, False, None, 0)
+    page = Page(Pin(vbid, Branch(1), Seqno(1), 5, 0), b"", 0, b"", None, False, False, None, 0)
     elsewhere(part.client.get(DOCUMENTS, params={"page": page.text()}))
     elsewhere(part.client.get(f"/v1/vbuckets/{vbid}"))
     elsewhere(part.client.get(part.document(own[0]), params={"token": f"{vbid}:{VBUUID}:1"}))
@@ -76,7 +76,7 @@ def test_changes_of_what_another_holds_are_elsewhere(part: Site) -> None:
         for vbids in ([2, 6], range(VBUCKETS)):
             named = "".join(f"&vbid={vbid}" for vbid in vbids)
             elsewhere(part.client.get(f"/v1/changes?follow=false{named}{more}"))
-    both = {vbid: Token(Vbid(vbid), Branch(1), Seqno(1), 5) for vbid in (2, 6)}
+    both = {vbid: Token(vbid, Branch(1), Seqno(1), 5) for vbid in (2, 6)}
     elsewhere(part.client.get("/v1/changes", params={"since": position_text(both), "follow": "false"}))
     elsewhere(part.client.get("/v1/changes", params={"token": f"6:{VBUUID}:1", "follow": "false"}))
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mirror.serve.http import requests
 from mirror.serve.http.problems import Problem
-from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read.view import Pin, Time, Token
 
 KEYS = st.binary(max_size=250)
@@ -30,9 +30,7 @@ def parameters(query: str, *known: str) -> requests.Parameters:
 @given(
     st.builds(
         requests.Page,
-        st.builds(
-            Pin, st.integers(0, 63).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS, MOMENTS
-        ),
+        st.builds(Pin, st.integers(0, 63), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS, MOMENTS),
         KEYS,
         st.integers(0, 2**32 - 1),
         KEYS,
@@ -60,7 +58,7 @@ def test_a_token_of_other_json_is_a_bad_request(value: Any) -> None:
 
 
 TOKENS = st.builds(
-    Token, st.integers(0, 1023).map(Vbid), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS
+    Token, st.integers(0, 1023), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS
 )  # fmt: skip
 
 
@@ -72,7 +70,7 @@ def test_a_position_is_read_as_it_was_written(tokens: list[Token]) -> None:
 
 def test_the_position_of_a_whole_bucket_fits_into_a_header() -> None:
     position = {
-        vbid: Token(Vbid(vbid), Branch(vbid % 7), Seqno(vbid * 7919 + 10**9), 2**64 // (1 + vbid % 8) - 1)
+        vbid: Token(vbid, Branch(vbid % 7), Seqno(vbid * 7919 + 10**9), 2**64 // (1 + vbid % 8) - 1)
         for vbid in range(1024)
     }
     assert len(requests.position_text(position)) < 16_384

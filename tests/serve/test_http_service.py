@@ -12,7 +12,7 @@ from mirror.clock import SystemClock
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.service import PublishWatch
 from mirror.serve.http.view import Mirror
-from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View
 from storage.read.wait import MutationToken
 from tests.serve.http_site import VBUUID, Site, Source
@@ -34,7 +34,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
         found = service.view.get(key)
         return found and found.value
 
-    token = MutationToken(Vbid(4), Vbuuid(VBUUID), Seqno(2))
+    token = MutationToken(4, Vbuuid(VBUUID), Seqno(2))
     with pytest.raises(Problem) as caught:
         site.call(service.after([token], 10, read))
     assert caught.value.name == "write-lost"
@@ -94,7 +94,7 @@ def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> 
     service = site.server.service
 
     async def reads() -> str:
-        token = MutationToken(Vbid(4), Vbuuid(VBUUID), Seqno(1_000))
+        token = MutationToken(4, Vbuuid(VBUUID), Seqno(1_000))
         waiting = asyncio.create_task(service.after([token], 60, lambda: "late", in_bulk=True))
         await asyncio.sleep(0)
         found = await service.after([], 1, lambda: "now", in_bulk=True)

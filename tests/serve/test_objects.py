@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.serve import objects
-from storage.model import Branch, Document, Kind, Seqno, Vbid, Vbuuid
+from storage.model import Branch, Document, Kind, Seqno, Vbuuid
 from storage.read.view import Change, Rollback, Token
 
 
 def document(key: bytes = b"k", value: bytes = b"{}", datatype: int = 1, kind: Kind = Kind.MUTATION) -> Document:
-    return Document(Vbid(1), 0, key, Seqno(2), 1, 3, 4, 0, datatype, value, kind, Branch(1))
+    return Document(1, 0, key, Seqno(2), 1, 3, 4, 0, datatype, value, kind, Branch(1))
 
 
 JSON = st.recursive(
@@ -49,8 +49,8 @@ def test_no_digit_is_lost() -> None:
 
 
 def test_events() -> None:
-    token = Token(Vbid(1), Branch(2), Seqno(3), 4)
-    rollback = Rollback(Vbid(1), Branch(1), Seqno(9), Branch(2), Seqno(3), Vbuuid(10), Vbuuid(11), 5)
+    token = Token(1, Branch(2), Seqno(3), 4)
+    rollback = Rollback(1, Branch(1), Seqno(9), Branch(2), Seqno(3), Vbuuid(10), Vbuuid(11), 5)
     for change in (Change("mutation", token, document()), Change("rollback", token, rollback=rollback)):
         assert json.loads(objects.change_json(change)) == objects.change_object(change)
     assert (

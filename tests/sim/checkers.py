@@ -36,7 +36,7 @@ from storage.format import keys
 from storage.format.records import Pub
 from storage.history import branches, chain
 from storage.history.removal import Dead
-from storage.model import SEQNO_MAX, Document, Vbid
+from storage.model import SEQNO_MAX, Document
 from storage.read.view import Change, Rollback, Time, Token, View
 from storage.write.writer import GroupWriter, RollbackResult
 from tests.sandbox.past import state_at
@@ -196,7 +196,7 @@ class Checker:
         """Each group may have lost its last commit."""
         self._power_was_cut = set(range(len(self.mirror.disks.disks)))
 
-    def _after_power_cut(self, writer: GroupWriter, pubs: dict[Vbid, Pub]) -> None:
+    def _after_power_cut(self, writer: GroupWriter, pubs: dict[int, Pub]) -> None:
         """What was published last may be gone, of all vbuckets of a group or of none; nothing else."""
         if writer.group not in self._power_was_cut:
             return

@@ -36,7 +36,7 @@ from storage.history.chain import Chain
 from storage.history.leases import Leases
 from storage.history.purge import Purger, Window
 from storage.history.removal import Dead
-from storage.model import Identity, Vbid
+from storage.model import Identity
 from storage.read.view import View, open_view
 from storage.write import owner
 from storage.write.background import Background
@@ -114,7 +114,7 @@ class SimPurger(Purger):
 
     fate: Fate
 
-    def _target_floor(self, txn: Transaction, vbid: Vbid, links: Chain, floor: int, now_ms: int, looks: int) -> int:
+    def _target_floor(self, txn: Transaction, vbid: int, links: Chain, floor: int, now_ms: int, looks: int) -> int:
         target = super()._target_floor(txn, vbid, links, floor, now_ms, looks)
         if self.leases.of(vbid, now_ms):
             held, self.leases = self.leases, Leases()
@@ -123,7 +123,7 @@ class SimPurger(Purger):
             self.leases = held
         return target
 
-    def step(self, txn: Transaction, vbid: Vbid, now_ms: int) -> int:
+    def step(self, txn: Transaction, vbid: int, now_ms: int) -> int:
         removed = super().step(txn, vbid, now_ms)
         if self.moved is not None:
             self.fate.counts["links merged"] += 1
@@ -261,7 +261,7 @@ class SimWriter(GroupWriter):
         background.fate = self.fate
         return background
 
-    def _new_vbucket(self, txn: Transaction, vbid: Vbid) -> VbucketWriter:
+    def _new_vbucket(self, txn: Transaction, vbid: int) -> VbucketWriter:
         vbucket = SimVbucketWriter(
             txn, vbid, self.owner, self._bytes, commit=self.commit, cancel_job=self.background.cancel_job
         )

@@ -29,7 +29,7 @@ from mirror.wire.events import CollectionCreated, CollectionDropped, Deletion, E
 from mirror.wire.frame import decode
 from mirror.wire.system_events import decode_system_event
 from storage.format.records import decode_row
-from storage.model import Branch, Document, Vbid
+from storage.model import Branch, Document
 from tests.manual_clock import ManualClock
 from tests.sim.checkers import facts, reported
 from tests.sim.loop import drive
@@ -254,7 +254,7 @@ class SimReader:
                     gone = content.collection_id
                     copy = {key: document for key, document in copy.items() if document.collection_id != gone}
             else:
-                document = decode_row(Vbid(vbid), Branch(0), frame, raw=True)
+                document = decode_row(vbid, Branch(0), frame, raw=True)
                 copy[wire_key(document)] = document
         self.copies[vbid] = copy
         self.positions[vbid] = snapshot.position

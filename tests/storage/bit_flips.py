@@ -19,7 +19,7 @@ from storage.env import directory
 from storage.errors import StorageError
 from storage.format import records
 from storage.history.purge import Window
-from storage.model import Branch, Vbid
+from storage.model import Branch
 from storage.read import bulk, stream
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -115,7 +115,7 @@ def _scan(view: View, vbid: int) -> Any:
 
 def _bulk(view: View, vbid: int, key_range: bulk.KeyRange) -> Any:
     frames = [frame for chunk in bulk.documents(view, view.pin(vbid), None, key_range) for frame in chunk.frames]
-    return sorted(records.decode_row(Vbid(vbid), Branch(0), frame) for frame in frames)
+    return sorted(records.decode_row(vbid, Branch(0), frame) for frame in frames)
 
 
 def _changes(view: View, vbid: int) -> Any:

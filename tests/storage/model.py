@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from storage.format import keys, records
-from storage.model import Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange, Vbid
+from storage.model import Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.read import changes
 from storage.read.view import View
 
@@ -61,7 +61,7 @@ def manifest_at(view: View, branch: int, seqno: int) -> Manifest:
 class ModelVbucket:
     """What one vbucket of a mirror must show."""
 
-    vbid: Vbid
+    vbid: int
     published: int = 0
     contents: dict[bytes, Value] = field(default_factory=dict)
     """key -> newest published version."""

@@ -20,7 +20,6 @@ from storage.env import directory, map_record
 from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
 from storage.format import keys
-from storage.model import Vbid
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
@@ -336,4 +335,4 @@ def test_vbuckets_without_anything_are_restored_as_such(path: str, filled: Group
     target = restored(made(path), tmp_path / "target")
     with open_view(target) as view:
         assert [int(view.state(vbid).published_seqno) for vbid in range(4)] == [6, 0, 0, 0]
-        assert view.vbid_of(KEYS[0]) == Vbid(0)
+        assert view.vbid_of(KEYS[0]) == 0

@@ -10,7 +10,7 @@ import pytest
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys, records
 from storage.history.purge import Window
-from storage.model import Branch, Collection, Document, Manifest, ManifestUid, Seqno, Vbid
+from storage.model import Branch, Collection, Document, Manifest, ManifestUid, Seqno
 from storage.read import bulk
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import Pin, View
@@ -25,7 +25,7 @@ NAMES = keys_of(0, 40)
 def documents(view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: int = 7) -> list[Document]:
     found = []
     for chunk in bulk.documents(view, pin, None, key_range, rows_max=rows_max):
-        rows = [records.decode_row(Vbid(0), Branch(0), frame) for frame in chunk.frames]
+        rows = [records.decode_row(0, Branch(0), frame) for frame in chunk.frames]
         assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
     return sorted(found, key=lambda row: (row.collection_id, row.key))
@@ -37,7 +37,7 @@ def delete(writer: GroupWriter, key: bytes, seqno: int, cid: int) -> None:
 
 
 def keys_in(chunk: bulk.Chunk) -> list[bytes]:
-    return [records.decode_row(Vbid(0), Branch(0), frame).key for frame in chunk.frames]
+    return [records.decode_row(0, Branch(0), frame).key for frame in chunk.frames]
 
 
 def scanned(view: View, **options: object) -> list[Document]:

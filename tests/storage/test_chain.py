@@ -14,7 +14,6 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.history import chain
-from storage.model import Vbid
 from tests.storage.model import IDENTITY
 
 # branch -> (parent, base_seqno): 1 is the root, 2 and 3 left it at 10, 4 left 3 at 15, 5 has no parent
@@ -99,8 +98,8 @@ def test_boundaries_of_a_chain_come_newest_first_and_once(
             txn.put(
                 keys.ROW.pack(at, seqno) + keys.BOUNDARY_SUFFIX, keys.BOUNDARY.pack(0, 7, seqno, seqno, 0, 0), db=tree
             )
-        found = [b.seqno for b in chain.boundaries(Transaction(environment, txn), Vbid(0), links)]
-        newest = chain.newest_boundary(Transaction(environment, txn), Vbid(0), links, to_seqno)
+        found = [b.seqno for b in chain.boundaries(Transaction(environment, txn), 0, links)]
+        newest = chain.newest_boundary(Transaction(environment, txn), 0, links, to_seqno)
     finally:
         txn.abort()
     assert found == visible
@@ -128,7 +127,7 @@ def test_leaps_over_long_snapshots_leave_no_boundary_out(
         for seqno in ends - kept:
             txn.delete(keys.ROW.pack(1, seqno) + keys.BOUNDARY_SUFFIX, db=tree)
         links = chain.load(Transaction(environment, txn), 0, 1, cut)
-        found = [boundary.seqno for boundary in chain.boundaries(Transaction(environment, txn), Vbid(0), links)]
+        found = [boundary.seqno for boundary in chain.boundaries(Transaction(environment, txn), 0, links)]
     finally:
         txn.abort()
     assert found == sorted((seqno for seqno in kept if seqno <= cut), reverse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from storage.errors import ViewInvalidated
 from storage.history.purge import Window
-from storage.model import Branch, Seqno, Vbid
+from storage.model import Branch, Seqno
 from storage.read.changes import manifest_at, resolve_range
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, Token, View
@@ -40,7 +40,7 @@ def test_a_token_below_its_branch_is_refused(writer: GroupWriter, view: View) ->
 def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     with pytest.raises(ViewInvalidated, match="no branch 9"):
-        list(view.changes(0, since=Token(Vbid(0), Branch(9), Seqno(1), 5)))
+        list(view.changes(0, since=Token(0, Branch(9), Seqno(1), 5)))
 
 
 def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
@@ -88,7 +88,7 @@ def test_what_lies_between_two_positions_is_refused_once_it_is_not_kept(writer: 
     with pytest.raises(ViewInvalidated, match="gone"):
         list(view.changes_between(None, end))
     with pytest.raises(ViewInvalidated, match="no branch 9"):
-        list(view.changes_between(None, Token(Vbid(0), Branch(9), Seqno(4), 5)))
+        list(view.changes_between(None, Token(0, Branch(9), Seqno(4), 5)))
 
 
 @pytest.mark.parametrize("purged_before", [False, True])

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from storage.errors import CorruptedError
 from storage.format.digest import Digest, Fingerprint, Runs, fingerprint
 from storage.format.records import decode_row, encode_deletion, encode_mutation
-from storage.model import Branch, Document, Seqno, Vbid
+from storage.model import Branch, Document, Seqno
 
 XATTRS = b"\x00\x00\x00\x0e\x00\x00\x00\x0ameta\x00null\x00"
 
 
 def of(frame: bytes) -> Fingerprint:
-    return fingerprint(decode_row(Vbid(3), Branch(2), frame, raw=True))
+    return fingerprint(decode_row(3, Branch(2), frame, raw=True))
 
 
 def mutation(**changes: Any) -> bytes:
@@ -75,13 +75,13 @@ def test_a_tombstone_is_one_however_it_came_to_be_and_whenever() -> None:
     assert of(deleted) == of(expired)
     assert of(deleted).deleted
     later = expired[:-6] + (1_700_000_000).to_bytes(4) + expired[-2:]
-    assert decode_row(Vbid(0), Branch(0), later).expiry == 1_700_000_000
+    assert decode_row(0, Branch(0), later).expiry == 1_700_000_000
     assert of(later) == of(expired)
     assert of(deleted) != of(mutation(key=b"k", value=b"", collection_id=0, rev_seqno=2, cas=1))
 
 
 def test_a_value_that_cannot_be_read_is_reported() -> None:
-    broken = Document(Vbid(0), 0, b"k", Seqno(1), 1, 1, 0, 0, 2, b"\xff" * 9)
+    broken = Document(0, 0, b"k", Seqno(1), 1, 1, 0, 0, 2, b"\xff" * 9)
     with pytest.raises(CorruptedError):
         fingerprint(broken)
 

@@ -18,7 +18,7 @@ from storage.errors import ViewInvalidated
 from storage.format import keys
 from storage.history import branches
 from storage.history.purge import Window
-from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno, Vbid
+from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno
 from storage.read import bulk
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -41,7 +41,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
     """As a first backfill brings them: each in each vbucket, before the documents. How many entries that held in memory
     before anything was published, and how many bytes of it were counted.
     """
-    assemblers = [Assembler(Vbid(vbid)) for vbid in vbids]
+    assemblers = [Assembler(vbid) for vbid in vbids]
     for vbid, assembler in zip(vbids, assemblers, strict=True):
         assembler.load(writer.vbuckets[vbid].state)
         assembler.begin_stream(inside_snapshot=False, collections_granted=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.model import Branch, Document, FailoverEntry, FailoverLog, Kind, Manifest, Seqno, Vbid, Vbuuid
+from storage.model import Branch, Document, FailoverEntry, FailoverLog, Kind, Manifest, Seqno, Vbuuid
 
 
 def test_an_untouched_bucket_has_the_default_collection_alone() -> None:
@@ -16,7 +16,7 @@ def test_an_untouched_bucket_has_the_default_collection_alone() -> None:
 
 @pytest.mark.parametrize(("kind", "deleted"), [(Kind.MUTATION, False), (Kind.DELETION, True), (Kind.EXPIRATION, True)])
 def test_deletions_and_expirations_are_tombstones(kind: Kind, deleted: bool) -> None:
-    document = Document(Vbid(0), 0, b"k", Seqno(1), 1, 1, 0, 0, 0, b"", kind, Branch(1))
+    document = Document(0, 0, b"k", Seqno(1), 1, 1, 0, 0, 0, b"", kind, Branch(1))
     assert document.deleted is deleted
 
 

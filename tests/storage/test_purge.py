@@ -16,7 +16,7 @@ from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys
 from storage.history import branches, chain
 from storage.history.purge import Purger, Window, dead_ranges
-from storage.model import Branch, Collection, Seqno, Vbid
+from storage.model import Branch, Collection, Seqno
 from storage.read import stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
@@ -163,7 +163,7 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     writer.commit(flush_open=True)
     writer.vbuckets[0].abandon()
     with writer.environment.read() as txn:
-        assert [(d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(txn, Vbid(0))] == [
+        assert [(d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(txn, 0)] == [
             (1, 1, False),
             (2, 1, True),
         ]
@@ -247,7 +247,7 @@ def broken_backfill(writer: GroupWriter) -> None:
 
 def branch_count(writer: GroupWriter) -> int:
     with writer.environment.read() as txn:
-        return len(branches.all_branches(txn, Vbid(0)))
+        return len(branches.all_branches(txn, 0))
 
 
 def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
@@ -377,7 +377,7 @@ def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: Gro
         purger = Purger(writer.environment, writer.vbids, window)
         with writer.environment.read() as txn:
             looked = Looked(txn)
-            assert not purger._has_work(looked, Vbid(0), writer.options.clock_ms())
+            assert not purger._has_work(looked, 0, writer.options.clock_ms())
         looks.append(looked.entries)
     assert looks[1] <= looks[0] + 5, looks
 
@@ -425,7 +425,7 @@ def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_
 
     def step(txn: Transaction) -> int:
         looked = Looked(txn)
-        removed = purger.step(looked, Vbid(0), writer.options.clock_ms())
+        removed = purger.step(looked, 0, writer.options.clock_ms())
         looks.append(looked.entries)
         return removed
 

@@ -21,12 +21,11 @@ from storage.model import (
     ManifestUid,
     Seqno,
     SnapshotRange,
-    Vbid,
 )
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-VB, BR = Vbid(7), Branch(3)
+VB, BR = 7, Branch(3)
 
 
 @given(st.binary(min_size=1, max_size=246), st.binary(max_size=300), U64, U32, U64, U64, U32, U32)

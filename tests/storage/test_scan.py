@@ -9,7 +9,7 @@ import pytest
 
 from storage.errors import AnswerTooLarge, StorageError, ViewInvalidated
 from storage.history.purge import Window
-from storage.model import Branch, Collection, Seqno, Vbid
+from storage.model import Branch, Collection, Seqno
 from storage.read import scan, states
 from storage.read.scan import CHUNK_BYTES
 from storage.read.vbucket_reader import VbucketReader
@@ -82,7 +82,7 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
         with pytest.raises(ViewInvalidated):
             view.scan_page(lost)
     with pytest.raises(ViewInvalidated, match="no branch"):
-        view.scan_page(Pin(Vbid(0), Branch(99), Seqno(3), 5, 0))
+        view.scan_page(Pin(0, Branch(99), Seqno(3), 5, 0))
 
 
 @pytest.mark.parametrize("left_by", ["rollback", "window"])

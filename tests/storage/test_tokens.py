@@ -6,7 +6,7 @@ import pytest
 
 from storage.errors import UnknownCollection
 from storage.format.tokens import collection_id_of
-from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno, Vbid
+from storage.model import Branch, Collection, Manifest, ManifestUid, Seqno
 from storage.read.view import Token
 from tests.storage.one_vbucket import DEFAULT, ID, SCOPES
 
@@ -34,7 +34,7 @@ def test_a_token_that_is_none_is_refused(text: str) -> None:
 
 def test_a_token_is_its_three_numbers_and_its_history() -> None:
     assert str(Token.parse(f"7:2:55:{ID}")) == f"7:2:55:{ID}"
-    assert Token.parse(f"7:2:55:{ID}") == Token(Vbid(7), Branch(2), Seqno(55), 255)
+    assert Token.parse(f"7:2:55:{ID}") == Token(7, Branch(2), Seqno(55), 255)
 
 
 def test_a_token_of_an_earlier_version_is_refused_with_a_remedy() -> None:

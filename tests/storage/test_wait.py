@@ -9,7 +9,7 @@ import pytest
 
 from mirror import MutationToken
 from storage.errors import NotPublished, StorageError, WriteLost
-from storage.model import FailoverLog, Seqno, Vbid, Vbuuid
+from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read import wait
 from storage.read.view import View
 from storage.read.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for
@@ -26,7 +26,7 @@ def log_of(*entries: tuple[int, int]) -> FailoverLog:
 
 
 def token(vbuuid: int, seqno: int, vbid: int = 0) -> MutationToken:
-    return MutationToken(Vbid(vbid), Vbuuid(vbuuid), Seqno(seqno))
+    return MutationToken(vbid, Vbuuid(vbuuid), Seqno(seqno))
 
 
 def write_status(view: View, token: MutationToken) -> WriteStatus:

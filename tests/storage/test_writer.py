@@ -31,7 +31,7 @@ from storage.format import records
 from storage.format.records import decode_row
 from storage.history.branches import all_branches, purge_row
 from storage.history.purge import Window
-from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -90,7 +90,7 @@ def in_bulk(view: View, vbid: int, as_of: int | None = None) -> list[dict[bytes,
     for ways in limits:
         with patch.multiple(bulk, GET_ROWS=2, **ways):
             chunks = bulk.documents(view, view.pin(vbid, as_of), rows_max=3)
-            rows = [decode_row(Vbid(vbid), Branch(0), frame) for chunk in chunks for frame in chunk.frames]
+            rows = [decode_row(vbid, Branch(0), frame) for chunk in chunks for frame in chunk.frames]
         found.append({row.key: (int(row.seqno), row.value) for row in rows})
         assert len(found[-1]) == len(rows)
     return found
@@ -108,7 +108,7 @@ class Store(RuleBasedStateMachine):
     def create(self) -> None:
         directory.create(self.path, IDENTITY)
         self.writer = open_writer(self.path, clock=self.clock)
-        self.model = {vbid: ModelVbucket(Vbid(vbid)) for vbid in VBIDS}
+        self.model = {vbid: ModelVbucket(vbid) for vbid in VBIDS}
         self.reset_pending()
         self.tokens: list[tuple[Token, dict[bytes, bytes]]] = []
         self.held: dict[Token, int] = {}
@@ -163,7 +163,7 @@ class Store(RuleBasedStateMachine):
     def commit(self, flush: bool) -> None:
         self.settle(self.writer.commit(flush_open=flush).published)
 
-    def settle(self, published: Sequence[tuple[Vbid, int]]) -> None:
+    def settle(self, published: Sequence[tuple[int, int]]) -> None:
         """Take over into the model what a commit said it published."""
         for vbid, seqno in published:
             ready = self.complete[vbid]

@@ -7,7 +7,7 @@ import pytest
 from mirror.messages import VbucketRow
 from mirror.supervise.reports.progress import TREND_REPORTS_MAX, CatchUp, Trend
 from mirror.supervise.status import reported_row, stored_row, totals
-from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
+from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
 
 
 def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> VbucketRow:
@@ -18,7 +18,7 @@ def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) ->
 
 def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
     state = VbucketState(
-        vbid=Vbid(5),
+        vbid=5,
         branch=Branch(2),
         published_seqno=Seqno(10),
         history_floor_seqno=Seqno(0),

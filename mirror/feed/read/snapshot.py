@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mirror.feed.read.spool import Spool
 from storage.format.records import decode_row
-from storage.model import Branch, Document, Manifest, Vbid
+from storage.model import Branch, Document, Manifest
 
 _BRANCH = Branch(0)
 
@@ -80,7 +80,7 @@ class Snapshot:
 
         A value that cannot be taken apart stays so, too: `storage.format.records.value_problem` says why.
         """
-        vbid = Vbid(self.vbid)
+        vbid = self.vbid
         return (decode_row(vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from mirror.feed.read.snapshot import Position, Snapshot
 from mirror.feed.read.spool import Spool, SpoolFile
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
-from storage.model import Branch, FailoverLog, Manifest, Seqno, Vbid, VbucketState
+from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
 
 BRANCH = Branch(0)
 ROW_PREFIX = bytes(4)
@@ -58,7 +58,7 @@ class SpoolSink:
     def state(self) -> VbucketState:
         seqno = self._boundary
         return VbucketState(
-            vbid=Vbid(self.vbid),
+            vbid=self.vbid,
             branch=BRANCH,
             published_seqno=seqno,
             history_floor_seqno=seqno,

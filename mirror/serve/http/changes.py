@@ -34,7 +34,6 @@ from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
 from mirror.serve.objects import change_json, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
-from storage.model import Vbid
 from storage.read.view import Change, Pieces, Served, Token
 
 BATCH_EVENTS_MAX = 256
@@ -148,7 +147,7 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 def _token(vbid: int, published: Served) -> Token:
-    return Token(Vbid(vbid), published.branch, published.seqno, published.history_id)
+    return Token(vbid, published.branch, published.seqno, published.history_id)
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:

@@ -46,7 +46,7 @@ from mirror.serve.http.service import (
 )
 from mirror.serve.large import LARGE_BYTES, Pieces, merged
 from mirror.serve.objects import DATATYPE_JSON, DOCUMENT_FIELDS, document_json, dumps, key_fields
-from storage.model import Document, Manifest, Vbid
+from storage.model import Document, Manifest
 from storage.read.large import LargeDocument
 from storage.read.view import AsOf, Pin, View
 from storage.read.wait import MutationToken
@@ -102,7 +102,7 @@ def path_key(request: Request, encoding: str) -> bytes:
 class DocumentRequest(NamedTuple):
     collection: str | int
     key: bytes
-    vbid: Vbid
+    vbid: int
     form: str
     as_of: AsOf
     tokens: Sequence[MutationToken]
@@ -181,7 +181,7 @@ async def get_documents(request: Request) -> Response:
     body = await body_of(request)
     view = service.view
 
-    def parse() -> tuple[list[bytes], set[Vbid]]:
+    def parse() -> tuple[list[bytes], set[int]]:
         keys = requested_keys(json_of(body))
         return keys, {view.vbid_of(key) for key in keys}
 
@@ -249,7 +249,7 @@ async def _first_page(service: Service, reader: Reader, parameters: Parameters, 
     only = parameters.text("vbid")
     tokens, timeout_s = service.tokens(parameters)
     view = service.view
-    vbid = Vbid(view.vbids[0]) if only is None else vbucket(only, view.identity.vbucket_count)
+    vbid = view.vbids[0] if only is None else vbucket(only, view.identity.vbucket_count)
     if isinstance(as_of, int) and only is None:
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)

@@ -1,6 +1,6 @@
 """Request texts as values of the store, or refused with a problem that says why.
 
-Knows the API's parameters and bounds; never their use. Numbers from readers become `Vbid`, `Branch` and `Seqno` here.
+Knows the API's parameters and bounds; never their use. Numbers from readers become `Branch` and `Seqno` here.
 Invariants: only checked values leave this module; an unknown parameter is an error, so a misspelt one is never ignored;
 a body is read up to its limit in bytes and time.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from mirror.serve.http.problems import Problem
-from storage.model import SEQNO_MAX, Branch, Seqno, Vbid
+from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
 KEY_LENGTH_MAX = 250
@@ -176,11 +176,11 @@ def collection_name(text: str) -> str | int:
     return text if "." in text else f"_default.{text}"
 
 
-def vbucket(text: str, count: int, name: str = "vbid") -> Vbid:
+def vbucket(text: str, count: int, name: str = "vbid") -> int:
     vbid = integer(name, text, 0, 0xFFFF)
     if vbid >= count:
         raise Problem("no-vbucket", f"there is no vbucket {vbid}; this bucket has {count}")
-    return Vbid(vbid)
+    return vbid
 
 
 async def body_of(request: Request) -> bytes:
@@ -302,7 +302,7 @@ class Page:
             stop = None if end is None else from_base64url(end)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise _bad(f"invalid page token: {error}", "give `next` of the last page unchanged") from None
-        pin = Pin(Vbid(vbid), Branch(branch), Seqno(seqno), history_id, pin_now)
+        pin = Pin(vbid, Branch(branch), Seqno(seqno), history_id, pin_now)
         return Page(pin, keys[0], cid, keys[1], stop, bool(only), bool(deletions), at, now)
 
 

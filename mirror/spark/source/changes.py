@@ -27,7 +27,7 @@ from mirror.spark.source.options import Options
 from mirror.spark.source.rows import change_row, control_row
 from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
-from storage.model import Boundary, Branch, Manifest, Seqno, Vbid
+from storage.model import Boundary, Branch, Manifest, Seqno
 from storage.read import states
 from storage.read.changes import manifest_at, resolve_range
 from storage.read.view import Token, View, open_view
@@ -272,7 +272,7 @@ def token(view: View, vbid: int, at: At) -> Token:
     A position that a power cut took back is valid again once the mirror has published the same history of the source
     (vbuuid) beyond it.
     """
-    given = Token(Vbid(vbid), Branch(at.branch), Seqno(at.seqno), at.history_id)
+    given = Token(vbid, Branch(at.branch), Seqno(at.seqno), at.history_id)
     if at.history_id not in states.history_ids(view.reader(vbid), at.branch):
         return given
     known = view.token(vbid, at.branch, at.seqno)

@@ -24,7 +24,6 @@ from mirror.spark.source.rows import BATCH_BYTES, Documents
 from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
 from storage.format import keys, seal
-from storage.model import Vbid
 from storage.read import bulk
 from storage.read.bulk import KeyRange
 from storage.read.view import Pin, Time, View, open_view
@@ -105,7 +104,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
             raise Unavailable(
                 f"{len(filling)} of {len(chosen)} vbuckets are not filled yet",
                 path=options.path,
-                vbid=Vbid(filling[0]),
+                vbid=filling[0],
                 hint="wait until `dcp-mirror status --ready` succeeds",
             )
         as_of = None if options.as_of_ms is None else Time(options.as_of_ms)

@@ -36,7 +36,7 @@ from mirror.wire.system_events import decode_system_event
 from storage.env.map_record import MapRecord
 from storage.format import keys
 from storage.format.records import decode_row
-from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno, Vbid
+from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno
 from storage.read.view import Pin
 
 AGAIN = "start the query again"
@@ -151,7 +151,7 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
         wire_key = key_of(frame)
         collection_id = wire_key[0] if wire_key[0] < 0x80 else keys.split_key(wire_key)[0]
         by_collection.setdefault(collection_id, []).append(frame)
-    pin = Pin(Vbid(vbid), Branch(0), Seqno(0), 0, job.now_ms)
+    pin = Pin(vbid, Branch(0), Seqno(0), 0, job.now_ms)
     for collection_id, rows in sorted(by_collection.items()):
         name = names.get(collection_id) or job.names.get(collection_id)
         if name is None or (job.selected_names is not None and name not in job.selected_names):
@@ -418,7 +418,7 @@ def _rows(snapshot: Snapshot, way: Way, work: ChangesTask) -> Iterator[tuple[Any
             name = name_of(work.names, content.collection_id)
             yield control_row(kind, vbid, name, branch, event.seqno, snapshot.vbuuid, ends)
             continue
-        document = decode_row(Vbid(vbid), Branch(0), frame, lenient=True)
+        document = decode_row(vbid, Branch(0), frame, lenient=True)
         if document.seqno <= way.end.seqno:
             name = name_of(work.names, document.collection_id)
             at = (branch, int(document.seqno))

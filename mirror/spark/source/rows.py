@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from mirror.spark.source.columns import CHANGES
 from storage.format import records
-from storage.model import Branch, Document, Vbid
+from storage.model import Branch, Document
 
 HEAD = 55
 """Bytes of a mutation before its key: header and extras."""
@@ -148,7 +148,7 @@ class Documents:
         vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
             message = frame[: len(frame) - self._checksum_size]
-            row = records.decode_row(Vbid(vbid), Branch(0), message, raw=True)
+            row = records.decode_row(vbid, Branch(0), message, raw=True)
             message = records.encode_mutation(
                 row.key,
                 row.value,

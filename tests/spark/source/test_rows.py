@@ -16,7 +16,7 @@ from mirror.spark.source.rows import HEAD, Documents, change_batches, change_row
 from storage.errors import CorruptedError
 from storage.format import records
 from storage.format.keys import encode_collection_id
-from storage.model import Branch, Vbid
+from storage.model import Branch
 
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
@@ -62,7 +62,7 @@ def signed(number: int) -> int:
 
 
 def expected(vbid: int, frame: bytes) -> dict[str, object]:
-    row = records.decode_row(Vbid(vbid), Branch(0), frame)
+    row = records.decode_row(vbid, Branch(0), frame)
     return {
         "key": row.key,
         "collection": f"s.c{len(encode_collection_id(row.collection_id))}",
@@ -155,14 +155,14 @@ def test_an_event_time_is_the_clock_in_the_cas() -> None:
     at = datetime(2026, 1, 31, 12, 0, 0, 123457, UTC)
     nanoseconds = (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
     cas = (nanoseconds & ~0xFFFF) + 0x10000 + 7  # the 7th version of one moment; the clock counts in steps of 65.5 us
-    row = records.decode_row(Vbid(3), Branch(2), records.encode_mutation(b"k", b"{}", 5, cas=cas))
+    row = records.decode_row(3, Branch(2), records.encode_mutation(b"k", b"{}", 5, cas=cas))
     (found,) = change_batches([change_row(row, "s.c", "mutation", 1, 6, (2, 5))], ["event_time"])
     assert timedelta(0) <= found.column("event_time")[0].as_py() - at < timedelta(microseconds=66)
     assert event_micros(0) is None
 
 
 def test_changes_have_the_columns_that_were_requested() -> None:
-    deletion = records.decode_row(Vbid(3), Branch(2), records.encode_deletion(b"\xff", 5))
+    deletion = records.decode_row(3, Branch(2), records.encode_deletion(b"\xff", 5))
     rows = [
         change_row(deletion, "s.c", "deletion", 2**64 - 1, 6, (2, 5)),
         control_row("collection_dropped", 3, "s.c", 2, 6, 8, 6),
