@@ -113,7 +113,6 @@ class SandboxCluster:
     # --- life
 
     async def start(self) -> None:
-        """Listen, and spread the vbuckets over the nodes."""
         for node in self.nodes:
             await self._listen(node, *(self._first_ports if node.number == 0 else (0, 0)))
         self._place(range(len(self.nodes)))

@@ -7,7 +7,7 @@ does not know streams or tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Status, StreamRequestFlag
@@ -31,10 +31,7 @@ STREAM_FLAGS_7_2 = int(
 """Flags of a stream request in 7.2 (kv_engine 7.2.4, daemon/mcbp_validators.cc)."""
 
 _TRUE = b"true"
-_BOOLEANS = (b"true", b"false")
-_PRIORITIES = (b"high", b"medium", b"low")
 _MARKER_VERSIONS = {b"2.0": MarkerVersion.V2_0, b"2.2": MarkerVersion.V2_2}
-_ROUND_ROBIN, _SEQUENTIAL = b"round-robin", b"sequential"
 _OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
 
 
@@ -112,12 +109,6 @@ class Controls:
         handler = _CONTROLS.get(name) if name in self.abilities.controls else None
         return Status.EINVAL if handler is None else handler(self, value)
 
-    def _set_noop(self, value: bytes) -> Status:
-        if value not in _BOOLEANS:
-            return Status.EINVAL
-        self.noop_enabled = value == _TRUE
-        return Status.SUCCESS
-
     def _set_noop_interval(self, value: bytes) -> Status:
         fractional = self.abilities.fractional_noop_interval
         try:
@@ -134,24 +125,6 @@ class Controls:
         if not (value.isdigit() and len(value) <= 10 and int(value) < 1 << 32):
             return Status.EINVAL
         self.buffer_bytes = int(value)
-        return Status.SUCCESS
-
-    def _set_force_compression(self, value: bytes) -> Status:
-        if value != _TRUE or not self.snappy:
-            return Status.EINVAL
-        self.force_compression = True
-        return Status.SUCCESS
-
-    def _set_end_on_close(self, value: bytes) -> Status:
-        if value != _TRUE:
-            return Status.EINVAL
-        self.end_on_close = True
-        return Status.SUCCESS
-
-    def _set_expiry_opcode(self, value: bytes) -> Status:
-        if value not in _BOOLEANS:
-            return Status.EINVAL
-        self.expiry_opcode = value == _TRUE
         return Status.SUCCESS
 
     def _set_stream_id(self, value: bytes) -> Status:
@@ -186,9 +159,7 @@ class Controls:
     def _accept_oso(self, value: bytes) -> Status:
         """Accept a permission that no producer here uses (docs/protocol.md 4.4)."""
         with_seqno_advanced = value == _OSO_WITH_SEQNO_ADVANCED and self.abilities.oso_with_seqno_advanced
-        if value != _TRUE and not with_seqno_advanced:
-            return Status.EINVAL
-        return Status.SUCCESS
+        return Status.SUCCESS if value == _TRUE or with_seqno_advanced else Status.EINVAL
 
     def _set_change_streams(self, value: bytes) -> Status:
         """Accept only if the storage keeps history; a client cannot turn it off again (docs/protocol.md 2.3)."""
@@ -199,18 +170,6 @@ class Controls:
         self.change_streams = True
         return Status.SUCCESS
 
-    def _set_v7_status_codes(self, value: bytes) -> Status:
-        if value != _TRUE:
-            return Status.EINVAL
-        self.v7_status_codes = True
-        return Status.SUCCESS
-
-    def _set_flat_events(self, value: bytes) -> Status:
-        if value != _TRUE:
-            return Status.EINVAL
-        self.flat_events = True
-        return Status.SUCCESS
-
     def _set_marker_version(self, value: bytes) -> Status:
         version = _MARKER_VERSIONS.get(value)
         if version is None or not self.collections:
@@ -218,47 +177,59 @@ class Controls:
         self.marker_version = version
         return Status.SUCCESS
 
-    def _set_priority(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in _PRIORITIES else Status.EINVAL
 
-    def _set_order(self, value: bytes) -> Status:
-        if value not in (_ROUND_ROBIN, _SEQUENTIAL):
+_Setter = Callable[[Controls, bytes], Status]
+
+
+def _choice(values: Mapping[bytes, bool], attribute: str = "", needs: str = "") -> _Setter:
+    """Return the setter of an attribute by one of some values; without an attribute the value is only checked. Refuse
+    all of them without what the control `needs`.
+    """
+
+    def set_to(controls: Controls, value: bytes) -> Status:
+        if value not in values or (needs and not getattr(controls, needs)):
             return Status.EINVAL
-        self.round_robin = value == _ROUND_ROBIN
+        if attribute:
+            setattr(controls, attribute, values[value])
         return Status.SUCCESS
 
-    def _accept_boolean(self, value: bytes) -> Status:
-        return Status.SUCCESS if value in _BOOLEANS else Status.EINVAL
-
-    def _not_supported(self, _value: bytes) -> Status:
-        return Status.NOT_SUPPORTED
+    return set_to
 
 
-_CONTROLS: dict[bytes, Callable[[Controls, bytes], Status]] = {
-    ControlKey.ENABLE_NOOP: Controls._set_noop,
+def _not_supported(_controls: Controls, _value: bytes) -> Status:
+    return Status.NOT_SUPPORTED
+
+
+_ONLY_TRUE = {_TRUE: True}
+_BOOLEAN = {_TRUE: True, b"false": False}
+_PRIORITY = dict.fromkeys((b"high", b"medium", b"low"), True)
+
+
+_CONTROLS: dict[bytes, _Setter] = {
+    ControlKey.ENABLE_NOOP: _choice(_BOOLEAN, "noop_enabled"),
     ControlKey.SET_NOOP_INTERVAL: Controls._set_noop_interval,
     ControlKey.CONNECTION_BUFFER_SIZE: Controls._set_buffer_size,
-    ControlKey.SET_PRIORITY: Controls._set_priority,
-    ControlKey.SUPPORTS_CURSOR_DROPPING: Controls._accept_boolean,
-    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: Controls._accept_boolean,
-    ControlKey.SUPPORTS_HIFI_MFU: Controls._accept_boolean,
-    ControlKey.FORCE_VALUE_COMPRESSION: Controls._set_force_compression,
-    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: Controls._set_end_on_close,
-    ControlKey.ENABLE_EXPIRY_OPCODE: Controls._set_expiry_opcode,
+    ControlKey.SET_PRIORITY: _choice(_PRIORITY),
+    ControlKey.SUPPORTS_CURSOR_DROPPING: _choice(_BOOLEAN),
+    ControlKey.SUPPORTS_CURSOR_DROPPING_VULCAN: _choice(_BOOLEAN),
+    ControlKey.SUPPORTS_HIFI_MFU: _choice(_BOOLEAN),
+    ControlKey.FORCE_VALUE_COMPRESSION: _choice(_ONLY_TRUE, "force_compression", needs="snappy"),
+    ControlKey.SEND_STREAM_END_ON_CLIENT_CLOSE_STREAM: _choice(_ONLY_TRUE, "end_on_close"),
+    ControlKey.ENABLE_EXPIRY_OPCODE: _choice(_BOOLEAN, "expiry_opcode"),
     ControlKey.ENABLE_STREAM_ID: Controls._set_stream_id,
     ControlKey.ENABLE_SYNC_WRITES: Controls._set_sync_writes,
     ControlKey.CONSUMER_NAME: Controls._set_consumer_name,
-    ControlKey.BACKFILL_ORDER: Controls._set_order,
+    ControlKey.BACKFILL_ORDER: _choice({b"round-robin": True, b"sequential": False}, "round_robin"),
     ControlKey.INCLUDE_DELETED_USER_XATTRS: Controls._set_deleted_user_xattrs,
     ControlKey.ENABLE_OUT_OF_ORDER_SNAPSHOTS: Controls._accept_oso,
-    ControlKey.V7_DCP_STATUS_CODES: Controls._set_v7_status_codes,
+    ControlKey.V7_DCP_STATUS_CODES: _choice(_ONLY_TRUE, "v7_status_codes"),
     ControlKey.CHANGE_STREAMS: Controls._set_change_streams,
-    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: Controls._set_flat_events,
+    ControlKey.FLATBUFFERS_SYSTEM_EVENTS: _choice(_ONLY_TRUE, "flat_events"),
     ControlKey.MAX_MARKER_VERSION: Controls._set_marker_version,
-    ControlKey.CACHE_TRANSFER: Controls._not_supported,
-    STREAM_BUFFER_SIZE: Controls._not_supported,
-    ENABLE_EXT_METADATA: Controls._accept_boolean,
-    ENABLE_VALUE_COMPRESSION: Controls._accept_boolean,
+    ControlKey.CACHE_TRANSFER: _not_supported,
+    STREAM_BUFFER_SIZE: _not_supported,
+    ENABLE_EXT_METADATA: _choice(_BOOLEAN),
+    ENABLE_VALUE_COMPRESSION: _choice(_BOOLEAN),
 }
 
 ALL_CONTROLS = frozenset(_CONTROLS)

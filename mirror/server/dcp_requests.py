@@ -6,6 +6,8 @@ connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.h
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from mirror.server.errors import Refused
 from mirror.server.privileges import DCP_PRODUCER
 from mirror.server.producer import Producer
@@ -21,6 +23,8 @@ STREAM_REQUEST_EXTRAS_BYTES = 48
 
 _NOT_DCP = "The command can only be sent on a DCP connection"
 _OPENED_BEFORE = "The connection is already opened as a DCP connection"
+T = TypeVar("T")
+
 _ANSWERABLE = (int(Opcode.DCP_NOOP), int(Opcode.DCP_SNAPSHOT_MARKER))
 
 
@@ -31,8 +35,7 @@ class OutOfPlace(Exception):
 def _open(session: Session, frame: Frame) -> Reply:
     if session.producer is not None:
         raise _out_of_place(session, _OPENED_BEFORE)
-    event = codec_dcp.decode(frame)
-    assert isinstance(event, DcpOpen)
+    event = _event(frame, DcpOpen)
     if event.flags & ~session.open_flags or not event.flags & DcpOpenFlag.PRODUCER:
         return _invalid(session, "Request contains invalid flags")
     session.open_producer(event.name.decode(errors="replace"), event.flags)
@@ -40,9 +43,7 @@ def _open(session: Session, frame: Frame) -> Reply:
 
 
 def _control(session: Session, frame: Frame) -> Reply:
-    producer = _producer(session)
-    event = codec_dcp.decode(frame)
-    assert isinstance(event, DcpControl)
+    producer, event = _producer(session), _event(frame, DcpControl)
     return Reply(producer.control(event.name, event.value))
 
 
@@ -50,16 +51,12 @@ def _stream_request(session: Session, frame: Frame) -> Reply:
     producer = _producer(session)
     if len(frame.extras) != STREAM_REQUEST_EXTRAS_BYTES:
         return _invalid(session, f"Request must include extras of length {STREAM_REQUEST_EXTRAS_BYTES}")
-    event = codec_dcp.decode(frame)
-    assert isinstance(event, StreamRequest)
-    log = producer.request_stream(event)
+    log = producer.request_stream(_event(frame, StreamRequest))
     return Reply(value=codec_dcp.encode_failover_log(log))
 
 
 def _close_stream(session: Session, frame: Frame) -> Reply:
-    producer = _producer(session)
-    event = codec_dcp.decode(frame)
-    assert isinstance(event, CloseStream)
+    producer, event = _producer(session), _event(frame, CloseStream)
     producer.close_stream(event.vbid, event.stream_id)
     return Reply()
 
@@ -70,10 +67,7 @@ def _failover_log(session: Session, frame: Frame) -> Reply:
 
 
 def _buffer_ack(session: Session, frame: Frame) -> None:
-    producer = _producer(session)
-    event = codec_dcp.decode(frame)
-    assert isinstance(event, BufferAck)
-    producer.acked(event.count)
+    _producer(session).acked(_event(frame, BufferAck).count)
 
 
 def _noop(session: Session, _frame: Frame) -> Reply:
@@ -93,6 +87,12 @@ def _producer(session: Session) -> Producer:
     if session.producer is None:
         raise _out_of_place(session, _NOT_DCP)
     return session.producer
+
+
+def _event(frame: Frame, kind: type[T]) -> T:
+    event = codec_dcp.decode(frame)
+    assert isinstance(event, kind)
+    return event
 
 
 def _out_of_place(session: Session, context: str) -> Exception:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from mirror.ingest.rollback import OutOfRange, ProducerAnswer, RollbackAnswer, producer_answer
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back
+from mirror.server.filter import FilterT
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import DcpNoop, StreamRequest
@@ -41,17 +42,6 @@ class ProducerPort(Protocol):
     @property
     def silence_s(self) -> float:
         """Seconds since the client last sent something."""
-
-
-class Filter(Protocol):
-    stream_id: int | None
-    purge_seqno: int | None
-
-    scope_id: int | None
-
-    @property
-    def collections(self) -> Collection[int] | None:
-        """The collections that pass; None: all that exist or will."""
 
 
 class Stream(Protocol):
@@ -116,12 +106,9 @@ class Producer(Protocol):
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
-FilterT = TypeVar("FilterT", bound=Filter)
 
 
 class BaseProducer(ABC, Generic[StreamT, FilterT]):
-    """A producer but for the origin of its streams and the order in which they are served."""
-
     def __init__(self, port: ProducerPort, name: str, controls: Controls) -> None:
         """`controls` holds what HELLO and DCP_OPEN negotiated."""
         self.name = name

@@ -126,6 +126,15 @@ class Session(ABC):
     """SASL PLAIN is accepted on this connection."""
     needs_bucket = True
     """Documents can be requested only after SELECT_BUCKET."""
+    bucket_name: str
+    map_needs_bucket = False
+    """GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
+    no_collections_status: int | None = None
+    """The refusal of requests for collections by a server that has none."""
+    open_flags = 0
+    """The flags of DCP_OPEN that the server knows."""
+    hangs_up = False
+    """A DCP request out of place ends the connection (6.0 and older, as recorded)."""
 
     def __init__(self) -> None:
         self.features: frozenset[int] = frozenset()
@@ -272,25 +281,11 @@ class Session(ABC):
 
     @property
     @abstractmethod
-    def bucket_name(self) -> str: ...
-
-    @property
-    @abstractmethod
     def map_revision(self) -> Revision: ...
 
     @abstractmethod
     def map_text(self, *, with_bucket: bool) -> bytes:
         """The newest cluster map as JSON, of the bucket or of the nodes alone."""
-
-    @property
-    def map_needs_bucket(self) -> bool:
-        """True if GET_CLUSTER_CONFIG is refused before SELECT_BUCKET (before 6.5)."""
-        return False
-
-    @property
-    def no_collections_status(self) -> int | None:
-        """The refusal of requests for collections by a server that has none; None: it has them."""
-        return None
 
     @property
     @abstractmethod
@@ -319,21 +314,9 @@ class Session(ABC):
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         """Yield a group of statistics, of one vbucket or all, in parts of bounded work. Raises Refused."""
 
-    # -- policy: DCP
-
-    @property
-    @abstractmethod
-    def open_flags(self) -> int:
-        """The flags of DCP_OPEN that the server knows."""
-
-    @property
-    def hangs_up(self) -> bool:
-        """True if a DCP request out of place ends the connection (6.0 and older, as recorded)."""
-        return False
-
-    @abstractmethod
     def open_producer(self, name: str, flags: int) -> None:
         """Set `producer`; another connection of that name is closed."""
+        raise Refused(Status.NOT_SUPPORTED)
 
 
 SessionT_contra = TypeVar("SessionT_contra", bound=Session, contravariant=True)

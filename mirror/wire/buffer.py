@@ -60,7 +60,6 @@ class FrameBuffer:
         self._bytes_needed = size or HEADER_SIZE
 
     def next_frame(self) -> Frame | None:
-        """Return the frame at the front, or None if it is not whole."""
         if self._size < self._bytes_needed:
             return None
         data, pos = self.take()

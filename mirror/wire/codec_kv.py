@@ -48,58 +48,39 @@ _Spec = TypeVar("_Spec")
 
 # Shapes.
 
-_WITH_META_EXTRAS = (24, 26, 28, 30)
-_SHAPES: dict[int, Shape] = {
-    **dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), ((0,), MUST, NONE)),
-    **dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ, Opcode.UNLOCK_KEY, Opcode.GET_REPLICA), ((0,), MUST, NONE)),
-    **dict.fromkeys(
-        (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ), ((8,), MUST, MAY)
-    ),
-    **dict.fromkeys((Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ), ((0,), MUST, MAY)),
-    **dict.fromkeys((Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ), ((20,), MUST, NONE)),
-    **dict.fromkeys((Opcode.TOUCH, Opcode.GAT, Opcode.GATQ), ((4,), MUST, NONE)),
-    Opcode.GET_LOCKED: ((0, 4), MUST, NONE),
-    **dict.fromkeys((Opcode.QUIT, Opcode.QUITQ, Opcode.NOOP, Opcode.VERSION), ((0,), NONE, NONE)),
-    **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), ((0, 4), NONE, NONE)),
-    Opcode.VERBOSITY: ((4,), NONE, NONE),
-    Opcode.STAT: ((0,), MAY, MAY),
-    Opcode.HELLO: ((0,), MAY, MAY),
-    Opcode.SASL_LIST_MECHS: ((0,), NONE, NONE),
-    **dict.fromkeys((Opcode.SASL_AUTH, Opcode.SASL_STEP), ((0,), MUST, MAY)),
-    Opcode.SELECT_BUCKET: ((0,), MAY, NONE),
-    Opcode.GET_ERROR_MAP: ((0,), NONE, MUST),
-    Opcode.GET_CLUSTER_CONFIG: ((0, 16), NONE, NONE),
-    Opcode.GET_ALL_VB_SEQNOS: ((0, 4, 8), NONE, NONE),
-    Opcode.GET_FAILOVER_LOG: ((0,), NONE, NONE),
-    Opcode.GET_VBUCKET: ((0,), NONE, NONE),
-    Opcode.OBSERVE_SEQNO: ((0,), NONE, MUST),
-    Opcode.OBSERVE: ((0,), NONE, MUST),
-    **dict.fromkeys((Opcode.GET_META, Opcode.GETQ_META), ((0, 1), MUST, NONE)),
-    **dict.fromkeys(
-        (
-            Opcode.SET_WITH_META,
-            Opcode.SETQ_WITH_META,
-            Opcode.ADD_WITH_META,
-            Opcode.ADDQ_WITH_META,
-            Opcode.DEL_WITH_META,
-            Opcode.DELQ_WITH_META,
-        ),
-        (_WITH_META_EXTRAS, MUST, MAY),
-    ),
-    Opcode.GET_RANDOM_KEY: ((0, 4, 5), NONE, NONE),
-    Opcode.SEQNO_PERSISTENCE: ((8,), NONE, NONE),
-    Opcode.GET_KEYS: ((0, 4), MAY, NONE),
-    Opcode.SET_COLLECTIONS_MANIFEST: ((0,), NONE, MUST),
-    Opcode.GET_COLLECTIONS_MANIFEST: ((0,), NONE, NONE),
-    **dict.fromkeys((Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID), ((0,), MAY, MAY)),
-    **dict.fromkeys((Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT), ((3, 4), MUST, MAY)),
-    **dict.fromkeys(SUBDOC_CHANGES, ((3, 4, 7, 8), MUST, MAY)),
-    Opcode.SUBDOC_MULTI_LOOKUP: ((0, 1), MUST, MUST),
-    Opcode.SUBDOC_MULTI_MUTATION: ((0, 1, 4, 5), MUST, MUST),
-    Opcode.RANGE_SCAN_CREATE: ((0,), NONE, MUST),
-    Opcode.RANGE_SCAN_CONTINUE: ((28,), NONE, NONE),
-    Opcode.RANGE_SCAN_CANCEL: ((16,), NONE, NONE),
-}
+_ROWS: tuple[tuple[Shape, tuple[int, ...]], ...] = (
+    (((0,), MUST, NONE), (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_REPLICA)),
+    (((0,), MUST, NONE), (Opcode.DELETE, Opcode.DELETEQ, Opcode.UNLOCK_KEY)),
+    (((8,), MUST, MAY), (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ)),
+    (((0,), MUST, MAY), (Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND, Opcode.PREPENDQ)),
+    (((20,), MUST, NONE), (Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ)),
+    (((4,), MUST, NONE), (Opcode.TOUCH, Opcode.GAT, Opcode.GATQ)),
+    (((0, 4), MUST, NONE), (Opcode.GET_LOCKED,)),
+    (((0,), NONE, NONE), (Opcode.QUIT, Opcode.QUITQ, Opcode.NOOP, Opcode.VERSION, Opcode.SASL_LIST_MECHS)),
+    (((0,), NONE, NONE), (Opcode.GET_FAILOVER_LOG, Opcode.GET_VBUCKET, Opcode.GET_COLLECTIONS_MANIFEST)),
+    (((0, 4), NONE, NONE), (Opcode.FLUSH, Opcode.FLUSHQ)),
+    (((4,), NONE, NONE), (Opcode.VERBOSITY,)),
+    (((0,), MAY, MAY), (Opcode.STAT, Opcode.HELLO, Opcode.GET_COLLECTION_ID, Opcode.GET_SCOPE_ID)),
+    (((0,), MUST, MAY), (Opcode.SASL_AUTH, Opcode.SASL_STEP)),
+    (((0,), MAY, NONE), (Opcode.SELECT_BUCKET,)),
+    (((0,), NONE, MUST), (Opcode.GET_ERROR_MAP, Opcode.OBSERVE_SEQNO, Opcode.OBSERVE)),
+    (((0,), NONE, MUST), (Opcode.SET_COLLECTIONS_MANIFEST, Opcode.RANGE_SCAN_CREATE)),
+    (((0, 16), NONE, NONE), (Opcode.GET_CLUSTER_CONFIG,)),
+    (((0, 4, 8), NONE, NONE), (Opcode.GET_ALL_VB_SEQNOS,)),
+    (((0, 1), MUST, NONE), (Opcode.GET_META, Opcode.GETQ_META)),
+    (((24, 26, 28, 30), MUST, MAY), (Opcode.SET_WITH_META, Opcode.SETQ_WITH_META, Opcode.ADD_WITH_META)),
+    (((24, 26, 28, 30), MUST, MAY), (Opcode.ADDQ_WITH_META, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META)),
+    (((0, 4, 5), NONE, NONE), (Opcode.GET_RANDOM_KEY,)),
+    (((8,), NONE, NONE), (Opcode.SEQNO_PERSISTENCE,)),
+    (((0, 4), MAY, NONE), (Opcode.GET_KEYS,)),
+    (((3, 4), MUST, MAY), (Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)),
+    (((3, 4, 7, 8), MUST, MAY), SUBDOC_CHANGES),
+    (((0, 1), MUST, MUST), (Opcode.SUBDOC_MULTI_LOOKUP,)),
+    (((0, 1, 4, 5), MUST, MUST), (Opcode.SUBDOC_MULTI_MUTATION,)),
+    (((28,), NONE, NONE), (Opcode.RANGE_SCAN_CONTINUE,)),
+    (((16,), NONE, NONE), (Opcode.RANGE_SCAN_CANCEL,)),
+)
+_SHAPES = {int(opcode): shape for shape, opcodes in _ROWS for opcode in opcodes}
 
 _SERVER_SHAPES: dict[int, Shape] = {
     ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), MAY, MAY),
@@ -384,8 +365,6 @@ class ScanLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScanItem:
-    """One item of a range scan: a key alone, or a document."""
-
     key: bytes
     value: bytes | None = None
     flags: int = 0

@@ -28,6 +28,23 @@ class StreamEvent(Event):
     stream_id: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentEvent(StreamEvent):
+    vbid: int
+    key: bytes
+    seqno: int
+    rev_seqno: int
+    cas: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedEnd(StreamEvent):
+    vbid: int
+    key: bytes
+    prepared_seqno: int
+    seqno: int
+
+
 # From a producer, in a stream.
 
 
@@ -52,14 +69,9 @@ class SnapshotMarker(StreamEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Mutation(StreamEvent):
+class Mutation(DocumentEvent):
     """A document as of `seqno`. An expiry in the past means: expired, and not yet deleted."""
 
-    vbid: int
-    key: bytes
-    seqno: int
-    rev_seqno: int
-    cas: int
     flags: int = 0
     expiry: int = 0
     lock_time: int = 0
@@ -71,14 +83,9 @@ class Mutation(StreamEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Deletion(StreamEvent):
+class Deletion(DocumentEvent):
     """A tombstone. `datatype` describes `value` (xattrs, if requested), not the old document."""
 
-    vbid: int
-    key: bytes
-    seqno: int
-    rev_seqno: int
-    cas: int
     datatype: int = 0
     value: bytes = b""
     delete_time: int | None = None
@@ -87,26 +94,16 @@ class Deletion(StreamEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Expiration(StreamEvent):
-    vbid: int
-    key: bytes
-    seqno: int
-    rev_seqno: int
-    cas: int
+class Expiration(DocumentEvent):
     datatype: int = 0
     value: bytes = b""
     delete_time: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(StreamEvent):
+class Prepare(DocumentEvent):
     """First half of a durable write; not visible until its commit."""
 
-    vbid: int
-    key: bytes
-    seqno: int
-    rev_seqno: int
-    cas: int
     flags: int = 0
     expiry: int = 0
     lock_time: int = 0
@@ -118,23 +115,13 @@ class Prepare(StreamEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(StreamEvent):
+class Commit(PreparedEnd):
     """The write prepared at `prepared_seqno` is visible from `seqno` on."""
-
-    vbid: int
-    key: bytes
-    prepared_seqno: int
-    seqno: int
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(StreamEvent):
+class Abort(PreparedEnd):
     """The write prepared at `prepared_seqno` never happened."""
-
-    vbid: int
-    key: bytes
-    prepared_seqno: int
-    seqno: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +210,7 @@ class BufferAck(Event):
 
 @dataclass(frozen=True, slots=True)
 class DcpNoop(Event):
-    """To be answered at once with its opaque."""
+    pass
 
 
 # Answers.
@@ -261,9 +248,7 @@ class FailoverLogResponse(Response):
 
 
 @dataclass(frozen=True, slots=True)
-class CollectionCreated:
-    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 in forms without it."""
-
+class CollectionSettings:
     manifest_uid: int
     scope_id: int
     collection_id: int
@@ -276,16 +261,13 @@ class CollectionCreated:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectionModified:
-    manifest_uid: int
-    scope_id: int
-    collection_id: int
-    name: str
-    max_ttl: int | None = None
-    history: bool = False
-    metered: bool = False
-    flush_uid: int = 0
-    default_collection_mvs: int = 0
+class CollectionCreated(CollectionSettings):
+    """A collection begins: new, or, if it was known, flushed. `flush_uid` is 0 in forms without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionModified(CollectionSettings):
+    pass
 
 
 @dataclass(frozen=True, slots=True)

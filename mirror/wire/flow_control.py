@@ -88,21 +88,16 @@ class FlowControlLedger:
 class ProducerWindow:
     """The producer's side: may it send? One message may overshoot, so the rule looks at what is out before it."""
 
-    __slots__ = ("_outstanding", "window_bytes")
+    __slots__ = ("outstanding", "window_bytes")
 
     def __init__(self, window_bytes: int = 0) -> None:
-        """0: no flow control, always open."""
         assert window_bytes >= 0
         self.window_bytes = window_bytes
-        self._outstanding = 0
-
-    @property
-    def outstanding(self) -> int:
-        return self._outstanding
+        self.outstanding = 0
 
     @property
     def is_open(self) -> bool:
-        return self.window_bytes == 0 or self._outstanding < self.window_bytes
+        return self.window_bytes == 0 or self.outstanding < self.window_bytes
 
     def resize(self, window_bytes: int) -> None:
         assert window_bytes >= 0
@@ -110,11 +105,11 @@ class ProducerWindow:
 
     def sent(self, count: int) -> None:
         assert count >= 0
-        self._outstanding += count
+        self.outstanding += count
 
     def acked(self, count: int) -> None:
         """Take an acknowledgement; more than was sent is the consumer's error."""
-        if count > self._outstanding:
-            detail = f"acknowledged {count} bytes, {self._outstanding} are outstanding"
+        if count > self.outstanding:
+            detail = f"acknowledged {count} bytes, {self.outstanding} are outstanding"
             raise RemoteProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)
-        self._outstanding -= count
+        self.outstanding -= count

@@ -201,7 +201,7 @@ def check_shape(frame: Frame, shape: Shape) -> None:
 
 
 def frame_infos(framing: bytes) -> list[tuple[int, bytes]]:
-    """Yield the (id, content) pairs in framing extras. First the id's escape byte, then the length's."""
+    """Return the (id, content) pairs in framing extras. An id's escape byte comes before the length's."""
     infos = []
     pos, end = 0, len(framing)
     while pos < end:

@@ -103,7 +103,6 @@ class ScramClient:
         return f"{without_proof},p={_base64(_xor(client_key, signature))}".encode()
 
     def verify(self, outcome: bytes) -> None:
-        """Check that the server, too, knows the password."""
         if self._server_signature is None:
             raise SaslError("the server ended the exchange before its challenge was answered")
         fields = _fields(_text(outcome))

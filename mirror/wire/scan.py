@@ -26,7 +26,6 @@ Row = tuple[bytes, bytes]
 """(the owner's prefix and the seqno, the whole frame)."""
 
 PREFIX_SIZE = 4
-"""Bytes the owner puts before the seqno in a row's key."""
 
 KEY_BYTES_MAX = 250
 """Bytes of a document key without the collection id (kv_engine daemon/mcbp_validators.cc, KEY_MAX_LENGTH). Stored keys
@@ -58,7 +57,6 @@ class Run:
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
     def __init__(self, opaque: int, vbid: int, rows: list[Row], byte_count: int) -> None:
-        """Rows are never empty when a scan returns a run."""
         self.opaque = opaque
         self.vbid = vbid
         self.rows = rows

@@ -335,6 +335,11 @@ class _Session(Session):
     """A client of a replayed source: one user, one bucket, and the features that the recording granted."""
 
     version = b"7.2.0"
+    bucket_name = BUCKET
+    no_collections_status = Status.UNKNOWN_COMMAND
+    """A recording of streams does not hold a manifest."""
+    open_flags = 0xFFFF_FFFF
+    """All: what they changed is in the recording."""
 
     def __init__(self, source: RecordedSource, connection: _Connection) -> None:
         super().__init__()
@@ -360,20 +365,11 @@ class _Session(Session):
         self._user = ""
 
     @property
-    def bucket_name(self) -> str:
-        return BUCKET
-
-    @property
     def map_revision(self) -> Revision:
         return 0, 1
 
     def map_text(self, *, with_bucket: bool) -> bytes:
         return self.source.cluster_map()
-
-    @property
-    def no_collections_status(self) -> int:
-        """A recording of streams does not hold a manifest."""
-        return Status.UNKNOWN_COMMAND
 
     @property
     def manifest_uid(self) -> int:
@@ -399,11 +395,6 @@ class _Session(Session):
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         raise Refused(Status.KEY_ENOENT)
-
-    @property
-    def open_flags(self) -> int:
-        """All: what they changed is in the recording."""
-        return 0xFFFF_FFFF
 
     def open_producer(self, name: str, flags: int) -> None:
         self.producer = _Producer(name, self.source, self.connection)

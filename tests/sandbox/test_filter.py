@@ -58,7 +58,7 @@ def test_stream_ids_are_required_or_not(manifest: BucketManifest) -> None:
 
 def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) -> None:
     legacy = parse(b"", manifest, has_collections=False, has_stream_ids=False)
-    assert (legacy.legacy, legacy.collections, legacy.empty) == (True, {0}, False)
+    assert (legacy.legacy, legacy.collections, legacy.empty) == (True, frozenset({0}), False)
     assert legacy.passes(document(0))
     assert not legacy.passes(document(8))
     assert not legacy.passes(event(SystemEventId.COLLECTION_END, 0, 0))
@@ -77,7 +77,7 @@ def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
 
 def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketManifest) -> None:
     scope = parse(b'{"scope":"8"}', manifest, has_collections=True, has_stream_ids=False)
-    assert scope.collections == {8, 9}
+    assert scope.collections == frozenset({8, 9})
     assert not scope.passes(document(11))
     assert scope.passes(event(SystemEventId.COLLECTION_BEGIN, 8, 11))
     assert scope.passes(document(11))

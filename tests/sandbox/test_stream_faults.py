@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mirror.sandbox import SandboxCluster
+from mirror.sandbox.control.commands import USUAL_REFUSALS
 from mirror.sandbox.data.streams import StreamFaults
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
@@ -14,25 +15,8 @@ from mirror.wire.constants import Status, StreamEndReason
 
 from .client import Client
 
-REFUSALS = [
-    Status.KEY_EEXISTS,
-    Status.EINVAL,
-    Status.NOT_MY_VBUCKET,
-    Status.AUTH_STALE,
-    Status.ERANGE,
-    Status.ROLLBACK,
-    Status.EACCESS,
-    Status.ENOMEM,
-    Status.NOT_SUPPORTED,
-    Status.ETMPFAIL,
-    Status.UNKNOWN_COLLECTION,
-    Status.UNKNOWN_SCOPE,
-    Status.DCP_STREAM_ID_INVALID,
-    Status.EINTERNAL,
-]
 
-
-@pytest.mark.parametrize("status", REFUSALS)
+@pytest.mark.parametrize("status", [*USUAL_REFUSALS, Status.EINTERNAL])
 async def test_a_stream_request_is_refused_as_often_as_requested(status: Status) -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
         cluster.faults.streams.refuse(status, [0, 1], times=2)

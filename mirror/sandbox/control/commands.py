@@ -31,7 +31,7 @@ Code = TypeVar("Code", bound=IntEnum)
 Command = Callable[[Target, Arguments], Any | Awaitable[Any]]
 
 
-_REFUSALS = (
+USUAL_REFUSALS = (
     Status.KEY_EEXISTS,
     Status.EINVAL,
     Status.NOT_MY_VBUCKET,
@@ -46,21 +46,20 @@ _REFUSALS = (
     Status.UNKNOWN_SCOPE,
     Status.DCP_STREAM_ID_INVALID,
 )
-"""The usual statuses of refused stream requests; the command takes any other, too."""
+"""Statuses of refused stream requests; the command takes any other, too."""
 
 
 def check_numbers(server: Target, arguments: Arguments) -> None:
     """Vbuckets and nodes that are named must be there. Raises ValueError."""
-    counts = {"vbid": len(server.cluster.vbuckets), "node": len(server.cluster.nodes)}
-    counts |= {f"{name}s": count for name, count in counts.items()}
-    for name in arguments.keys() & counts.keys():
-        said = arguments[name]
-        for number in said if isinstance(said, list) else [said]:
-            if number is not None and (not isinstance(number, int) or not 0 <= number < counts[name]):
-                raise ValueError(f"{name}={number}: there are 0 to {counts[name] - 1}")
+    for kind, count in (("vbid", len(server.cluster.vbuckets)), ("node", len(server.cluster.nodes))):
+        for name in arguments.keys() & {kind, f"{kind}s"}:
+            said = arguments[name]
+            for number in said if isinstance(said, list) else [said]:
+                if number is not None and (not isinstance(number, int) or not 0 <= number < count):
+                    raise ValueError(f"{name}={number}: there are 0 to {count - 1}")
 
 
-def _status(server: Target, _arguments: Arguments) -> Any:
+def _status(server: Target, _said: Arguments) -> Any:
     cluster = server.cluster
     owners = cluster.bucket.map.owners
     return {
@@ -132,7 +131,7 @@ def _one_of(kind: type[Code], said: object) -> Code:
     for member in kind:
         if said == int(member) or str(said).upper().replace("-", "_") == member.name:
             return member
-    usual = ", ".join(member.name for member in (_REFUSALS if kind is Status else kind))
+    usual = ", ".join(member.name for member in (USUAL_REFUSALS if kind is Status else kind))
     raise ValueError(f"no such {kind.__name__}: {said}; there are: {usual}")
 
 
@@ -174,12 +173,8 @@ def _prepare(server: Target, arguments: Arguments) -> Any:
     return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
 
 
-async def _add_node(server: Target, _arguments: Arguments) -> Any:
-    return {"node": await server.cluster.add_node()}
-
-
-async def _rebalance(server: Target, arguments: Arguments) -> Any:
-    return {"moved": await server.cluster.rebalance(arguments.get("nodes"))}
+async def _named(name: str, result: Awaitable[Any]) -> Any:
+    return {name: await result}
 
 
 def _where(arguments: Arguments) -> dict[str, Any]:
@@ -206,8 +201,9 @@ def _workload(server: Target) -> Workload:
 
 
 def _write(server: Target, arguments: Arguments) -> Any:
-    _workload(server).write(arguments["count"])
-    return {"written": _workload(server).written}
+    workload = _workload(server)
+    workload.write(arguments["count"])
+    return {"written": workload.written}
 
 
 COMMANDS: dict[str, Command] = {
@@ -224,8 +220,8 @@ COMMANDS: dict[str, Command] = {
         "base_seqno": server.cluster.failover(said["vbid"], lose=said.get("lose", 0)),
     },
     "move": lambda server, said: server.cluster.move(said["vbid"], said["node"]),
-    "add-node": _add_node,
-    "rebalance": _rebalance,
+    "add-node": lambda server, _: _named("node", server.cluster.add_node()),
+    "rebalance": lambda server, said: _named("moved", server.cluster.rebalance(said.get("nodes"))),
     "to-disk": lambda server, said: server.cluster.bucket.to_disk(said.get("vbid")),
     "purge": lambda server, said: server.cluster.bucket.purge(said.get("vbid"), said.get("below_seqno")),
     "discard-history": lambda server, said: server.cluster.bucket.discard_history(

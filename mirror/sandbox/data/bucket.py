@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from random import Random
 from zlib import crc32
 
@@ -63,9 +64,15 @@ class Bucket:
         self.users = SandboxUsers()
         self.manifest = BucketManifest(history_default=keeps_history)
         self.documents = SandboxDocuments(clock, self.manifest)
-        self._checkpoints = (checkpoint_items_max, checkpoints_kept)
-        self._bounded = bounded
-        self.vbuckets = [self._new_vbucket(vbid) for vbid in range(vbuckets)]
+        self._new_vbucket = partial(
+            Vbucket,
+            rng=rng,
+            checkpoint_items_max=checkpoint_items_max,
+            checkpoints_kept=checkpoints_kept,
+            keeps_history=keeps_history,
+            bounded=bounded,
+        )
+        self.vbuckets = list(map(self._new_vbucket, range(vbuckets)))
         self.map = SandboxMap(
             name,
             f"{rng.getrandbits(128):032x}",
@@ -104,13 +111,10 @@ class Bucket:
         """The map is another now; the streams of these vbuckets are over where they were."""
         self.map.bump()
         for vbid in vbids:
-            self.state_changed(vbid)
+            for inform in tuple(self.on_state_change):
+                inform(vbid)
         for call in tuple(self.on_map_change):
             call()
-
-    def state_changed(self, vbid: int) -> None:
-        for call in tuple(self.on_state_change):
-            call(vbid)
 
     # --- documents
 
@@ -229,40 +233,35 @@ class Bucket:
     # --- collections
 
     def create_scope(self, name: str) -> int:
-        changes = self._manifest_to_change().create_scope(name)
-        self._apply(changes)
-        return changes[0].scope_id
+        return self._change(lambda manifest: manifest.create_scope(name))[0].scope_id
 
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> int:
-        changes = self._manifest_to_change().create_collection(
-            scope, name, max_ttl=max_ttl, collection_id=collection_id
+        changes = self._change(
+            lambda manifest: manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
         )
-        self._apply(changes)
         return changes[0].collection_id
 
     def drop_collection(self, path: str) -> None:
-        self._apply(self._manifest_to_change().drop_collection(path))
+        self._change(lambda manifest: manifest.drop_collection(path))
 
     def flush_collection(self, path: str) -> None:
-        self._apply(self._manifest_to_change().flush_collection(path))
+        self._change(lambda manifest: manifest.flush_collection(path))
 
     def modify_collection(self, path: str, *, max_ttl: int | None = None, history: bool = False) -> None:
-        """Give `scope.collection` another maximum time to live and another will to keep history."""
-        self._apply(self._manifest_to_change().modify_collection(path, max_ttl=max_ttl, history=history))
+        self._change(lambda manifest: manifest.modify_collection(path, max_ttl=max_ttl, history=history))
 
     def drop_scope(self, name: str) -> None:
-        self._apply(self._manifest_to_change().drop_scope(name))
+        self._change(lambda manifest: manifest.drop_scope(name))
 
-    def _manifest_to_change(self) -> BucketManifest:
+    def _change(self, change: Callable[[BucketManifest], list[ManifestStep]]) -> list[ManifestStep]:
         if not self.profile.collections:
             raise ManifestError(f"a server of {self.profile.name} has no collections")
-        return self.manifest
-
-    def _apply(self, changes: list[ManifestStep]) -> None:
+        changes = change(self.manifest)
         for vbucket in self.vbuckets:
             self.documents.apply(vbucket, changes)
+        return changes
 
     def failover(self, vbid: int, lose: int = 0) -> int:
         """Give a vbucket a new history without its newest changes, and send it again the manifest changes among them.
@@ -301,7 +300,7 @@ class Bucket:
         """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = SandboxDocuments(self.clock, self.manifest)
-        self.vbuckets[:] = [self._new_vbucket(vbid) for vbid in range(len(self.vbuckets))]
+        self.vbuckets[:] = map(self._new_vbucket, range(len(self.vbuckets)))
         self.map.bucket_uuid = f"{self.rng.getrandbits(128):032x}"
         self.states.clear()
         self.map_changed()
@@ -319,17 +318,6 @@ class Bucket:
     @property
     def document_count(self) -> int:
         return sum(vbucket.document_count for vbucket in self.vbuckets)
-
-    def _new_vbucket(self, vbid: int) -> Vbucket:
-        items_max, kept = self._checkpoints
-        return Vbucket(
-            vbid,
-            self.rng,
-            checkpoint_items_max=items_max,
-            checkpoints_kept=kept,
-            keeps_history=self.keeps_history,
-            bounded=self._bounded,
-        )
 
     def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:
         return self.vbuckets[vbucket_of(_bytes(key), len(self.vbuckets)) if vbid is None else vbid]

@@ -37,8 +37,6 @@ class Mode(Enum):
 
 
 class DocumentError(Refused):
-    """The operation is refused with `status`."""
-
     def __init__(self, status: Status) -> None:
         super().__init__(status)
 
@@ -144,7 +142,6 @@ class SandboxDocuments:
         return self._bury(vbucket, old, ev.Expiration)
 
     def expire_all(self, vbucket: Vbucket) -> int:
-        """Look at every document, as the expiry pager does. Returns how many had expired."""
         due = [item for items in vbucket.newest.values() for item in items.values() if self._is_due(vbucket, item)]
         for item in due:
             self.expire(vbucket, item)
@@ -171,7 +168,6 @@ class SandboxDocuments:
         return item, cas
 
     def unlock(self, vbucket: Vbucket, key: bytes, cas: int) -> None:
-        """Unlock a document with the CAS that locking gave."""
         self.get(vbucket, key)
         held = self._lock(vbucket, key)
         if held is None:
@@ -223,7 +219,6 @@ class SandboxDocuments:
         return _end(vbucket, key, self.abort)
 
     def apply(self, vbucket: Vbucket, changes: list[ManifestStep]) -> None:
-        """Write the system events of a change of the manifest."""
         for change in changes:
             id_ = change.scope_id if change.about_scope else change.collection_id
             seqno = vbucket.high_seqno + 1

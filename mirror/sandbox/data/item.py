@@ -103,7 +103,6 @@ class Item:
 
     @property
     def event(self) -> int:
-        """Kind of a system event."""
         return int(_U32.unpack_from(self.frame, 32)[0])
 
 

@@ -63,7 +63,6 @@ class ManifestStep:
 
     @property
     def about_scope(self) -> bool:
-        """True for events of scopes, false for those of collections."""
         return self.event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP)
 
     def body(self) -> bytes:
@@ -126,7 +125,6 @@ class BucketManifest:
         return next((scope_id for scope_id, known in self.scopes.items() if known == name_or_default), None)
 
     def collection(self, path: str) -> CollectionEntry | None:
-        """The collection at `scope.collection`."""
         scope, _, name = path.rpartition(".")
         scope_id = self.scope_id(scope)
         name_or_default = name or DEFAULT
@@ -259,7 +257,6 @@ class BucketManifest:
         return entry
 
     def to_json(self, *, with_system: bool = True) -> bytes:
-        """The manifest as GET_COLLECTIONS_MANIFEST answers it."""
         scopes = []
         for scope_id, scope_name in sorted(self.scopes.items()):
             if not with_system and scope_id in self.system_scopes:

@@ -117,7 +117,6 @@ class Profile:
     release: Release
 
     def since(self, major: int, minor: int) -> bool:
-        """True for this release and newer ones."""
         return self.release >= (major, minor)
 
     @property
@@ -165,16 +164,6 @@ class Profile:
     def map_epochs(self) -> bool:
         """True if an epoch orders cluster maps before the revision."""
         return self.since(7, 0)
-
-    @property
-    def map_without_bucket(self) -> bool:
-        """True if a client without a bucket gets the node list."""
-        return self.since(6, 5)
-
-    @property
-    def hangs_up(self) -> bool:
-        """True if a request out of place ends the connection (docs/protocol.md 2.2)."""
-        return not self.since(6, 5)
 
     @property
     def checkpoint_in_disk_markers(self) -> bool:

@@ -56,8 +56,6 @@ class RefusalFault:
 
 @dataclass(slots=True)
 class StreamFaults:
-    """The faults that are on."""
-
     noops_withheld: bool = False
     on_change: list[Callable[[], None]] = field(default_factory=list)
     """Called when something that was held back may go on."""

@@ -222,7 +222,6 @@ class Vbucket:
         return self._open_group
 
     def end_group(self, first: int) -> None:
-        """End the group that began at the mark."""
         self._open_group = None
         last = self.high_seqno
         for seqno in range(first, last):

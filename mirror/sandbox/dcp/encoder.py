@@ -28,13 +28,10 @@ from mirror.wire.frame import HEADER, with_stream_id
 
 
 class ItemEncoder:
-    """Frames for one client."""
-
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
         self._shape = DocumentShape(controls)
         self.unwanted_datatype = self._shape.unwanted_datatype
-        """Datatype bits that this client must not get."""
         self.plain = self._shape.plain and not controls.sync_writes
         """True when a mutation without unwanted datatype bits is sent as it is."""
 

@@ -1,55 +1,32 @@
-"""The filter of a DCP stream; `mirror.server.filter` checks the request.
+"""The changes that a DCP stream of the embedded source shows; `mirror.server.filter` checks the request.
 
-Invariants: an accepted filter changes only with the collections of its scope, and with those that end; a client without
-collections sees the default collection and no system events.
+Invariant: an accepted filter changes only with the collections of its scope, and with those that end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mirror.sandbox.data.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import system_id
-from mirror.server.filter import requested_filter
+from mirror.server.filter import ProducerFilter, requested_filter
 from mirror.wire.constants import SystemEventId
 from mirror.wire.stream_filter import KEYS
 
 
-class SandboxFilter:
-    """The filter of one stream. Without `collections` everything passes; with `scope_id` those of the scope pass."""
-
-    def __init__(
-        self,
-        *,
-        collections: set[int] | None = None,
-        scope_id: int | None = None,
-        legacy: bool = False,
-        stream_id: int | None = None,
-        purge_seqno: int | None = None,
-        hidden: BucketManifest | None = None,
-    ) -> None:
-        """Without collections everything passes; but what is the system's in the manifest `hidden`."""
-        self.collections = collections
-        self.scope_id = scope_id
-        self.legacy = legacy
-        self.stream_id = stream_id
-        self.purge_seqno = purge_seqno
-        self._hidden = hidden
+@dataclass(kw_only=True)
+class SandboxFilter(ProducerFilter):
+    hidden: BucketManifest | None = None
+    """The system's collections of this manifest are held back."""
 
     @property
     def all(self) -> bool:
-        """True when nothing is held back."""
-        return self.collections is None and self._hidden is None
-
-    @property
-    def sees_system(self) -> bool:
-        """True unless the system's collections are held back."""
-        return self._hidden is None
+        return self.collections is None and self.hidden is None
 
     @property
     def empty(self) -> bool:
-        """True when nothing can ever pass again."""
         return self.collections is not None and not self.collections and self.scope_id is None
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
@@ -65,7 +42,7 @@ class SandboxFilter:
         """True if the stream shows a change. Called once for each in the order of seqnos: system events that pass
         change the filter (a scope's new collections join, ended ones leave).
         """
-        if self._hidden is not None and _is_system(item, self._hidden):
+        if self.hidden is not None and _is_system(item, self.hidden):
             return False
         if self.collections is None:
             return True
@@ -79,13 +56,13 @@ class SandboxFilter:
                 return False
             if event == SystemEventId.SCOPE_DROP:
                 self.scope_id = None
-                self.collections.clear()
+                self.collections = frozenset()
             return True
         shown = id_ in self.collections if self.scope_id is None else _scope_of(item) == self.scope_id
         if shown and event == SystemEventId.COLLECTION_BEGIN:
-            self.collections.add(id_)
+            self.collections |= {id_}
         elif shown and event == SystemEventId.COLLECTION_END:
-            self.collections.discard(id_)
+            self.collections -= {id_}
         return shown
 
 
@@ -110,13 +87,14 @@ def parse(
     known: frozenset[str] = KEYS,
     sees_system: bool = True,
 ) -> SandboxFilter:
-    """The filter that a stream request asks for. Raises Refused.
+    """Return the filter of a stream request. Raises Refused.
 
     `known` are the keys that the server reads. A client that may not see the system's collections is not informed that
     they are left out; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
     """
     hidden = None if sees_system else manifest
     found = requested_filter(
+        SandboxFilter,
         value,
         has_collections=has_collections,
         has_stream_ids=has_stream_ids,
@@ -125,14 +103,9 @@ def parse(
         manifest_uid=manifest.uid,
         known_keys=known,
     )
-    collections = None if found.collections is None else set(found.collections)
     if found.scope_id is not None:
-        collections = {each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id}
-    return SandboxFilter(
-        collections=collections,
-        scope_id=found.scope_id,
-        legacy=not has_collections,
-        stream_id=found.stream_id,
-        purge_seqno=found.purge_seqno,
-        hidden=hidden if has_collections else None,
-    )
+        inside = (each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id)
+        found.collections = frozenset(inside)
+    if has_collections:
+        found.hidden = hidden
+    return found

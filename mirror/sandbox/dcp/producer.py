@@ -58,8 +58,6 @@ class SandboxProducerPort(ProducerPort, Protocol):
 
 
 class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
-    """The DCP side of one connection, from DCP_OPEN on."""
-
     _port: SandboxProducerPort
 
     def __init__(
@@ -87,7 +85,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
     # --- requests
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """DCP_STREAM_REQ: the failover log. Raises Refused."""
         bucket, number = self._port.bucket, self._port.node_number
         is_here = bucket.state_on(request.vbid, number) != VbucketRole.DEAD
         counters = bucket.sent[request.vbid] if is_here else Sent()
@@ -107,7 +104,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         self.markers_answered.append(opaque)
 
     def end_streams(self, vbid: int, reason: StreamEndReason) -> int:
-        """End the vbucket's streams. Returns how many there were."""
         found = [stream for stream in self.streams.values() if stream.vbid == vbid]
         for stream in found:
             self.end_stream(stream, reason)
@@ -260,7 +256,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             yield bytes(out), counted_bytes - len(out)
 
     def _piece_of_each(self) -> Iterator[tuple[bytes, int]]:
-        """One piece of each stream."""
         for stream in list(self.streams.values()):
             if self.streams.get((stream.vbid, stream.stream_id)) is not stream:
                 continue

@@ -111,12 +111,10 @@ class ProducerStream:
 
     @property
     def sees_system(self) -> bool:
-        """True unless the system's collections are held back from it."""
-        return self._filter.sees_system
+        return self._filter.hidden is None
 
     @property
     def has_more(self) -> bool:
-        """True when `take` has something to give, perhaps."""
         if self.phase is StreamPhase.ENDED:
             return False
         return (

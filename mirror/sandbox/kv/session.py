@@ -65,8 +65,14 @@ class SandboxSession(DocumentSession):
         self.user: User | None = None
         self.certified = False
         """The user came with a certificate, not with a password."""
-        self.grantable = port.bucket.profile.features
-        self.version = port.bucket.profile.version
+        profile = port.bucket.profile
+        self.bucket_name = port.bucket.name
+        self.grantable = profile.features
+        self.version = profile.version
+        self.map_needs_bucket = self.hangs_up = not profile.since(6, 5)
+        if not profile.collections:
+            self.no_collections_status = Status.NOT_SUPPORTED if profile.since(6, 5) else Status.UNKNOWN_COMMAND
+        self.open_flags = profile.open_flags
 
     @property
     def bucket(self) -> Bucket:
@@ -118,29 +124,11 @@ class SandboxSession(DocumentSession):
     # -- the bucket
 
     @property
-    def bucket_name(self) -> str:
-        """The one bucket."""
-        return self.bucket.name
-
-    @property
     def map_revision(self) -> Revision:
         return self.bucket.map.epoch, self.bucket.map.rev
 
     def map_text(self, *, with_bucket: bool) -> bytes:
         return self.bucket.map.to_json(self.port.node_number, with_bucket=with_bucket)
-
-    @property
-    def map_needs_bucket(self) -> bool:
-        """Before 6.5."""
-        return not self.bucket.profile.map_without_bucket
-
-    @property
-    def no_collections_status(self) -> int | None:
-        """Before 7.0; 6.5 and 6.6 know the request at least."""
-        profile = self.bucket.profile
-        if profile.collections:
-            return None
-        return Status.NOT_SUPPORTED if profile.since(6, 5) else Status.UNKNOWN_COMMAND
 
     @property
     def manifest_uid(self) -> int:
@@ -173,7 +161,6 @@ class SandboxSession(DocumentSession):
         return self.bucket.vbuckets[vbid]
 
     def all_vb_seqnos(self, state: int, collection_id: int | None) -> Reply:
-        """High seqnos of vbuckets in a state, or of one collection in them."""
         bucket = self.bucket
         if collection_id is not None and collection_id not in bucket.manifest.collections:
             raise unknown_collection(self.manifest_uid)
@@ -193,7 +180,6 @@ class SandboxSession(DocumentSession):
         return vbucket.high_seqno if self.sync_replication else vbucket.max_visible_seqno()
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """The failover log and seqnos of a vbucket that is not dead here."""
         if self.state_of(vbid) == VbucketRole.DEAD:
             raise Refused(Status.NOT_MY_VBUCKET)
         vbucket = self.bucket.vbuckets[vbid]
@@ -202,9 +188,9 @@ class SandboxSession(DocumentSession):
         )
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        """One group of statistics, of one vbucket or of all vbuckets of this node."""
         if not group:
-            yield self._general_statistics()
+            count = str(self.bucket.document_count)
+            yield {"curr_items": count, "version": self.version.decode(), "ep_bucket_type": "ephemeral"}
             return
         describe = _STATISTICS.get(group)
         if describe is None:
@@ -218,17 +204,9 @@ class SandboxSession(DocumentSession):
                 raise Refused(Status.NOT_MY_VBUCKET)
         yield found
 
-    def _general_statistics(self) -> dict[str, str]:
-        return {
-            "curr_items": str(self.bucket.document_count),
-            "version": self.version.decode(),
-            "ep_bucket_type": "ephemeral",
-        }
-
     # -- documents
 
     def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundItem:
-        """The document, if the vbucket is active here, or for GET_REPLICA a replica."""
         required = VbucketRole.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketRole.ACTIVE
         if self.state_of(frame.vbucket) != required:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -242,17 +220,6 @@ class SandboxSession(DocumentSession):
     def content_of(self, document: FoundDocument) -> Content:
         assert isinstance(document, FoundItem)
         return Draft.of_item(document.item, document.vbuuid)
-
-    # -- DCP
-
-    @property
-    def open_flags(self) -> int:
-        """The flags of DCP_OPEN that the profile knows."""
-        return self.bucket.profile.open_flags
-
-    @property
-    def hangs_up(self) -> bool:
-        return self.bucket.profile.hangs_up
 
     def open_producer(self, name: str, flags: int) -> None:
         self.port.open_producer(name, flags)

@@ -26,8 +26,6 @@ class Where(TypedDict, total=False):
 
 
 class Faults:
-    """Faults between the source and its clients."""
-
     def __init__(self, select: Callable[[int | None], list[SandboxNode]], streams: StreamFaults) -> None:
         self._select = select
         self.streams = streams

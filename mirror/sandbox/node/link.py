@@ -34,7 +34,6 @@ class NetworkLink:
     # --- sending
 
     def send(self, data: bytes) -> None:
-        """Send, as the link now is."""
         if self.silent or self._transport.is_closing():
             return
         if self._garble:
@@ -53,7 +52,6 @@ class NetworkLink:
             self._transport.write(data)
 
     async def writable(self) -> None:
-        """Return when more may be sent."""
         if not self._room.is_set():
             await self._room.wait()
 
@@ -72,15 +70,12 @@ class NetworkLink:
     # --- faults
 
     def cut(self) -> None:
-        """Break the connection without a goodbye."""
         self._transport.abort()
 
     def silence(self) -> None:
-        """Stop forwarding in both directions, without a FIN."""
         self.silent = True
 
     def slow(self, bytes_per_second: float) -> None:
-        """Forward no faster than this from now on; 0 for full speed."""
         self._rate = bytes_per_second
         if not bytes_per_second and self._backlog:
             self._transport.write(bytes(self._backlog))
@@ -92,7 +87,6 @@ class NetworkLink:
         self._garble = pieces
 
     def truncate(self) -> None:
-        """End the connection inside of the next piece."""
         self._truncate = True
 
     def _garbled(self, data: bytes) -> bytes:

@@ -131,7 +131,6 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the client last sent something."""
         return asyncio.get_running_loop().time() - self._last_received_s
 
     def write(self, data: bytes) -> None:
@@ -144,7 +143,6 @@ class NodeConnection(asyncio.Protocol):
         self._transport.close()
 
     def open_producer(self, name: str, flags: int) -> None:
-        """Become a DCP producer's connection; another one of the same name is closed."""
         for other in list(self.node.connections):
             if other.producer is not None and other.producer.name == name:
                 other.hang_up()
@@ -170,7 +168,6 @@ class NodeConnection(asyncio.Protocol):
         return self.node.in_turn and self.stop_after_pieces is None
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """The bytes to send of a stream at once; 0 if a fault has just silenced the connection."""
         if self.stop_after_pieces is None:
             return PIECE_BYTES
         if stream.in_snapshot_until:
@@ -198,8 +195,6 @@ class NodeConnection(asyncio.Protocol):
 
 
 class SandboxNode:
-    """One node of the cluster."""
-
     def __init__(self, number: int, bucket: Bucket) -> None:
         self.number = number
         self.bucket = bucket
@@ -267,7 +262,6 @@ class SandboxNode:
                 held.bind(place)
 
     async def close(self) -> None:
-        """Stop for good."""
         await self.stop()
         self._let_ports_go()
 

@@ -70,14 +70,11 @@ class DcpHost(Host, Protocol):
 
 class DcpSession(KvSession):
     grantable = KvSession.grantable | {Feature.MIRROR}
+    open_flags = OPEN_FLAGS
 
     def __init__(self, connection: DcpConnection, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._connection = connection
-
-    @property
-    def open_flags(self) -> int:
-        return OPEN_FLAGS
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
         contact = self._connection.contact

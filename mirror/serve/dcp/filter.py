@@ -1,16 +1,16 @@
 """The filter of a DCP stream: the changes of a vbucket that it shows.
 
-Knows manifests and rights; `mirror.wire.stream_filter` parses the request's value. Must never know seqnos of streams,
-snapshots or connections. Invariants: a client without collections gets the default collection and no system events; a
-filter names collections by id, or a scope, whose collections are those of the manifest at each snapshot's end; only
-what the reader may read passes.
+Knows manifests and rights; must never know seqnos of streams, snapshots or connections. Invariants: the collections of
+a scope are those of the manifest at each snapshot's end; only collections that the reader may read pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from mirror.serve.access.auth import Reader
 from mirror.server.errors import Refused
-from mirror.server.filter import requested_filter
+from mirror.server.filter import ProducerFilter, requested_filter
 from mirror.wire.constants import Status
 from mirror.wire.events import (
     CollectionCreated,
@@ -23,24 +23,10 @@ from mirror.wire.events import (
 from storage.model import Manifest
 
 
-class ServedFilter:
-    def __init__(
-        self,
-        *,
-        collections: frozenset[int] | None = None,
-        scope_id: int | None = None,
-        legacy: bool = False,
-        stream_id: int | None = None,
-        purge_seqno: int | None = None,
-    ) -> None:
-        """Without collections and scope everything passes. `legacy`: the client knows no collections."""
-        self.collections = collections
-        self.scope_id = scope_id
-        self.legacy = legacy
-        self.stream_id = stream_id
-        self.purge_seqno = purge_seqno
-        self._ended: set[int] = set()
-        self._scope_ended = False
+@dataclass(kw_only=True)
+class ServedFilter(ProducerFilter):
+    _ended: set[int] = field(default_factory=set, init=False)
+    _scope_ended: bool = field(default=False, init=False)
 
     @property
     def all(self) -> bool:
@@ -97,20 +83,14 @@ def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> ServedFilter:
     """Return the filter of a stream request. Raises Refused."""
-    requested = requested_filter(
+    found = requested_filter(
+        ServedFilter,
         value,
         has_collections=has_collections,
         has_stream_ids=has_stream_ids,
         scopes=manifest.scopes,
         collections=manifest.collections,
         manifest_uid=manifest.uid,
-    )
-    found = ServedFilter(
-        collections=requested.collections,
-        scope_id=requested.scope_id,
-        legacy=not has_collections,
-        stream_id=requested.stream_id,
-        purge_seqno=requested.purge_seqno,
     )
     check_reader(found, manifest, reader)
     return found

@@ -113,6 +113,7 @@ class KvSession(DocumentSession):
         """
         super().__init__()
         self.bucket = bucket
+        self.bucket_name = bucket.name
         self.users = users
         self.cluster_map = cluster_map
         self.plain_allowed = plain_allowed
@@ -167,10 +168,6 @@ class KvSession(DocumentSession):
         return self.failed_logins >= FAILED_LOGINS_MAX
 
     # -- the bucket
-
-    @property
-    def bucket_name(self) -> str:
-        return self.bucket.name
 
     @property
     def map_revision(self) -> Revision:
@@ -291,15 +288,6 @@ class KvSession(DocumentSession):
             document.deleted,
             log.newest_vbuuid,
         )
-
-    # -- DCP, which the KV port does not speak
-
-    @property
-    def open_flags(self) -> int:
-        return 0
-
-    def open_producer(self, name: str, flags: int) -> None:
-        raise Refused(Status.NOT_SUPPORTED)
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
