@@ -9,8 +9,9 @@ import cramjam
 import pyarrow as pa
 import pytest
 
-from mirror.spark.source.rows import Documents, change_row
+from mirror.spark.source.rows import change_row
 from mirror.typed.bodies import Bodies, DocumentDoesNotFit, Reading
+from mirror.typed.rows import Documents
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
 from mirror.wire.constants import Opcode

@@ -31,7 +31,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.spark.pipeline.runner import Progress, Runner
 from mirror.spark.places import Folder, LocalFolder, ObjectFolder, folder_at
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Counts, Job, Restriction, Shape, hold, plan, read
+from mirror.spark.source.local import Job, Restriction, hold, plan, read
 from mirror.spark.source.options import Options
 from mirror.spark.tables import delta
 from mirror.spark.tables.delta import (
@@ -45,6 +45,7 @@ from mirror.spark.tables.delta import (
 )
 from mirror.spark.tables.parts import Part, PartWriter, run_name, run_of, text_keys
 from mirror.typed.bodies import AS_DECLARED, MISFITS_MAX, Bodies, Reading, check_misfits
+from mirror.typed.rows import Counts, Shape
 from storage.env.directory import sync_directory
 from storage.read.view import open_view
 

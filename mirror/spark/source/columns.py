@@ -37,20 +37,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-DOCUMENTS = pa.schema(
-    [
-        pa.field("key", pa.string()),
-        pa.field("collection", pa.string()),
-        pa.field("vbid", pa.int32()),
-        pa.field("seqno", pa.int64()),
-        pa.field("rev_seqno", pa.int64()),
-        pa.field("cas", pa.int64()),
-        pa.field("flags", pa.int64()),
-        pa.field("expiry", pa.int64()),
-        pa.field("datatype", pa.int32()),
-        pa.field("value", pa.binary()),
-    ]
-)
+from mirror.typed.rows import DOCUMENTS as DOCUMENTS
 
 CHANGES = pa.schema(
     [

@@ -15,13 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from mirror.lease import Lease
 from mirror.spark.source.options import Options
-from mirror.spark.source.rows import BATCH_BYTES, Documents
-from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
+from mirror.typed.rows import Counts, Maker, Shape
 from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
 from storage.format import keys, seal
 from storage.read import bulk
@@ -65,23 +61,6 @@ class Job:
     pins: tuple[Pin, ...]
     collections: tuple[str, ...] | None
     keys: KeyRange
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The columns of a job: names of `columns.DOCUMENTS`, or fields of the body (`from_body`)."""
-
-    schema: Any
-    from_body: tuple[bool, ...]
-    reading: Reading = AS_DECLARED
-
-
-@dataclass(slots=True)
-class Counts:
-    """The documents and misfits (typed/bodies.py) that a task has read."""
-
-    documents: int = 0
-    misfits: int = 0
 
 
 def dealt(vbids: Sequence[int], parts: int, group_count: int) -> list[list[int]]:
@@ -169,56 +148,3 @@ def _of_vbucket(view: View, pin: Pin, job: Job, maker: Maker) -> Iterator[Any]:
     for chunk in bulk.documents(view, pin, ids, job.keys):
         prefix_length = len(keys.encode_collection_id(chunk.collection_id))
         yield from maker.add(pin, names[chunk.collection_id], prefix_length, chunk.stored, chunk.byte_count)
-
-
-class Maker:
-    """Makes few large record batches of the rows of many vbuckets. A row has a checksum of `checksum_size` behind
-    it."""
-
-    def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
-        self._shape = shape
-        self._checksum_size = checksum_size
-        self._counts = counts or Counts()
-        fields = [field for field, of_body in zip(shape.schema, shape.from_body, strict=True) if of_body]
-        self._bodies = Bodies(pa.schema(fields), shape.reading) if fields else None
-        self._rows = Documents(checksum_size)
-        self._now_ms = 0
-
-    def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
-        """Take rows; yield batches as they become full."""
-        if pin.now_ms != self._now_ms:
-            yield from self.rest()
-            self._now_ms = pin.now_ms
-        whole = byte_count <= BATCH_BYTES
-        for part in [frames] if whole else [[frame] for frame in frames]:
-            self._rows.add(pin.vbid, collection, prefix_length, part, byte_count if whole else len(part[0]))
-            if self._rows.full:
-                yield from self.rest()
-
-    def rest(self) -> Iterator[Any]:
-        """Yield the last batch."""
-        rows, self._rows = self._rows, Documents(self._checksum_size)
-        if len(rows):
-            rows.close()
-            yield self._batch(rows)
-
-    def _batch(self, rows: Documents) -> Any:
-        parsed = Parsed([], {})
-        if self._bodies is not None:
-            parsed = self._bodies.columns(rows.values, rows.datatypes, rows.keys)
-        body = iter(parsed.columns)
-        columns = [
-            next(body) if of_body else rows.column(field.name.removeprefix("_"))
-            for field, of_body in zip(self._shape.schema, self._shape.from_body, strict=True)
-        ]
-        batch = pa.RecordBatch.from_arrays(columns, schema=self._shape.schema)
-        kept = rows.alive(self._now_ms)
-        misfits = [row for row in parsed.misfits if kept is None or kept[row].as_py()]
-        self._counts.documents += len(rows) if kept is None else kept.true_count
-        self._counts.misfits += len(misfits)
-        if misfits and self._shape.reading.mode == "dropmalformed":
-            fitting = [True] * len(rows)
-            for row in misfits:
-                fitting[row] = False
-            kept = pa.array(fitting) if kept is None else pc.and_(kept, pa.array(fitting))
-        return batch if kept is None else batch.filter(kept)

@@ -16,11 +16,11 @@ from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
 from mirror.spark.pipeline.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Counts
 from mirror.spark.tables.delta import RUN, FolderLock
 from mirror.spark.tables.parts import Part
 from mirror.typed.bodies import Reading, TooManyMisfits
 from mirror.typed.ddl import fields_of
+from mirror.typed.rows import Counts
 from storage.errors import NoSuchBoundary, NotAMirror, UnknownCollection
 from storage.read.view import open_view
 from tests.spark.mirrors import SmallMirror, order, orders, scanned

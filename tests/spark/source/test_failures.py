@@ -20,8 +20,8 @@ from mirror.spark.source.failures import (
     show_tracebacks,
     with_clear_errors,
 )
-from mirror.spark.source.local import Shape
 from mirror.spark.source.options import parse
+from mirror.typed.rows import Shape
 from storage.errors import CorruptedError
 
 

@@ -14,8 +14,9 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.pipeline.export import export
 from mirror.spark.pipeline.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.source.local import Restriction, Shape, dealt, plan, read
+from mirror.spark.source.local import Restriction, dealt, plan, read
 from mirror.spark.source.options import Options, parse
+from mirror.typed.rows import Shape
 from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
 from storage.history.purge import Window
 from storage.read.view import open_view

@@ -13,9 +13,10 @@ from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.source import remote
 from mirror.spark.source.changes import LostHistory
 from mirror.spark.source.columns import CHANGES, DOCUMENTS
-from mirror.spark.source.local import Restriction, Shape
+from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
 from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
+from mirror.typed.rows import Shape
 from storage.format.records import encode_deletion, encode_mutation
 from storage.model import Manifest
 from tests.sandbox.past import state_at

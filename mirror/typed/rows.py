@@ -1,0 +1,311 @@
+"""Turn stored rows into Arrow columns, many at a time.
+
+Knows the layout of a stored mutation (storage/FORMAT.md, "A row") and Arrow; must never know where rows come from.
+Keys, values and numbers are cut out of all rows at once, in C, and only on request: a count inflates nothing.
+Invariants: the values are those of `storage.format.records.decode_row`, which also reports an unreadable row. A value
+that cannot be taken apart (more than `VALUE_LENGTH_MAX` when inflated, or with xattrs longer than it) stays as it is
+stored, and its datatype says so: it harms no other document.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from struct import pack
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
+from storage.format import records
+from storage.format.tokens import Pin
+from storage.model import Branch
+
+DOCUMENTS = pa.schema(
+    [
+        pa.field("key", pa.string()),
+        pa.field("collection", pa.string()),
+        pa.field("vbid", pa.int32()),
+        pa.field("seqno", pa.int64()),
+        pa.field("rev_seqno", pa.int64()),
+        pa.field("cas", pa.int64()),
+        pa.field("flags", pa.int64()),
+        pa.field("expiry", pa.int64()),
+        pa.field("datatype", pa.int32()),
+        pa.field("value", pa.binary()),
+    ]
+)
+HEAD = 55
+"""Bytes of a mutation before its key: header and extras."""
+_HEADER, _HEAD, _THREE, _KEY, _VALUE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 3, -2, -1))
+BATCH_ROWS = 4096
+BATCH_BYTES = 16 * 1024 * 1024
+"""Size at which a batch is closed; one document may be larger."""
+
+Number = tuple[int, int, str]
+_KEY_LENGTH: Number = (2, 2, "H")
+_BODY_LENGTH: Number = (8, 4, "I")
+_CAS: Number = (16, 8, "Q")
+_SEQNO: Number = (24, 8, "Q")
+_REV_SEQNO: Number = (32, 8, "Q")
+_FLAGS: Number = (40, 4, "I")
+_EXPIRY: Number = (44, 4, "I")
+_TYPES = {"H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
+
+
+class Documents:
+    """The mutations of one batch, and the columns made from them once it is closed.
+
+    Laid end to end they are one Arrow array with three parts for each row: the bytes before the key, the key, the
+    value. A checksum behind a value belongs to the bytes before the next key.
+    """
+
+    def __init__(self, checksum_size: int = 0) -> None:
+        self._checksum_size = checksum_size
+        self._frames: list[bytes] = []
+        self._origins: list[tuple[int, str, int, int]] = []  # vbid, collection, bytes of its id before a key, how many
+        self._byte_count = 0
+        self._stored_datatypes = b""
+        self._lengths: Any = None
+        self._heads: Any = None
+        self._key_lengths: Any = None
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def full(self) -> bool:
+        return len(self._frames) >= BATCH_ROWS or self._byte_count >= BATCH_BYTES
+
+    def add(self, vbid: int, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> None:
+        """Take rows of one collection of one vbucket, of `byte_count` bytes; `prefix_length` is that of the
+        collection's id before each key."""
+        self._frames += frames
+        self._origins.append((vbid, collection, prefix_length, len(frames)))
+        self._byte_count += byte_count
+
+    def close(self) -> None:
+        """Check the rows. Raises CorruptedError."""
+        count = len(self._frames)
+        # An array out of an iterator grows by one number at a time, which takes twice as long.
+        self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
+        heads = b"".join([frame[:HEAD] for frame in self._frames])
+        self._heads = _binary(array("i", range(0, len(heads) + 1, HEAD)), pa.py_buffer(heads))
+        if not self._common(heads):
+            self._rewrite()
+            self.close()
+
+    @cached_property
+    def _parts(self) -> Any:
+        ends = pc.cumulative_sum_checked(self._lengths)
+        starts = array("i", (0,)) + _array(ends)
+        key_starts = pc.add(_numbers(starts, pa.int32())[: len(self)], _HEAD)
+        offsets = array("i", bytes(starts.itemsize * (3 * len(self) + 1)))
+        offsets[0::3] = array("i", (0,)) + _array(pc.subtract(ends, pa.scalar(self._checksum_size, pa.int32())))
+        offsets[1::3] = _array(pc.add(key_starts, self._repeated(2, pa.int32())))
+        offsets[2::3] = _array(pc.add(key_starts, self._key_lengths))
+        return _binary(offsets, pa.py_buffer(b"".join(self._frames)))
+
+    def _every_third(self, first: Any) -> Any:
+        return self._parts.take(pc.add(pc.cumulative_sum(pa.repeat(_THREE, len(self))), first))
+
+    @cached_property
+    def keys(self) -> Any:
+        return self._every_third(_KEY)
+
+    @cached_property
+    def _bodies(self) -> tuple[Any, bytes]:
+        """Values without compression and xattrs, and their datatypes."""
+        values = self._every_third(_VALUE)
+        if not any(self._stored_datatypes.translate(None, b"\0\1")):
+            return values, self._stored_datatypes
+        texts, datatypes = values.to_pylist(), bytearray(self._stored_datatypes)
+        for index, datatype in enumerate(self._stored_datatypes):
+            if datatype & 6:
+                texts[index], datatypes[index] = records.body_or_all(texts[index], datatype)
+        return pa.array(texts, pa.binary()), bytes(datatypes)
+
+    @property
+    def values(self) -> Any:
+        return self._bodies[0]
+
+    @property
+    def datatypes(self) -> bytes:
+        """One byte for each row."""
+        return self._bodies[1]
+
+    def _common(self, heads: bytes) -> bool:
+        """Return True if each row is a whole mutation without old metadata behind its value."""
+        count = len(self)
+        if (
+            len(heads) != HEAD * count
+            or heads[0::HEAD] != b"\x80" * count
+            or heads[1::HEAD] != b"\x57" * count
+            or heads[4::HEAD] != b"\x1f" * count
+            or heads[52::HEAD] + heads[53::HEAD] != bytes(2 * count)
+        ):
+            return False
+        self._stored_datatypes = heads[5::HEAD]
+        lengths = pc.subtract(self._lengths, pa.scalar(self._checksum_size, pa.int32()))
+        key_lengths = self._key_lengths = self._arrow(_KEY_LENGTH).cast(pa.int32())
+        right = (
+            pc.equal(pc.add(self._long(_BODY_LENGTH), _HEADER), lengths),
+            pc.less_equal(pc.add(key_lengths, _HEAD), lengths),
+            pc.less_equal(self._repeated(2, pa.int32()), key_lengths),
+        )
+        return all(pc.all(each).as_py() for each in right)
+
+    def _rewrite(self) -> None:
+        """Rewrite rows of which one has old metadata behind its value, or is damaged."""
+        vbids = (vbid for vbid, *_, count in self._origins for _ in range(count))
+        for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
+            message = frame[: len(frame) - self._checksum_size]
+            row = records.decode_row(vbid, Branch(0), message, raw=True)
+            message = records.encode_mutation(
+                row.key,
+                row.value,
+                row.seqno,
+                collection_id=row.collection_id,
+                rev_seqno=row.rev_seqno,
+                cas=row.cas,
+                flags=row.flags,
+                expiry=row.expiry,
+                datatype=row.datatype,
+            )
+            self._frames[index] = message + bytes(self._checksum_size)
+
+    def _number(self, which: Number) -> array[int]:
+        start, size, code = which
+        numbers = array(code)
+        numbers.frombytes(_bytes(pc.binary_slice(self._heads, start, start + size)))
+        if sys.byteorder == "little":
+            numbers.byteswap()
+        return numbers
+
+    def _arrow(self, which: Number) -> Any:
+        return _numbers(self._number(which), _TYPES[which[2]])
+
+    def _long(self, which: Number) -> Any:
+        numbers = self._arrow(which)
+        return numbers.view(pa.int64()) if which[1] == 8 else numbers.cast(pa.int64())
+
+    def _repeated(self, position: int, kind: Any) -> Any:
+        return pa.concat_arrays([pa.repeat(pa.scalar(origin[position], kind), origin[3]) for origin in self._origins])
+
+    def column(self, name: str) -> Any:
+        """Return a column of `columns.DOCUMENTS`."""
+        return _COLUMNS[name](self)
+
+    def alive(self, now_ms: int) -> Any:
+        """Return which rows have not expired at `now_ms`, or None if none has."""
+        expiries = self._number(_EXPIRY)
+        if not expiries.tobytes().strip(b"\0"):
+            return None
+        return pa.array([not each or each * 1000 > now_ms for each in expiries])
+
+
+_COLUMNS: dict[str, Callable[[Documents], Any]] = {
+    "key": lambda rows: rows.keys.view(pa.string()),
+    "collection": lambda rows: rows._repeated(1, pa.string()),
+    "vbid": lambda rows: rows._repeated(0, pa.int32()),
+    "seqno": lambda rows: rows._long(_SEQNO),
+    "rev_seqno": lambda rows: rows._long(_REV_SEQNO),
+    "cas": lambda rows: rows._long(_CAS),
+    "flags": lambda rows: rows._long(_FLAGS),
+    "expiry": lambda rows: rows._long(_EXPIRY),
+    "datatype": lambda rows: _numbers(rows.datatypes, pa.uint8()).cast(pa.int32()),
+    "value": lambda rows: rows.values,
+}
+
+
+def _binary(offsets: array[int], text: Any) -> Any:
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), text])
+
+
+def _numbers(numbers: array[int] | bytes, kind: Any) -> Any:
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
+
+
+def _array(numbers: Any) -> array[int]:
+    found = array("i")
+    found.frombytes(memoryview(numbers.buffers()[1])[: found.itemsize * len(numbers)])
+    return found
+
+
+def _bytes(texts: Any) -> bytes:
+    found: bytes = texts.buffers()[2].to_pybytes()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The columns of a job: names of `columns.DOCUMENTS`, or fields of the body (`from_body`)."""
+
+    schema: Any
+    from_body: tuple[bool, ...]
+    reading: Reading = AS_DECLARED
+
+
+@dataclass(slots=True)
+class Counts:
+    """The documents and misfits (typed/bodies.py) that a task has read."""
+
+    documents: int = 0
+    misfits: int = 0
+
+
+class Maker:
+    """Makes few large record batches of the rows of many vbuckets. A row has a checksum of `checksum_size` behind
+    it."""
+
+    def __init__(self, shape: Shape, counts: Counts | None = None, checksum_size: int = 0) -> None:
+        self._shape = shape
+        self._checksum_size = checksum_size
+        self._counts = counts or Counts()
+        fields = [field for field, of_body in zip(shape.schema, shape.from_body, strict=True) if of_body]
+        self._bodies = Bodies(pa.schema(fields), shape.reading) if fields else None
+        self._rows = Documents(checksum_size)
+        self._now_ms = 0
+
+    def add(self, pin: Pin, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> Iterator[Any]:
+        """Take rows; yield batches as they become full."""
+        if pin.now_ms != self._now_ms:
+            yield from self.rest()
+            self._now_ms = pin.now_ms
+        whole = byte_count <= BATCH_BYTES
+        for part in [frames] if whole else [[frame] for frame in frames]:
+            self._rows.add(pin.vbid, collection, prefix_length, part, byte_count if whole else len(part[0]))
+            if self._rows.full:
+                yield from self.rest()
+
+    def rest(self) -> Iterator[Any]:
+        """Yield the last batch."""
+        rows, self._rows = self._rows, Documents(self._checksum_size)
+        if len(rows):
+            rows.close()
+            yield self._batch(rows)
+
+    def _batch(self, rows: Documents) -> Any:
+        parsed = Parsed([], {})
+        if self._bodies is not None:
+            parsed = self._bodies.columns(rows.values, rows.datatypes, rows.keys)
+        body = iter(parsed.columns)
+        columns = [
+            next(body) if of_body else rows.column(field.name.removeprefix("_"))
+            for field, of_body in zip(self._shape.schema, self._shape.from_body, strict=True)
+        ]
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._shape.schema)
+        kept = rows.alive(self._now_ms)
+        misfits = [row for row in parsed.misfits if kept is None or kept[row].as_py()]
+        self._counts.documents += len(rows) if kept is None else kept.true_count
+        self._counts.misfits += len(misfits)
+        if misfits and self._shape.reading.mode == "dropmalformed":
+            fitting = [True] * len(rows)
+            for row in misfits:
+                fitting[row] = False
+            kept = pa.array(fitting) if kept is None else pc.and_(kept, pa.array(fitting))
+        return batch if kept is None else batch.filter(kept)
