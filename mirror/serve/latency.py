@@ -7,10 +7,19 @@ counts only rise while the process lives.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
+from typing import TypedDict
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds; one more class has what took longer."""
+
+
+class Figures(TypedDict):
+    """As in cli/JSON.md."""
+
+    bounds_s: list[float]
+    counts: list[int]
+    """One more than bounds."""
+    sum_s: float
 
 
 class Latencies:
@@ -26,6 +35,5 @@ class Latencies:
         self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 
-    def figures(self) -> dict[str, Any]:
-        """`bounds_s`, `counts` (one more than bounds) and `sum_s`, as in cli/JSON.md."""
+    def figures(self) -> Figures:
         return {"bounds_s": list(self._bounds_s), "counts": list(self._counts), "sum_s": round(self._sum_s, 6)}

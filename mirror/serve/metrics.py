@@ -9,6 +9,7 @@ keys, users or names of leases.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from time import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mirror import health
-from mirror.serve.latency import Latencies
+from mirror.serve.latency import Figures, Latencies
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
@@ -108,20 +109,21 @@ class Requests:
         }
 
 
-def _gauge(name: str, text: str, rows: Iterable[tuple[list[str], Any]], labels: tuple[str, ...] = ()) -> Metric:
-    family = GaugeMetricFamily(f"dcp_mirror_{name}", text, labels=labels)
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    rows: Iterable[tuple[list[str], Any]],
+    labels: tuple[str, ...] = (),
+) -> Metric:
+    family = kind(f"dcp_mirror_{name}", text, labels=labels)
     for values, value in rows:
         if value is not None:
             family.add_metric(values, value)
     return family
 
 
-def _counter(name: str, text: str, rows: Iterable[tuple[list[str], Any]], labels: tuple[str, ...] = ()) -> Metric:
-    family = CounterMetricFamily(f"dcp_mirror_{name}", text, labels=labels)
-    for values, value in rows:
-        if value is not None:
-            family.add_metric(values, value)
-    return family
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def families(report: Report) -> Iterator[Metric]:
@@ -209,16 +211,12 @@ def _latencies(servers: Iterable[Report]) -> Metric:
         labels=("server",),
     )
     for row in servers:
-        figures = row.get("request_seconds")
-        if figures is None:
-            continue
-        _add_histogram(family, [_name("server", row)], figures)
+        if (figures := row.get("request_seconds")) is not None:
+            _add_histogram(family, [_name("server", row)], figures)
     return family
 
 
-def _add_histogram(
-    family: HistogramMetricFamily, labels: list[str], figures: dict[str, Any], bound_format: str = "g"
-) -> None:
+def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Figures, bound_format: str = "g") -> None:
     below, buckets = 0, []
     for bound_s, count in zip(figures["bounds_s"], figures["counts"], strict=False):
         below += count

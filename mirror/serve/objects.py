@@ -30,7 +30,7 @@ def dumps(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
 
 
-def key_fields(key: bytes) -> dict[str, Any]:
+def key_fields(key: bytes) -> dict[str, object]:
     """`key`, or `key_b64` if the key is not UTF-8."""
     try:
         return {"key": key.decode()}
@@ -55,7 +55,7 @@ def value_fields(document: Document) -> dict[str, Any]:
 _numbers = attrgetter(*DOCUMENT_FIELDS)
 
 
-def _head(document: Document) -> dict[str, Any]:
+def _head(document: Document) -> dict[str, object]:
     if document.kind is Kind.SYSTEM_EVENT:
         return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
     named = {"vbid": document.vbid, "collection_id": document.collection_id} | key_fields(document.key)
@@ -102,7 +102,7 @@ def document_json(document: Document) -> bytes:
     return head if document.kind is Kind.SYSTEM_EVENT else head[:-1] + b"," + value_json(document) + b"}"
 
 
-def rollback_object(rollback: Rollback) -> dict[str, Any]:
+def rollback_object(rollback: Rollback) -> dict[str, object]:
     return {
         "from_branch": rollback.from_branch,
         "from_seqno": rollback.from_seqno,
@@ -115,7 +115,7 @@ def rollback_object(rollback: Rollback) -> dict[str, Any]:
 
 
 def change_object(change: Change) -> dict[str, Any]:
-    event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
+    event: dict[str, object] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     if change.rollback is not None:
         event["rollback"] = rollback_object(change.rollback)
     if change.document is not None:
@@ -124,7 +124,7 @@ def change_object(change: Change) -> dict[str, Any]:
 
 
 def change_json(change: Change) -> bytes:
-    event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
+    event: dict[str, object] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     if change.rollback is not None:
         event["rollback"] = rollback_object(change.rollback)
     if change.document is None:

@@ -262,6 +262,18 @@ def group_path(path: str, group: int) -> str:
     return os.path.join(path, f"group-{group:04d}")
 
 
+def group_files(path: str, count: int) -> list[tuple[int, int]]:
+    """Return the device and number of each group's file, by which a recreated group is noticed; zeros without one."""
+    found = []
+    for group in range(count):
+        try:
+            there = os.stat(os.path.join(group_path(path, group), "data.mdb"))
+            found.append((there.st_dev, there.st_ino))
+        except OSError:
+            found.append((0, 0))
+    return found
+
+
 def group_vbids(identity: Identity, group: int) -> range:
     """Return the vbuckets of a group that the mirror holds, rising."""
     first = identity.vbids.start

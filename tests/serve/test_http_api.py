@@ -484,12 +484,12 @@ def test_what_no_route_answers(site: Site) -> None:
 
 
 def test_a_fault_of_the_program_reveals_nothing_internal(site: Site) -> None:
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("/secret/path")
 
     site.server.service.mirror.collection_names = broken  # type: ignore[assignment, method-assign]
-    site.server.service.status.samples = broken  # type: ignore[assignment, method-assign]
-    answer = site.get("/v1/status/samples", 500)
+    site.server.service.status.rendered = broken  # type: ignore[assignment, method-assign]
+    answer = site.get("/v1/status", 500)
     assert answer.json()["type"] == "urn:dcp-mirror:internal"
     assert "secret" not in answer.text
     site.get("/livez")

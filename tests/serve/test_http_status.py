@@ -109,7 +109,7 @@ async def test_read_rates_are_over_all_server_processes_and_survive_a_replacemen
         await status.forget()
         await status.sample()
         clock.advance(5)
-    assert [sample["reads_per_s"] for sample in status.samples()] == [None, 12.0, 4.0]
+    assert [sample["reads_per_s"] for sample in status.samples] == [None, 12.0, 4.0]
 
 
 async def test_without_a_service_its_own_reads_count_and_the_past_is_bounded(
@@ -121,8 +121,8 @@ async def test_without_a_service_its_own_reads_count_and_the_past_is_bounded(
     for _ in range(http_status.SAMPLES_MAX + 5):
         await status.sample()
         clock.advance(5)
-    assert len(status.samples()) == http_status.SAMPLES_MAX
-    assert status.samples()[-1]["reads_per_s"] == 2.0
+    assert len(status.samples) == http_status.SAMPLES_MAX
+    assert status.samples[-1]["reads_per_s"] == 2.0
 
 
 def test_a_failover_of_many_vbuckets_is_one_entry_of_the_past() -> None:

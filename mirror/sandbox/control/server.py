@@ -51,7 +51,7 @@ class SandboxControl:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
 
-    async def answer(self, line: bytes) -> dict[str, Any]:
+    async def answer(self, line: bytes) -> dict[str, object]:
         try:
             command = json.loads(line)
             handler = COMMANDS[command.pop("command")]

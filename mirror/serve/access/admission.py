@@ -160,25 +160,17 @@ class Admission:
         self._by_peer: Counter[str] = Counter()
         self._pending: dict[str, dict[Slot, None]] = {}
         """Connections without a login, by peer, oldest first."""
-        self._pending_count = 0
+        self.pending_count = 0
         self._evictions = Periodic("warning", "connections without a login were closed")
         self._rejections = Periodic("warning", "connections were refused: there are too many")
         self._failures = Periodic("error", "connections cannot be accepted")
-
-    @property
-    def open_count(self) -> int:
-        return len(self._open)
-
-    @property
-    def pending_count(self) -> int:
-        return self._pending_count
 
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
         """Return the slot of a new connection; None: close it. With `answers`, some are kept open for a refusal."""
         limits = self.limits
         if peer != LOCAL and self._by_peer[peer] >= limits.connections_per_peer_max:
             admitted = self._evict(peer)
-        elif len(self._open) >= limits.connections_max or self._pending_count >= limits.pending_max:
+        elif len(self._open) >= limits.connections_max or self.pending_count >= limits.pending_max:
             admitted = self._evict(max(self._pending, key=lambda each: len(self._pending[each]), default=None))
         else:
             admitted = True
@@ -195,7 +187,7 @@ class Admission:
         self._open.add(slot)
         self._by_peer[peer] += 1
         self._pending.setdefault(peer, {})[slot] = None
-        self._pending_count += 1
+        self.pending_count += 1
         slot.expires_after(limits.login_timeout_s)
         return slot
 
@@ -221,7 +213,7 @@ class Admission:
         slots = self._pending.get(slot.peer, {})
         if slot in slots:
             del slots[slot]
-            self._pending_count -= 1
+            self.pending_count -= 1
             if not slots:
                 del self._pending[slot.peer]
 

@@ -121,8 +121,7 @@ class SourceUser:
         return self.check(name, password)
 
     def check(self, name: str, password: str) -> Reader | None:
-        """Return the user if the password is right. Digests are compared, so neither length nor name shows."""
-        expected = self._password()
+        expected = self._password()  # compared by digests: neither its length nor the name shows
         right = hmac.compare_digest(
             hmac.digest(self._secret, (expected or "").encode(), "sha256"),
             hmac.digest(self._secret, password.encode(), "sha256"),
@@ -136,7 +135,7 @@ class FileUsers:
         and a password could be guessed by them. Raises ConfigError.
         """
         self._path = path
-        self._stamp = self._stamp_now()
+        self._stamp = file_stamp(path)
         self._reading = threading.Lock()
         self._readers: dict[str, Reader] = {}
         self._verifiers: dict[str, dict[str, ScramVerifier]] = {}
@@ -149,13 +148,6 @@ class FileUsers:
         self._salt = secrets.token_bytes(16)
         self._take(read_users(path))
 
-    def _stamp_now(self) -> tuple[int, int, int] | None:
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
     def _take(self, document: Mapping[str, Any]) -> None:
         readers, verifiers, anonymous = parse_users(document, self._path)
         models = {
@@ -167,7 +159,7 @@ class FileUsers:
 
     def _refresh(self) -> None:
         """Read the file if it has changed; long files in a thread, with the old users meanwhile."""
-        stamp = self._stamp_now()
+        stamp = file_stamp(self._path)
         if stamp == self._stamp:
             return
         if stamp is None or stamp[1] <= READ_AT_ONCE_BYTES_MAX or not _in_event_loop():
@@ -177,7 +169,7 @@ class FileUsers:
 
     def _read_again(self) -> None:
         with self._reading:
-            stamp = self._stamp_now()
+            stamp = file_stamp(self._path)
             if stamp == self._stamp:
                 return
             try:
@@ -243,6 +235,15 @@ class FileUsers:
         return hmac.digest(self._salt, password.encode(), "sha256")
 
 
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file's content; None if the file cannot be read."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def _in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
@@ -281,7 +282,6 @@ def new_salt_key() -> str:
 
 
 def read_users(path: Path) -> dict[str, Any]:
-    """Return the file's document. Raises ConfigError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe would not open
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -8,7 +8,6 @@ ones in force; a client certificate of a replaced authority has no user, even in
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from asyncio.sslproto import SSLProtocol
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.serve.access.auth import Reader, Users
+from mirror.serve.access.auth import Reader, Users, file_stamp
 from mirror.server.privileges import certified_name
 
 READ_BYTES = 16 * 1024
@@ -82,17 +81,9 @@ class ListenerTls:
 
     def _stamp_now(self) -> _Stamp:
         return tuple(
-            None if path is None else _stamp_of(path)
+            None if path is None else file_stamp(path)
             for path in (self._cert_file, self._key_file, self._client_ca_file)
         )
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:

@@ -164,7 +164,6 @@ class DcpConnection(KvConnection):
         await self.unsent.writable.wait()
 
     async def write_in_pieces(self, head: bytes, pieces: Pieces) -> None:
-        """Send a message whose value is `pieces`, each when the client takes it and has its turn."""
         await self.unsent.write_in_pieces(head, pieces)
         if self._goodbye:
             self.hang_up()

@@ -98,7 +98,6 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         counters: DcpCounters,
         large: LargeAnswers,
     ) -> None:
-        """`controls` holds what HELLO and DCP_OPEN negotiated."""
         super().__init__(port, name, controls)
         self._pieces_port = port
         self._large = large

@@ -33,7 +33,6 @@ class DcpServer(KvServer):
     connection_type = DcpConnection
 
     def __init__(self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, **limits: Any) -> None:
-        """`limits` are those of the KV endpoint."""
         super().__init__(bucket, users, cluster_map, clock, **limits)
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)

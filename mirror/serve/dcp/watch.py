@@ -26,7 +26,6 @@ News = Callable[[int], None]
 
 class Watch:
     def __init__(self, view: Callable[[], View]) -> None:
-        """`view` returns the present view."""
         self._view = view
         self._viewed: View | None = None
         self._commits = Commits()
@@ -35,7 +34,6 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Look as soon as somebody follows."""
         self._task = asyncio.create_task(self._run(), name="dcp watch")
 
     async def stop(self) -> None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mirror import __version__
 from mirror.log import get_logger
+from mirror.serve.access.auth import Reader
 from mirror.serve.http.changes import get_changes
 from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
 from mirror.serve.http.problems import Problem, internal, of_http, of_storage
@@ -51,14 +52,24 @@ PAGE_FILES = {
 log = get_logger("http")
 
 
-def _answer(value: Any, status: int = 200) -> Response:
-    return Response(dumps(value), status, FRESH, "application/json")
-
-
-async def get_collections(request: Request) -> Response:
+async def _reader(request: Request) -> tuple[Service, Reader]:
+    """Return the service and the reader of a request without parameters. Raises Problem."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())
+    return service, reader
+
+
+def _answer(value: Any) -> Response:
+    return _json(dumps(value))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, 200, FRESH, "application/json")
+
+
+async def get_collections(request: Request) -> Response:
+    service, reader = await _reader(request)
     found: dict[int, bytes] = {}
     one_of: dict[int, int] = {}
     for vbid, uid in service.view.manifest_uids().items():
@@ -74,15 +85,12 @@ async def get_collections(request: Request) -> Response:
                 row = {"collection_id": entry.collection_id, "scope": scope, "name": entry.name}
                 found[entry.collection_id] = dumps(row | {"max_ttl": entry.max_ttl})
     rows = b",".join(found[each] for each in sorted(found))
-    return Response(b'{"collections":[' + rows + b"]}", 200, FRESH, "application/json")
+    return _json(b'{"collections":[' + rows + b"]}")
 
 
 async def get_status(request: Request) -> Response:
-    service: Service = request.state.service
-    reader = await service.reader(request)
-    Parameters(request, ())
-    render = dumps if reader.reads_all else _some_status
-    return Response(await service.status.rendered(render), 200, FRESH, "application/json")
+    service, reader = await _reader(request)
+    return _json(await service.status.rendered(dumps if reader.reads_all else _some_status))
 
 
 def _some_status(report: Report) -> bytes:
@@ -90,18 +98,13 @@ def _some_status(report: Report) -> bytes:
 
 
 async def get_samples(request: Request) -> Response:
-    service: Service = request.state.service
-    await service.reader(request)
-    Parameters(request, ())
-    return _answer({"samples": service.status.samples()})
+    service, _ = await _reader(request)
+    return _answer({"samples": list(service.status.samples)})
 
 
 async def get_vbuckets(request: Request) -> Response:
-    service: Service = request.state.service
-    reader = await service.reader(request)
-    Parameters(request, ())
-    render = _vbucket_rows if reader.reads_all else _some_vbucket_rows
-    return Response(await service.status.rendered(render), 200, FRESH, "application/json")
+    service, reader = await _reader(request)
+    return _json(await service.status.rendered(_vbucket_rows if reader.reads_all else _some_vbucket_rows))
 
 
 def _vbucket_rows(report: Report) -> bytes:
@@ -113,9 +116,7 @@ def _some_vbucket_rows(report: Report) -> bytes:
 
 
 async def get_vbucket(request: Request) -> Response:
-    service: Service = request.state.service
-    reader = await service.reader(request)
-    Parameters(request, ())
+    service, reader = await _reader(request)
     view = service.view
     vbid = vbucket(request.path_params["vbid"], view.identity.vbucket_count)
     report = await service.status.report()
@@ -149,7 +150,6 @@ async def get_vbucket(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    """Works before there is a mirror, too."""
     service: Service = request.state.service
     await service.reader(request)
     try:

@@ -97,8 +97,6 @@ async def get_changes(request: Request) -> Response:
 
 
 class EventStream(Response):
-    """An answer that ends with its reader or its texts."""
-
     def __init__(
         self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
     ) -> None:
@@ -233,7 +231,8 @@ class ChangeStream:
                 async for text in self._catch_up():
                     yield text
                 if not follow:
-                    yield self._event("end", dumps({"position": self._text()}), self._text())
+                    at = self._text()
+                    yield (b"id: " + at.encode() + b"\n" if at else b"") + _event("end", {"position": at})
                     return
                 beat_s = service.clock.monotonic() + service.heartbeat_s
                 while not moved.is_set():
@@ -246,16 +245,16 @@ class ChangeStream:
                         beat_s += service.heartbeat_s
                         yield b": heartbeat\n\n"
         except _Reset as reset:
-            yield reset.text
+            yield _event("reset", reset.problem.object() | {"vbid": reset.vbid})
         except Problem as refused:
-            yield _event("problem", dumps(refused.object()))
+            yield _event("problem", refused.object())
         except StorageError as error:
             problem = of_storage(error)
             log.error("changes-ended", problem=problem.name, error=str(error))
-            yield _event("problem", dumps(problem.object()))
+            yield _event("problem", problem.object())
         except Exception:
             log.exception("internal error", route="get_changes")
-            yield _event("problem", dumps(internal().object()))
+            yield _event("problem", internal().object())
         finally:
             service.watch.leave()
 
@@ -298,7 +297,7 @@ class ChangeStream:
                     continue  # it was overtaken while it was read: from the last event on there is a way
                 if self._leads_on(started_at):
                     continue
-                raise _Reset(self._reset(vbid, error)) from error
+                raise _Reset(vbid, of_storage(error)) from error
 
     def _leads_on(self, token: Token) -> bool:
         try:
@@ -308,7 +307,6 @@ class ChangeStream:
         return True
 
     async def _texts(self, changes: Iterator[Change], pieces: Pieces) -> AsyncGenerator[bytes, None]:
-        """Generate the text of changes, batch by batch. Kept text is in the budget."""
         budget = self._service.budget
         held = 0
         try:
@@ -399,19 +397,12 @@ class ChangeStream:
     def _text(self) -> str:
         return position_text(self._position) if self._position else ""
 
-    def _event(self, kind: str, data: bytes, name: str) -> bytes:
-        return (b"id: " + name.encode() + b"\n" if name else b"") + _event(kind, data)
 
-    def _reset(self, vbid: int, error: StorageError) -> bytes:
-        problem = of_storage(error)
-        return _event("reset", dumps(problem.object() | {"vbid": vbid}))
-
-
-def _event(kind: str, data: bytes) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+def _event(kind: str, data: object) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + dumps(data) + b"\n\n"
 
 
 class _Reset(Exception):
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, vbid: int, problem: Problem) -> None:
         super().__init__("reset")
-        self.text = text
+        self.vbid, self.problem = vbid, problem

@@ -8,6 +8,7 @@ the same bytes; all pages of a vbucket show the moment of its first page, or say
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -124,7 +125,6 @@ class DocumentRequest(NamedTuple):
         return DocumentRequest(collection, key, vbid, form, as_of, tokens, timeout_s, header(request, b"if-none-match"))
 
     def read(self, service: Service, reader: Reader, bytes_max: int) -> Document | LargeDocument | None:
-        """Read the document, one of more than `bytes_max` unread. Raises Problem if this reader may not read it."""
         service.judge(reader, self.collection, (self.vbid,), self.as_of)
         return service.view.get_or_large(
             self.key, self.collection, as_of=self.as_of, raw=self.form == "stored", bytes_max=bytes_max
@@ -289,17 +289,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
                 pin = _next_pin(view, page, pin.vbid + 1)
             if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
                 break
-        following = Page(
-            pin,
-            start,
-            page.collection_id,
-            page.prefix,
-            page.end,
-            page.only_vbid,
-            page.deletions,
-            page.as_of,
-            page.now_ms,
-        )
+        following = replace(page, pin=pin, start=start)
         at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
         tail = dumps({"next": following.text() if more else None, "at": at})
         make = partial(_documents, rows, tail[1:])
@@ -326,8 +316,7 @@ def _documents(rows: list[bytes], tail: bytes) -> Pieces:
 
 def _next_pin(view: View, page: Page, vbid: int) -> Pin:
     found = view.pin(vbid, page.as_of)
-    now_ms = found.now_ms if page.as_of is not None else page.now_ms
-    return Pin(found.vbid, found.branch, found.seqno, found.history_id, now_ms)
+    return found if page.as_of is not None else replace(found, now_ms=page.now_ms)
 
 
 def _read_page(

@@ -77,7 +77,7 @@ class Problem(Exception):
         if self.status == 401:
             self.headers.setdefault("WWW-Authenticate", 'Basic realm="dcp-mirror", charset="UTF-8"')
 
-    def object(self) -> dict[str, Any]:
+    def object(self) -> dict[str, object]:
         found = {"type": TYPE_PREFIX + self.name, "title": self.title, "status": self.status, "detail": self.detail}
         return found | ({"hint": self.hint} if self.hint else {}) | self.more
 
@@ -102,12 +102,13 @@ _OF_STORAGE: dict[type[StorageError], str] = {
 
 def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
-    more: dict[str, Any] = {} if error.vbid is None else {"vbid": int(error.vbid)}
     if name == "not-published":
         return Problem(name, "this mirror holds nothing yet", hint="retry once it has reached its source")
-    if name == "no-collection":  # the store's hint names collections that the reader may not know
-        return Problem(name, error.message, hint=COLLECTIONS_HINT, **more)
-    return Problem(name, error.message, hint=error.hint, **more)
+    hint = COLLECTIONS_HINT if name == "no-collection" else error.hint  # the store's names what a reader may not know
+    problem = Problem(name, error.message, hint=hint)
+    if error.vbid is not None:
+        problem.more["vbid"] = int(error.vbid)
+    return problem
 
 
 def internal() -> Problem:

@@ -68,9 +68,7 @@ class Parameters:
             self._found.setdefault(name, []).append(value)
         unknown = set(self._found) - set(known)
         if unknown:
-            raise _bad(
-                f"unknown parameter {min(unknown)!r}", f"known here: {', '.join(sorted(known)) or 'none'}"
-            )  # fmt: skip
+            raise _bad(f"unknown parameter {min(unknown)!r}", f"known here: {', '.join(sorted(known)) or 'none'}")
 
     def all(self, name: str) -> list[str]:
         return self._found.get(name, [])
@@ -132,7 +130,7 @@ def integer(name: str, text: str, low: int, high: int) -> int:
 def key_bytes(text: str, encoding: str, name: str = "key") -> bytes:
     try:
         key = text.encode() if encoding == "utf8" else from_base64url(text)
-    except (ValueError, UnicodeEncodeError):
+    except ValueError:
         raise _bad(f"{name} is not {'UTF-8' if encoding == 'utf8' else 'base64url'}") from None
     return _bounded(key, name)
 

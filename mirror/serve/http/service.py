@@ -69,7 +69,8 @@ class PublishWatch:
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
         self._mirror = mirror
         self._clock = clock
-        self._moved = asyncio.Event()
+        self.moved = asyncio.Event()
+        """Set by the next publish or `wake`, and replaced. Take it before looking."""
         self._task: asyncio.Task[None] | None = None
         self._readers = 0
 
@@ -84,13 +85,8 @@ class PublishWatch:
             self._task.cancel()
             self._task = None
 
-    @property
-    def moved(self) -> asyncio.Event:
-        """Set by the next publish or `wake`. Take it before looking."""
-        return self._moved
-
     def wake(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
+        moved, self.moved = self.moved, asyncio.Event()
         moved.set()
 
     async def _look(self) -> None:
@@ -400,7 +396,6 @@ class Service:
             delay = next_delay_s(delay)
 
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:
-        """Return True if all are published. Raises Problem if one is lost."""
         for token in tokens:
             now = write_status(self.view.reader(token.vbid), token)
             if now is WriteStatus.LOST:
@@ -433,19 +428,15 @@ def refuse_websites(request: Request) -> None:
     ):
         raise Problem("forbidden", "cross-site request", hint="open the address itself")
     if request.scope["state"]["local"] and header(request, b"authorization") is None:
-        _refuse_strange_host(request)
+        name = _strange_name(header(request, b"host") or "")
+        if name is not None:
+            raise Problem("forbidden", f"unknown host name {name[:80]!r}", hint="use the address, or log in")
 
 
 def refuse_gone(request: Request) -> None:
     """End a request whose client hung up. Raises Problem."""
     if request.scope["state"]["transport"].is_closing():
         raise Problem("unavailable", "the client is gone")
-
-
-def _refuse_strange_host(request: Request) -> None:
-    name = _strange_name(header(request, b"host") or "")
-    if name is not None:
-        raise Problem("forbidden", f"unknown host name {name[:80]!r}", hint="use the address, or log in")
 
 
 @lru_cache(maxsize=16)

@@ -149,7 +149,7 @@ class StatusReporter:
         self._rendering = asyncio.Lock()
         self._rendered: tuple[Report, dict[Callable[[Report], bytes], bytes]] = ({}, {})
         """Renderings of the last `whole`."""
-        self._samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
+        self.samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 
     async def report(self) -> Report:
@@ -236,16 +236,13 @@ class StatusReporter:
             },
         }
 
-    def samples(self) -> list[Report]:
-        return list(self._samples)
-
     async def sample(self) -> None:
         try:
             report = await self.report()
         except (StorageError, MirrorError, OSError):
             return
         sums = report["totals"]
-        self._samples.append(
+        self.samples.append(
             {
                 "time_ms": self._clock.wall_ms(),
                 "documents_per_s": sums["documents_per_s"],

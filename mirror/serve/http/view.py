@@ -6,14 +6,11 @@ within a second; an unused view is closed; only the reading process opens files.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from storage.env import directory
 from storage.model import Manifest
 from storage.read.view import View, open_view
-
-Stamp = tuple[tuple[int, int], ...]
 
 
 class Mirror:
@@ -21,30 +18,24 @@ class Mirror:
         self.data = data
         self._verify_reads = verify_reads
         self._view: View | None = None
-        self._stamp: Stamp = ()
+        self._files: list[tuple[int, int]] = []
 
     @property
     def view(self) -> View:
         """The view. Raises NotAMirror while there is none, and what opening it raises."""
         if self._view is None:
             opened = open_view(str(self.data), verify_reads=self._verify_reads)
-            self._stamp = self._stamp_of(opened)
+            self._files = self._files_of(opened)
             self._view = opened
         return self._view
 
-    def _stamp_of(self, view: View) -> Stamp:
-        found = []
-        for group in range(view.identity.group_count):
-            try:
-                there = os.stat(Path(directory.group_path(str(self.data), group)) / "data.mdb")
-                found.append((there.st_dev, there.st_ino))
-            except OSError:
-                found.append((0, 0))
-        return tuple(found)
+    @staticmethod
+    def _files_of(view: View) -> list[tuple[int, int]]:
+        return directory.group_files(view.path, view.identity.group_count)
 
     def refresh(self) -> None:
         """Let go of a view whose files were replaced. Call it now and then."""
-        if self._view is not None and self._stamp_of(self._view) != self._stamp:
+        if self._view is not None and self._files_of(self._view) != self._files:
             self.close()
 
     def file_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+from collections.abc import Iterator
 from functools import cached_property, partial
 
 from mirror.clock import Clock
@@ -79,7 +79,7 @@ class KvBucket:
         self.view: View = self._open()
         with contextlib.suppress(StorageError):
             self.view.published()  # 30 ms for 1,024 vbuckets, once: not in the first request
-        self._files = self._file_numbers()
+        self._files = directory.group_files(self._data, self.view.identity.group_count)
         identity = self.view.identity
         self.name = identity.bucket_name
         self.identity = identity
@@ -122,10 +122,8 @@ class KvBucket:
     def check_collection(self, vbid: int, collection_id: int, reader: Reader) -> None:
         """Raise Refused unless the collection exists in a vbucket and may be read."""
         self.served_state(vbid)
-        try:
+        with self._reading():
             manifest = self.view.manifest(vbid)
-        except StorageError as error:
-            raise self.failed(error) from error
         _check_collection(collection_id, manifest, reader)
 
     def check_newest_collection(self, collection_id: int, reader: Reader) -> None:
@@ -133,10 +131,8 @@ class KvBucket:
         _check_collection(collection_id, self.manifest(), reader)
 
     def pin(self, vbid: int) -> Pin:
-        try:
+        with self._reading():
             return self.view.pin(vbid)
-        except StorageError as error:
-            raise self.failed(error) from error
 
     def page(
         self, pin: Pin, collection_id: int, start: bytes, end: bytes | None, items_max: int, bytes_max: int | None
@@ -144,7 +140,7 @@ class KvBucket:
         """Return some documents from `start` on, or a large one by itself, and where to go on (empty: the end). Raises
         Refused.
         """
-        try:
+        with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.page_or_large(
                 self.view.reader(pin.vbid),
                 pin,
@@ -155,63 +151,44 @@ class KvBucket:
                 bytes_max=bytes_max,
                 large_bytes=LARGE_BYTES,
             )
-        except ViewInvalidated as error:
-            raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
-        except StorageError as error:
-            raise self.failed(error) from error
 
     def count_keys(self, pin: Pin, collection_id: int, start: bytes, keys_max: int) -> tuple[int, bytes]:
         """Count the documents, expired or not, of some keys from `start` on; return that and where to go on (empty: the
         end). Raises Refused.
         """
-        try:
+        with self._reading(Status.RANGE_SCAN_CANCELLED):
             return scan.count_keys(self.view.reader(pin.vbid), pin, collection_id, start=start, keys_max=keys_max)
-        except ViewInvalidated as error:
-            raise Refused(Status.RANGE_SCAN_CANCELLED, str(error)) from error
-        except StorageError as error:
-            raise self.failed(error) from error
 
     def check_fresh(self, vbid: int) -> None:
         """Raise Refused if a scan must end because its vbucket is being resynced."""
-        try:
+        with self._reading():
             stale = not self._stale_allowed and self.view.stale(vbid)
-        except StorageError as error:
-            raise self.failed(error) from error
         if stale:
             raise Refused(Status.RANGE_SCAN_CANCELLED, "the vbucket is being resynced")
 
     def holds_seqno(self, vbid: int, seqno: int) -> bool:
         """Return True if the newest version of some document has this seqno."""
-        try:
+        with self._reading():
             wire_key = self.view.key_at(vbid, seqno)
             if wire_key is None:
                 return False
             found = self.view.find(wire_key, deletions=True, large_bytes=LARGE_BYTES)
-        except StorageError as error:
-            raise self.failed(error) from error
         return found.document is not None and about(found.document).seqno == seqno
 
     def newest_of(self, pin: Pin, collection_id: int, below: int | None) -> tuple[int, int] | None:
         """Return the seqno of a collection's newest event, and where to look on (0: at the end); None if the vbucket
         lacks the collection. Raises Refused.
         """
-        try:
+        with self._reading(Status.ETMPFAIL), contextlib.suppress(UnknownCollection):
             return states.newest_of(self.view.reader(pin.vbid), pin, collection_id, below=below)
-        except ViewInvalidated as error:
-            raise Refused(Status.ETMPFAIL, str(error)) from error
-        except UnknownCollection:
-            return None
-        except StorageError as error:
-            raise self.failed(error) from error
+        return None
 
     # -- vbuckets
 
     def published(self) -> list[tuple[int, Served]]:
         """Return what each vbucket serves, read once per group. Raises Refused."""
-        try:
+        with self._reading():
             return list(zip(self.view.vbids, self.view.published(), strict=True))
-        except StorageError as error:
-            raise self.failed(error) from error
 
     def state(self, vbid: int) -> VbucketState:
         if vbid not in self.view.vbids:
@@ -236,10 +213,8 @@ class KvBucket:
         """
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
-        try:
+        with self._reading():
             found = stream.served_state(self.view.reader(vbid))
-        except StorageError as error:
-            raise self.failed(error) from error
         if not found.whole:
             raise Refused(Status.NOT_MY_VBUCKET, bare=True)
         return found
@@ -247,17 +222,14 @@ class KvBucket:
     # -- collections
 
     def manifest(self) -> Manifest:
-        """The newest manifest that any vbucket has published."""
         now = self.clock.monotonic()
         if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
-            try:
+            with self._reading():
                 uids = self.view.manifest_uids()
                 newest = max(uids.values())
                 if uids.get(self._manifest_vbid) != newest:
                     self._manifest_vbid = next(vbid for vbid, uid in uids.items() if uid == newest)
                 self._manifest = (now, self.view.manifest(self._manifest_vbid))
-            except StorageError as error:
-                raise self.failed(error) from error
         return self._manifest[1]
 
     def visible(self, reader: Reader) -> VisibleManifest:
@@ -274,25 +246,26 @@ class KvBucket:
 
     # -- the store below
 
+    @contextlib.contextmanager
+    def _reading(self, invalidated: Status | None = None) -> Iterator[None]:
+        """Refuse the request if the store cannot be read; with `invalidated` if what it reads is gone."""
+        try:
+            yield
+        except StorageError as error:
+            if invalidated is not None and isinstance(error, ViewInvalidated):
+                raise Refused(invalidated, str(error)) from error
+            raise self.failed(error) from error
+
     def failed(self, error: StorageError) -> Refused:
         """Return the refusal of a request for which the store cannot be read."""
         log.error("read-failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")
 
-    def _file_numbers(self) -> list[int]:
-        numbers = []
-        for group in range(self.view.identity.group_count):
-            try:
-                numbers.append(os.stat(os.path.join(directory.group_path(self._data, group), "data.mdb")).st_ino)
-            except OSError:
-                numbers.append(0)
-        return numbers
-
     def reopen_if_replaced(self) -> bool:
         """Open the mirror again after a damaged group was recreated."""
-        now = self._file_numbers()
-        if now == self._files or 0 in now:
+        now = directory.group_files(self._data, self.view.identity.group_count)
+        if now == self._files or (0, 0) in now:
             return False
         log.warning("group-recreated")
         try:

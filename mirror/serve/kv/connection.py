@@ -204,7 +204,6 @@ class KvConnection(asyncio.Protocol):
     # -- work
 
     def _work(self) -> None:
-        """Answer received requests within the limits."""
         if self._size < self._bytes_needed and not self._skip:
             return
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
@@ -433,7 +432,6 @@ class KvConnection(asyncio.Protocol):
         return self._guarded(frame, partial(dispatch.answer, self.session, OPERATIONS, frame))
 
     def _guarded(self, frame: Frame, compute: Callable[[], T]) -> T | Reply:
-        """Return what `compute` returns, or the answer to what it raises."""
         try:
             return dispatch.guarded(self.session, compute)
         except ValueError as error:

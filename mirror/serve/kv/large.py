@@ -124,7 +124,6 @@ class _LargeAnswer:
         self._error: Exception | None = None
 
     async def wait(self) -> None:
-        """Read the value; after that, wait for the next turn."""
         if self._steps is not None:
             await self._answers.turns.turn()
             return

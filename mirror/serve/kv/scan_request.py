@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mirror.serve.access.auth import Reader
 from mirror.server.document_requests import KEY_BYTES_MAX
@@ -62,7 +62,7 @@ class Scan:
     continuing: bool = False
 
 
-def _field(found: dict[str, Any], name: str, kind: type[T]) -> T | None:
+def _field(found: Mapping[str, object], name: str, kind: type[T]) -> T | None:
     """Return a field of a JSON object; None if it is missing. Raises Refused."""
     value = found.get(name)
     if name not in found:
@@ -72,14 +72,14 @@ def _field(found: dict[str, Any], name: str, kind: type[T]) -> T | None:
     return value
 
 
-def _number(found: dict[str, Any], name: str) -> int:
+def _number(found: Mapping[str, object], name: str) -> int:
     value = _field(found, name, int)
     if value is None:
         raise Refused(Status.EINVAL, f"{name} is missing")
     return value
 
 
-def _bound(range_: dict[str, Any], name: str) -> tuple[bytes, bool]:
+def _bound(range_: Mapping[str, object], name: str) -> tuple[bytes, bool]:
     """Return a bound's key, and True if it is exclusive."""
     inclusive, exclusive = _field(range_, name, str), _field(range_, f"excl_{name}", str)
     if (inclusive is None) == (exclusive is None):
@@ -93,7 +93,7 @@ def _bound(range_: dict[str, Any], name: str) -> tuple[bytes, bool]:
     return key, inclusive is None
 
 
-def _requirements(found: dict[str, Any]) -> Requirements:
+def _requirements(found: Mapping[str, object]) -> Requirements:
     text = _field(found, "vb_uuid", str) or ""
     if not (text.isascii() and text.isdigit() and len(text) <= 20):
         raise Refused(Status.EINVAL, "vb_uuid is not a number in a string")

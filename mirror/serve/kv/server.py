@@ -170,7 +170,6 @@ class KvServer:
                 self._bucket.reopen_if_replaced()
 
     def sweep(self) -> None:
-        """Hang up on idle clients, on those that take nothing, and on those without rights any more."""
         send_timeout_s = self._limits.send_timeout_s
         if self.large.budget.waiting_count:
             send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)

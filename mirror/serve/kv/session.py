@@ -163,7 +163,6 @@ class KvSession(DocumentSession):
         self.reader = None
 
     def login_failed(self) -> bool:
-        """Count a failed login; True: hang up."""
         self.failed_logins += 1
         return self.failed_logins >= FAILED_LOGINS_MAX
 
