@@ -80,7 +80,7 @@ class Periodic:
 
 
 class Slot:
-    __slots__ = ("_admission", "_deadline", "abort", "logging_in", "peer", "pending", "refused")
+    __slots__ = ("_admission", "_deadline", "abort", "in_line", "logging_in", "peer", "pending", "refused")
 
     def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
         self._admission = admission
@@ -92,6 +92,8 @@ class Slot:
         """True if the connection is open only to be told that there are too many."""
         self.logging_in = False
         """True while a login is checked: others are closed first."""
+        self.in_line: asyncio.Task[Any] | None = None
+        """The task of a request that waits in line; it is cancelled if the client hangs up."""
         self.abort: Callable[[], object] = bool
 
     def expires_after(self, timeout_s: float) -> None:

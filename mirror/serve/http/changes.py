@@ -75,7 +75,7 @@ async def get_changes(request: Request) -> Response:
         position = {vbid: _token(vbid, now[vbid]) for vbid in vbids}
     else:
         await service.after(tokens, timeout_s, lambda: None)
-        position = {} if since is None else await service.read_in_bulk(partial(parse_position, since, count))
+        position = {} if since is None else await service.read_in_bulk(request, partial(parse_position, since, count))
     if strange := set(position) - set(vbids):
         service.refuse_unavailable(strange)
         raise Problem("bad-request", f"the position is of vbucket {min(strange)}, which is not requested")

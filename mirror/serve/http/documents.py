@@ -185,7 +185,7 @@ async def get_documents(request: Request) -> Response:
         keys = requested_keys(json_of(body))
         return keys, {view.vbid_of(key) for key in keys}
 
-    keys, vbids = await service.read_in_bulk(parse)
+    keys, vbids = await service.read_in_bulk(request, parse)
     service.refuse_unavailable(vbids)
 
     def read() -> tuple[Pieces, int]:
@@ -200,7 +200,7 @@ async def get_documents(request: Request) -> Response:
         tail = b'"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
         return _documents(rows, tail), len(found)
 
-    answer, count = await service.after(tokens, timeout_s, read, in_bulk=True)
+    answer, count = await service.after(tokens, timeout_s, read, in_bulk=request)
     service.requests.gave(count)
     return Budgeted(service, answer, PRIVATE, JSON)
 
@@ -273,7 +273,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
             unread = ()
             service.judge_pin(reader, page.collection_id, pin, unknown=True)
             found, start = await service.read_in_bulk(
-                partial(_read_page, request, view, pin, page, start, limit - len(rows))
+                request, partial(_read_page, request, view, pin, page, start, limit - len(rows))
             )
             rows += found
             byte_count += sum(map(len, found))
@@ -294,7 +294,7 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
         tail = dumps({"next": following.text() if more else None, "at": at})
         make = partial(_documents, rows, tail[1:])
         service.requests.gave(len(rows))
-        body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(make)
+        body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(request, make)
     except BaseException:
         service.budget.give_back(taken_bytes)
         raise

@@ -105,6 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._slot.release()
+        if self._slot.in_line is not None:
+            self._slot.in_line.cancel()
         self._stop_waiting()
         self._unstick()
         self._unset_keepalive_if_required()

@@ -364,24 +364,40 @@ class Service:
             found.append(token)
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
-    async def read_in_bulk(self, read: Callable[[], T]) -> T:
+    async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
         """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
-        held.
+        held. A request whose client hangs up leaves the line at once. Raises Problem.
         """
-        async with self._one_bulk_read:
+        slot: Slot = request.scope["state"]["slot"]
+        slot.in_line = asyncio.current_task()
+        try:
+            await self._one_bulk_read.acquire()
+        except asyncio.CancelledError:
+            refuse_gone(request)
+            raise
+        finally:
+            slot.in_line = None
+        try:
             return await asyncio.to_thread(read)
+        finally:
+            self._one_bulk_read.release()
 
     async def after(
-        self, tokens: Sequence[MutationToken], timeout_s: float, read: Callable[[], T], *, in_bulk: bool = False
+        self,
+        tokens: Sequence[MutationToken],
+        timeout_s: float,
+        read: Callable[[], T],
+        *,
+        in_bulk: Request | None = None,
     ) -> T:
         """Return what `read` returns once all tokens are published, and while they still are."""
         if not tokens:
-            return await self.read_in_bulk(read) if in_bulk else read()
+            return await self.read_in_bulk(in_bulk, read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:
             if self._stand(tokens):
-                found = await self.read_in_bulk(read) if in_bulk else read()
+                found = await self.read_in_bulk(in_bulk, read) if in_bulk else read()
                 if self._stand(tokens):
                     return found
             left = deadline - self.clock.monotonic()
