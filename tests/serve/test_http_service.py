@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
@@ -23,7 +24,8 @@ from tests.supervise.conftest import eventually_now
 
 
 def a_request() -> Request:
-    return Request({"type": "http", "state": {"slot": Slot(Admission(Limits()), LOCAL)}})
+    transport = SimpleNamespace(is_closing=lambda: False)
+    return Request({"type": "http", "state": {"slot": Slot(Admission(Limits()), LOCAL), "transport": transport}})
 
 
 def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:
@@ -43,7 +45,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
 
     token = MutationToken(4, Vbuuid(VBUUID), Seqno(2))
     with pytest.raises(Problem) as caught:
-        site.call(service.after([token], 10, read))
+        site.call(service.after(a_request(), [token], 10, read))
     assert caught.value.name == "write-lost"
 
 
@@ -64,7 +66,7 @@ def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> 
         return "the loop answers"
 
     async def reads() -> list[int]:
-        bulk = (service.after([], 1, read, in_bulk=a_request()) for _ in range(4))
+        bulk = (service.after(a_request(), [], 1, read, in_bulk=True) for _ in range(4))
         return await asyncio.gather(*bulk)
 
     assert len(site.call(reads())) == 4
@@ -99,14 +101,26 @@ def test_no_document_is_read_for_a_client_that_is_gone(
     assert reads == []
 
 
+def test_a_read_that_waits_for_a_write_ends_with_its_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(_: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(site.server.service.clock, "sleep", sleep)
+    with site.connect() as line:
+        path = f"/v1/collections/_default/documents/a?token=4:{VBUUID}:1000&timeout_ms=60000"
+        line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        eventually_now(lambda: site.server.gate.state.tasks)
+    eventually_now(lambda: not site.server.gate.state.tasks)
+
+
 def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> None:
     service = site.server.service
 
     async def reads() -> str:
         token = MutationToken(4, Vbuuid(VBUUID), Seqno(1_000))
-        waiting = asyncio.create_task(service.after([token], 60, lambda: "late", in_bulk=a_request()))
+        waiting = asyncio.create_task(service.after(a_request(), [token], 60, lambda: "late", in_bulk=True))
         await asyncio.sleep(0)
-        found = await service.after([], 1, lambda: "now", in_bulk=a_request())
+        found = await service.after(a_request(), [], 1, lambda: "now", in_bulk=True)
         assert not waiting.done()
         waiting.cancel()
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from mirror.serve.access.admission import LOCAL
 from mirror.serve.access.auth import FileUsers, Reader, SourceUser, entry_of
 from mirror.serve.access.logins import (
     DELAY_MAX_S,
@@ -37,6 +39,7 @@ from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.http_site import Source, running
 from tests.serve.kv_rig import ALL_FEATURES, Store, serving
+from tests.supervise.conftest import eventually_now
 
 
 @pytest.fixture
@@ -83,6 +86,14 @@ def test_failures_cost_more_each_time_and_are_forgotten() -> None:
     assert failures.delay_s("ann", 100.0 + 10 * FORGET_S) == 0
     failures.forget("ann")
     assert failures.delay_s("ann", 100.0) == 0
+
+
+def test_ten_thousand_failures_are_forgotten_in_minutes() -> None:
+    failures = Failures(free=PEER_FAILURES_FREE)
+    for _ in range(10_000):
+        failures.add("10.0.0.1", 100.0)
+    assert failures.delay_s("10.0.0.1", 100.0) == DELAY_MAX_S
+    assert failures.delay_s("10.0.0.1", 100.0 + 180) == 0
 
 
 def test_no_more_names_are_remembered_than_may_be() -> None:
@@ -265,6 +276,22 @@ async def test_an_attempt_whose_connection_was_closed_is_not_checked(store: Stor
         await asyncio.wait([task])
         assert task.cancelled()
         assert checked == []
+
+
+def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tmp_path: Path, users_file: Path) -> None:
+    """Thousands that had hung up once stood before the next right password, for longer than a login may take."""
+    with running(tmp_path / "data", source, users_file=users_file) as site:
+        logins, state = site.server.service.logins, site.server.gate.state
+        for _ in range(50):
+            logins.failed("ann", LOCAL)
+        site.call(logins._line.acquire())
+        with site.connect() as line:
+            token = base64.b64encode(b"ann:pw").decode()
+            line.sendall(f"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nAuthorization: Basic {token}\r\n\r\n".encode())
+            eventually_now(lambda: logins._line._waiters)
+        eventually_now(lambda: not state.tasks)
+        assert not logins._line._waiters
+        site.loop.call_soon_threadsafe(logins._line.release)
 
 
 async def test_challenges_that_are_not_answered_are_failed_logins(store: Store, users_file: Path) -> None:

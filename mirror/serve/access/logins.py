@@ -35,6 +35,8 @@ PEER_FAILURES_FREE = 20
 """Failures of a peer without a delay: many users may share one."""
 DELAY_MIN_S = 0.1
 DELAY_MAX_S = 4.0
+COUNTED_MAX = 12
+"""Failures counted beyond the free ones: the delay has reached its limit, and is forgotten in minutes."""
 PACE_S = 0.01
 """Pause before each check for guessing peers: 256 attempts, as many as connections without a login, are checked well
 within `reader_login_timeout_s`."""
@@ -54,7 +56,8 @@ class Failures:
         """Name -> failures and time of the last one; the latest last."""
 
     def add(self, name: str, now_s: float) -> None:
-        self._found[name] = (self._count(name, now_s) + 1, now_s)
+        count = min(self._count(name, now_s) + 1, self._free + COUNTED_MAX)
+        self._found[name] = (count, now_s)
         self._found.move_to_end(name)
         if len(self._found) > REMEMBERED_MAX:
             self._found.popitem(last=False)

@@ -71,10 +71,10 @@ async def get_changes(request: Request) -> Response:
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":
-        now = dict(zip(view.vbids, await service.after(tokens, timeout_s, view.published), strict=True))
+        now = dict(zip(view.vbids, await service.after(request, tokens, timeout_s, view.published), strict=True))
         position = {vbid: _token(vbid, now[vbid]) for vbid in vbids}
     else:
-        await service.after(tokens, timeout_s, lambda: None)
+        await service.after(request, tokens, timeout_s, lambda: None)
         position = {} if since is None else await service.read_in_bulk(request, partial(parse_position, since, count))
     if strange := set(position) - set(vbids):
         service.refuse_unavailable(strange)

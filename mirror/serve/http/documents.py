@@ -168,7 +168,7 @@ async def get_document(request: Request) -> Response:
     reader = await service.reader(request)
     parsed = DocumentRequest.of(service, request)
     read = partial(parsed.read, service, reader, LARGE_BYTES)
-    return parsed.answer(service, await service.after(parsed.tokens, parsed.timeout_s, read))
+    return parsed.answer(service, await service.after(request, parsed.tokens, parsed.timeout_s, read))
 
 
 async def get_documents(request: Request) -> Response:
@@ -200,7 +200,7 @@ async def get_documents(request: Request) -> Response:
         tail = b'"missing":' + dumps([key_fields(key) for key in missing]) + b"}"
         return _documents(rows, tail), len(found)
 
-    answer, count = await service.after(tokens, timeout_s, read, in_bulk=request)
+    answer, count = await service.after(request, tokens, timeout_s, read, in_bulk=True)
     service.requests.gave(count)
     return Budgeted(service, answer, PRIVATE, JSON)
 
@@ -223,7 +223,7 @@ async def scan_documents(request: Request) -> Response:
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")
     else:
-        page = await _first_page(service, reader, parameters, collection)
+        page = await _first_page(service, request, reader, parameters, collection)
     service.refuse_unavailable((page.pin.vbid,))
     return await _answer_page(service, request, reader, page, limit)
 
@@ -241,7 +241,9 @@ def collection_id(manifest: Manifest, collection: str | int) -> int:
     raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 
-async def _first_page(service: Service, reader: Reader, parameters: Parameters, collection: str | int) -> Page:
+async def _first_page(
+    service: Service, request: Request, reader: Reader, parameters: Parameters, collection: str | int
+) -> Page:
     encoding = parameters.choice("key_encoding", "utf8", "base64url")
     prefix, start, end = (parameters.key(name, encoding) for name in ("prefix", "start", "end"))
     deletions = parameters.flag("deletions")
@@ -253,7 +255,7 @@ async def _first_page(service: Service, reader: Reader, parameters: Parameters, 
     if isinstance(as_of, int) and only is None:
         raise Problem("bad-request", "as_of by seqno needs a vbid", hint="seqnos count in one vbucket")
     service.judge(reader, collection, (vbid,), as_of)
-    pin = await service.after(tokens, timeout_s, lambda: view.pin(vbid, as_of))
+    pin = await service.after(request, tokens, timeout_s, lambda: view.pin(vbid, as_of))
     identity = collection_id(view.manifest_of(pin), collection)
     now_ms = pin.now_ms if as_of is not None else service.clock.wall_ms()
     return Page(pin, start or b"", identity, prefix or b"", end, only is not None, deletions, as_of, now_ms)

@@ -14,7 +14,7 @@ import binascii
 import contextlib
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -234,7 +234,8 @@ class Service:
         if isinstance(found, Credentials):
             slot.logging_in = True
             try:
-                reader = await self.logins.check(*found, slot.peer)
+                with leaves_line(request):
+                    reader = await self.logins.check(*found, slot.peer)
             finally:
                 slot.logging_in = False
             if reader is None:
@@ -366,17 +367,10 @@ class Service:
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
         """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
-        held. A request whose client hangs up leaves the line at once. Raises Problem.
+        held. Raises Problem if the client hung up in line.
         """
-        slot: Slot = request.scope["state"]["slot"]
-        slot.in_line = asyncio.current_task()
-        try:
+        with leaves_line(request):
             await self._one_bulk_read.acquire()
-        except asyncio.CancelledError:
-            refuse_gone(request)
-            raise
-        finally:
-            slot.in_line = None
         try:
             return await asyncio.to_thread(read)
         finally:
@@ -384,20 +378,21 @@ class Service:
 
     async def after(
         self,
+        request: Request,
         tokens: Sequence[MutationToken],
         timeout_s: float,
         read: Callable[[], T],
         *,
-        in_bulk: Request | None = None,
+        in_bulk: bool = False,
     ) -> T:
-        """Return what `read` returns once all tokens are published, and while they still are."""
+        """Return what `read` returns once all tokens are published, and while they still are. Raises Problem."""
         if not tokens:
-            return await self.read_in_bulk(in_bulk, read) if in_bulk else read()
+            return await self.read_in_bulk(request, read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:
             if self._stand(tokens):
-                found = await self.read_in_bulk(in_bulk, read) if in_bulk else read()
+                found = await self.read_in_bulk(request, read) if in_bulk else read()
                 if self._stand(tokens):
                     return found
             left = deadline - self.clock.monotonic()
@@ -407,8 +402,9 @@ class Service:
                     f"the write is not published after {timeout_s:g} s",
                     hint="ask again with a longer timeout_ms, or look at the lag in /v1/status",
                 )
-            await self.clock.sleep(min(delay, left))
-            await self.turns.turn()
+            with leaves_line(request):
+                await self.clock.sleep(min(delay, left))
+                await self.turns.turn()
             delay = next_delay_s(delay)
 
     def _stand(self, tokens: Sequence[MutationToken]) -> bool:
@@ -447,6 +443,20 @@ def refuse_websites(request: Request) -> None:
         name = _strange_name(header(request, b"host") or "")
         if name is not None:
             raise Problem("forbidden", f"unknown host name {name[:80]!r}", hint="use the address, or log in")
+
+
+@contextlib.contextmanager
+def leaves_line(request: Request) -> Iterator[None]:
+    """While its client waits in line: if it hangs up, raise Problem at once."""
+    slot: Slot = request.scope["state"]["slot"]
+    slot.in_line = asyncio.current_task()
+    try:
+        yield
+    except asyncio.CancelledError:
+        refuse_gone(request)
+        raise
+    finally:
+        slot.in_line = None
 
 
 def refuse_gone(request: Request) -> None:
