@@ -113,19 +113,7 @@ class Client:
     def send(self, frame: Frame) -> int:
         self._opaque += 1
         opaque = frame.opaque or self._opaque
-        frame = Frame(
-            frame.magic,
-            frame.opcode,
-            frame.datatype,
-            frame.vbucket,
-            opaque,
-            frame.cas,
-            frame.framing,
-            frame.extras,
-            frame.key,
-            frame.value,
-        )
-        self.writer.write(fr.encode(frame))
+        self.writer.write(fr.encode(replace(frame, opaque=opaque)))
         return opaque
 
     async def ask(self, frame: Frame) -> Frame:

@@ -22,17 +22,6 @@ def test_the_map_names_nodes_by_their_place_in_it() -> None:
     assert (config["rev"], config["revEpoch"], config["uuid"]) == (1, 1, "ab" * 16)
 
 
-def test_the_global_map_has_no_vbuckets() -> None:
-    config = json.loads(made().to_json(0, with_bucket=False))
-    assert "vBucketServerMap" not in config
-    assert [node["services"]["kv"] for node in config["nodesExt"]] == [1000, 1002]
-
-
-def test_a_consumer_reads_it() -> None:
-    seen = parse_cluster_map(made().to_json(2, with_bucket=True), "127.0.0.1")
-    assert len(seen.nodes) == 2
-
-
 def test_a_change_has_a_higher_revision() -> None:
     cluster_map = made()
     before = cluster_map.to_json(0, with_bucket=True)

@@ -125,13 +125,6 @@ async def test_a_change_of_state_ends_streams() -> None:
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2
 
 
-async def test_the_privilege_to_stream_is_another_than_that_to_open() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.add_user("half", "pw", frozenset({"DcpProducer"}))
-        client = await Client.dcp(cluster, user="half", password="pw")
-        assert (await client.stream(0)).status == Status.EACCESS
-
-
 async def test_after_a_failover_with_loss_a_client_has_to_roll_back() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         for index in range(20):
@@ -150,34 +143,6 @@ async def test_after_a_failover_with_loss_a_client_has_to_roll_back() -> None:
         assert [request.start_seqno for request in sent.stream_requests] == [0, 15]
         assert sent.refused_requests == 1
         assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
-
-
-async def test_below_the_purge_seqno_everything_begins_again_unless_the_client_knows_it() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(10):
-            cluster.set(f"k{index}", {})
-        for index in range(9):
-            cluster.delete(f"k{index}")
-        cluster.bucket.purge()
-        assert cluster.vbucket(0).purge_seqno == 18
-        uuid = cluster.vbucket(0).vbuuid
-        client = await Client.dcp(cluster)
-        answer = await client.stream(0, start=5, uuid=uuid)
-        assert (answer.status, codec_dcp.decode_rollback_seqno(answer.value)) == (Status.ROLLBACK, 0)
-        assert (await client.stream(0, start=5, uuid=uuid, value=b'{"purge_seqno":"18"}')).status == 0
-
-
-async def test_a_privilege_that_is_lost_ends_the_stream_with_its_next_change() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        user = cluster.add_user("u", "pw")
-        client = await Client.dcp(cluster, user="u", password="pw")
-        await client.stream(0)
-        user.privileges -= {"DcpStream"}
-        cluster.set("k", {})
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.LOST_PRIVILEGES]
-        assert not client.of(*DATA)
-        assert (await client.stream(0)).status == Status.EACCESS
 
 
 async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word() -> None:

@@ -85,19 +85,6 @@ async def test_counters_and_extensions() -> None:
         assert (await client.ask(fr.request(Opcode.APPEND, key=b"\0gone", value=b"x"))).status == Status.NOT_STORED
 
 
-async def test_metadata_of_a_document_and_of_a_tombstone() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        await client.ask(store(b"\0k", b"{}", flags=5))
-        meta = kv_client.decode_meta((await client.ask(kv_client.get_meta(0, b"\0k"))).extras)
-        assert (meta.deleted, meta.flags, meta.rev_seqno, meta.datatype) == (False, 5, 1, 1)
-        cluster.delete("k")
-        answer = await client.ask(kv_client.get_meta(0, b"\0k"))
-        meta = kv_client.decode_meta(answer.extras)
-        assert (answer.status, meta.deleted, meta.rev_seqno) == (0, True, 2)
-        assert (await client.ask(kv_client.get_meta(0, b"\0nope"))).status == Status.KEY_ENOENT
-
-
 async def test_another_node_refuses_with_the_map() -> None:
     async with SandboxCluster(nodes=2, vbuckets=2, replicas=1) as cluster:
         cluster.set("k", {}, vbid=1)
@@ -113,9 +100,6 @@ async def test_another_node_refuses_with_the_map() -> None:
 @pytest.mark.parametrize(
     ("frame", "status"),
     [
-        (fr.request(Opcode.GET), Status.EINVAL),
-        (fr.request(Opcode.GET, key=b"\x09k"), Status.UNKNOWN_COLLECTION),
-        (fr.request(Opcode.GET, key=b"\0" + b"k" * 300), Status.EINVAL),
         (fr.request(Opcode.SET, key=b"\0k", value=b"1"), Status.EINVAL),
         (fr.request(Opcode.SET, key=b"\0k", value=b"1", extras=bytes(8), datatype=4), Status.EINVAL),
         (fr.request(0x7E), Status.UNKNOWN_COMMAND),

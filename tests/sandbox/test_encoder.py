@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mirror.document import values
 from mirror.sandbox.data import item as it
 from mirror.sandbox.data.item import CommitItem, EventItem, Item
 from mirror.sandbox.data.manifest import ManifestStep
@@ -33,23 +32,6 @@ def test_what_needs_no_change_is_the_very_same_bytes() -> None:
     assert encoder.encode(item, from_disk=True) is item.frame
 
 
-def test_without_collections_keys_have_no_prefix() -> None:
-    sent = decoded(ItemEncoder(Controls(ABILITIES)).encode(mutation(), from_disk=True))
-    assert isinstance(sent, ev.Mutation)
-    assert sent.key == b"k"
-
-
-def test_compressed_values_are_opened_for_who_cannot() -> None:
-    packed = mutation(*values.deflate(b"a" * 500, 0))
-    sent = decoded(ItemEncoder(Controls(ABILITIES, collections=True)).encode(packed, from_disk=True))
-    assert isinstance(sent, ev.Mutation)
-    assert (sent.value, sent.datatype) == (b"a" * 500, 0)
-    able = ItemEncoder(Controls(ABILITIES, collections=True, snappy=True))
-    assert able.encode(packed, from_disk=True) == packed.frame
-    forced = ItemEncoder(Controls(ABILITIES, collections=True, snappy=True, force_compression=True))
-    assert fr.decode(forced.encode(mutation(b"a" * 500, 0), from_disk=True))[0].datatype == values.SNAPPY
-
-
 @pytest.mark.parametrize(
     ("flags", "expiry_opcode", "from_disk", "expected"),
     [
@@ -66,24 +48,6 @@ def test_an_expiration_has_its_own_opcode_only_with_delete_times(
     item = Item(5, b"\x08k", codec_dcp.encode(ev.Expiration(3, b"\x08k", 5, 1, 9, delete_time=77)))
     features = Controls(ABILITIES, collections=True, open_flags=flags, expiry_opcode=expiry_opcode)
     assert decoded(ItemEncoder(features).encode(item, from_disk=from_disk)) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [(0x05, {b"_sync": b"{}"}), (0x105, {b"_sync": b"{}", b"mine": b"1"}), (0x01, {})],
-)
-def test_a_tombstone_keeps_the_xattrs_of_users_for_clients_that_requested_them(
-    flags: int, expected: dict[bytes, bytes]
-) -> None:
-    value, datatype = values.join({b"_sync": b"{}", b"mine": b"1"}, b"", 0)
-    item = Item(5, b"\x08k", codec_dcp.encode(ev.Deletion(3, b"\x08k", 5, 1, 9, datatype, value, 7)))
-    encoder = ItemEncoder(Controls(ABILITIES, collections=True, open_flags=flags))
-    sent = decoded(encoder.encode(item, from_disk=True))
-    assert isinstance(sent, ev.Deletion)
-    assert values.split(sent.value, sent.datatype)[0] == expected
-    alive = Item(5, b"\x08k", it.mutation_frame(3, b"\x08k", 5, 1, 9, value, datatype=datatype))
-    if flags & 4:
-        assert encoder.encode(alive, from_disk=True) is alive.frame
 
 
 def test_commits_are_mutations_unless_requested_from_memory() -> None:

@@ -16,7 +16,7 @@ from mirror.sandbox.dcp.stream import ProducerStream, StreamOptions
 from mirror.server.controls import Controls
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
+from mirror.wire.constants import MarkerVersion, Opcode, StreamEndReason
 from mirror.wire.frame import Frame
 from mirror.wire.scan import Run, scan
 from mirror.wire.system_events import decode_system_event
@@ -176,29 +176,6 @@ async def test_new_checkpoints_are_marked_by_their_flag() -> None:
         assert [flags for _, _, flags in client.markers()] == [5, 1, 1, 5]
 
 
-async def test_only_disk_and_only_up_to_now() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(10):
-            cluster.set(f"k{index}", {})
-        client = await Client.dcp(cluster)
-        await client.stream(0, flags=0x02)
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert client.markers() == [(0, 10, 6)]
-
-
-async def test_plain_clients_see_durable_writes_as_mutations_and_learn_of_prepares_by_their_seqno() -> None:
-    async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        cluster.bucket.set("k", {}, durable=True)
-        await client.until_seqno(0, 2)
-        cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
-        cluster.set("l", {})
-        await client.until_seqno(0, 5)
-        assert data(client) == [2, 5]
-        assert not client.of(ev.Prepare, ev.Commit, ev.Abort)
-
-
 async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
@@ -240,30 +217,6 @@ async def test_a_marker_of_version_2_2_carries_the_purge_seqno() -> None:
         assert (disk.version, disk.purge_seqno) == (MarkerVersion.V2_2, 4)
         assert memory.version == MarkerVersion.V1
         assert data(client) == [3, 5, 6]
-
-
-async def test_markers_ask_for_an_answer_when_a_test_requests_it() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.nodes[0].ack_markers = True
-        client = await Client.dcp(cluster)
-        cluster.set("k", {})
-        await client.stream(0)
-        await client.until_seqno(0, 1)
-        assert client.of(ev.SnapshotMarker)[0].flags & SnapshotFlag.ACK
-
-
-async def test_a_filter_that_can_show_nothing_more_ends_the_stream() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        cluster.set("k", {}, collection="s.c")
-        client = await Client.dcp(cluster)
-        await client.stream(0, value=b'{"collections":["8"]}')
-        await client.until_seqno(0, 3)
-        cluster.bucket.drop_collection("s.c")
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.FILTER_EMPTY
-        assert client.of(ev.SystemEvent)[-1].event == 1
 
 
 async def test_a_scope_filter_follows_new_collections() -> None:
@@ -617,15 +570,6 @@ async def test_live_snapshots_of_change_streams_are_not_deduplicated_but_for_col
         await client.until_seqno(0, 9)
         assert client.markers() == [(3, 9, 5 | 0x30)]
         assert data(client) == [4, 6, 8, 9]
-
-
-async def test_change_streams_need_a_storage_that_keeps_history() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster)
-        assert await client.control("change_streams", "true") == Status.NOT_SUPPORTED
-    async with SandboxCluster(vbuckets=1, keeps_history=True) as cluster:
-        client = await Client.dcp(cluster)
-        assert await client.control("change_streams", "false") == Status.EINVAL
 
 
 async def test_a_backfill_with_history_has_every_version_that_the_filter_shows() -> None:

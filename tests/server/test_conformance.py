@@ -122,10 +122,12 @@ CONTROLS = [
     ("set_noop_interval", "0", Status.EINVAL),
     ("set_noop_interval", "10801", Status.EINVAL),
     ("set_noop_interval", "soon", Status.EINVAL),
+    ("set_noop_interval", "nan", Status.EINVAL),
     ("connection_buffer_size", "0", OK),
     ("connection_buffer_size", "4294967295", OK),
     ("connection_buffer_size", "4294967296", Status.EINVAL),
     ("connection_buffer_size", "-1", Status.EINVAL),
+    ("connection_buffer_size", "9" * 5000, Status.EINVAL),
     ("set_priority", "high", OK),
     ("set_priority", "medium", OK),
     ("set_priority", "low", OK),
@@ -156,6 +158,7 @@ CONTROLS = [
     ("enable_ext_metadata", "true", Status.EINVAL),
     ("enable_value_compression", "true", Status.EINVAL),
     ("enable_stream_id", "false", Status.EINVAL),
+    ("max_marker_version", "3.0", Status.EINVAL),
     ("no_such_control", "true", Status.EINVAL),
 ]
 
@@ -173,6 +176,7 @@ DIFFERENCES = [
     ("consumer_name", "me", OK, Status.NOT_SUPPORTED),  # a mirror does not wait for acknowledgements
     ("max_marker_version", "2.2", Status.EINVAL, OK),  # what 7.2 does not know yet and costs nothing
     ("set_noop_interval", "0.5", Status.EINVAL, OK),
+    ("cache_transfer", "true", Status.EINVAL, Status.NOT_SUPPORTED),
 ]
 """Name, value, and what the embedded source and the mirror answer, which knows more than 7.2 and can do less."""
 
@@ -186,8 +190,10 @@ async def test_controls_that_differ(server: Server) -> None:
 
 async def test_controls_that_need_features(server: Server) -> None:
     plain = await server.client(features=(Feature.XATTR, Feature.SELECT_BUCKET), noop=False)
-    for name in (b"force_value_compression", b"enable_stream_id"):
-        assert await plain.control(name, b"true") == Status.EINVAL
+    for name, value in (
+        (b"force_value_compression", b"true"), (b"enable_stream_id", b"true"), (b"max_marker_version", b"2.2"),
+    ):  # fmt: skip
+        assert await plain.control(name, value) == Status.EINVAL
     xattrs = await server.client(flags=TIMES | 0x100, noop=False)
     assert await xattrs.control(b"include_deleted_user_xattrs", b"true") == OK
 
@@ -236,6 +242,7 @@ async def test_stream_requests_are_judged_by_the_rule(server: Server) -> None:
     strict, refused = int(StreamRequestFlag.STRICT_VBUUID), (Status.EINVAL, None)
     # a mirror may be behind the source that the client followed: the client waits until it has caught up
     ahead = (Status.ROLLBACK, high) if server.mirror is None else (Status.NOT_MY_VBUCKET, None)
+    takeover = OK if server.mirror is None else Status.NOT_SUPPORTED
     cases: list[tuple[dict[str, Any], Answer]] = [
         ({}, (OK, None)),
         ({"vbuuid": 1}, (OK, None)),
@@ -251,6 +258,7 @@ async def test_stream_requests_are_judged_by_the_rule(server: Server) -> None:
         ({"start": high, "vbuuid": 1}, (Status.ROLLBACK, 0)),
         ({"start": high + 4, "vbuuid": uuid}, ahead),
         ({"start": high, "vbuuid": uuid, "snap": (high, high)}, (OK, None)),
+        ({"flags": 0x01}, (takeover, None)),
         *(({"flags": flag}, (OK, None)) for flag in (0x02, 0x04, 0x10, 0x80, 0x10 | 0x20)),
         *(({"flags": flag}, refused) for flag in (0x08, 0x40, 0x100, 0x80000000)),
     ]

@@ -15,7 +15,6 @@ from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
 from mirror.serve.access.logins import Logins
-from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.kv import connection as kv_connection
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.large import LargeAnswers
@@ -103,12 +102,3 @@ def test_login_comes_first_then_the_bucket_then_the_privilege() -> None:
 def test_clients_without_a_bucket_read_from_a_mirror(mirror_session: KvSession) -> None:
     get = fr.request(Opcode.GET, key=b"k")
     assert status(dispatch.answer(mirror_session, kv_connection.OPERATIONS, get)) != Status.NO_BUCKET
-
-
-def test_every_server_knows_the_shared_operations() -> None:
-    shared = set(kv_connection.OPERATIONS) & set(node.OPERATIONS)
-    assert {int(Opcode.GET), int(Opcode.STAT), int(Opcode.SUBDOC_MULTI_LOOKUP), int(Opcode.OBSERVE_SEQNO)} <= shared
-    assert int(Opcode.DCP_STREAM_REQ) in set(dcp_connection.OPERATIONS) & set(node.OPERATIONS)
-    for opcode in shared - {int(Opcode.LIST_BUCKETS)}:
-        ours, theirs = kv_connection.OPERATIONS[opcode], node.OPERATIONS[opcode]
-        assert ours.before_login == theirs.before_login, f"0x{opcode:02x}"

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.server.privileges import ALL_PRIVILEGES
+from mirror.sandbox.node.node import OPERATIONS
+from mirror.server.privileges import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -18,7 +19,6 @@ from tests.recordings import frames
 from tests.sandbox.client import FEATURES, Client
 from tests.sandbox.recorded import answers
 
-SASL = (Opcode.SASL_AUTH, Opcode.SASL_STEP)
 VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}
 
 
@@ -94,23 +94,6 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> Non
         assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
 
 
-async def test_a_wrong_password_and_a_wrong_bucket_are_refused() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.connect(cluster)
-        assert (await client.ask(codec_kv.select_bucket(b"demo"))).status == Status.EACCESS
-        await client.ask(codec_kv.hello(b"t", FEATURES))
-        answer = await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0wrong"))
-        assert answer.status == Status.AUTH_ERROR
-        assert "ref" in json.loads(answer.value)["error"]
-        answer = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", b"n,,n=nobody,r=abc"))
-        assert answer.status == Status.AUTH_CONTINUE
-        step = b"c=biws,r=" + answer.value.split(b",")[0][2:] + b",p=" + b"AA=="
-        assert (await client.ask(kv_client.sasl_step(b"SCRAM-SHA512", step))).status == Status.AUTH_ERROR
-        assert (await client.ask(codec_kv.sasl_auth(b"PLAIN", b"\0demo\0demo"))).status == Status.SUCCESS
-        assert (await client.ask(codec_kv.select_bucket(b"other"))).status == Status.EACCESS
-        assert (await client.ask(codec_dcp.to_frame(ev.DcpOpen(b"x", 1)))).status == Status.NO_BUCKET
-
-
 async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
     async with SandboxCluster(vbuckets=1) as cluster:
         client = await Client.connect(cluster)
@@ -126,16 +109,6 @@ async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
         assert (await client.ask(codec_kv.get_cluster_config(known))).value == b""
         cluster.failover(1)
         assert json.loads((await client.ask(codec_kv.get_cluster_config(known))).value)["rev"] > known[1]
-
-
-async def test_clients_that_requested_it_get_a_new_map() -> None:
-    async with SandboxCluster(vbuckets=4) as cluster:
-        client = await Client.login(cluster, features=(*FEATURES, 0x0C, 0x0D))
-        cluster.failover(1)
-        await client.until(lambda: client.pushed)
-        _, rev, name, config = codec_kv.decode_clustermap_notification(client.pushed[0])
-        assert (rev, name) == (cluster.bucket.map.rev, b"demo")
-        assert json.loads(config)["rev"] == rev
 
 
 async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
@@ -243,12 +216,6 @@ async def test_each_operation_needs_its_privilege(privilege: str, request_: Fram
         assert (await client.ask(kv_client.get_collections_manifest())).status == 0
 
 
-async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_one() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {})
-        cluster.bucket.create_collection("_default", "more")
-        client = await Client.login(cluster, features=(0x0B,))
-        sent = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
-        assert codec_dcp.decode_all_vb_seqnos((await client.ask(sent)).value) == [(0, 1)]
-        newer = await Client.login(cluster)
-        assert codec_dcp.decode_all_vb_seqnos((await newer.ask(sent)).value) == [(0, 2)]
+def test_every_privilege_is_needed_somewhere() -> None:
+    needed = {operation.privilege for operation in OPERATIONS.values()} - {""}
+    assert needed | {DCP_STREAM, SYSTEM_COLLECTIONS} == ALL_PRIVILEGES  # those two are checked stream by stream

@@ -70,14 +70,6 @@ def test_a_bare_refusal_is_its_status_and_value() -> None:
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.map_text(with_bucket=True)
 
 
-def test_a_map_is_not_sent_twice_to_a_client_that_negotiated_it() -> None:
-    session = made(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)
-    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value
-    assert not session.refused(Refused(Status.NOT_MY_VBUCKET)).value
-    session.bucket.map.rev += 1
-    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value
-
-
 def test_failover_logs_are_counted_and_listed() -> None:
     assert failover_statistics(3, FailoverLog.of([(9, 5), (7, 0)])) == {
         "vb_3:num_entries": "2",

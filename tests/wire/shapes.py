@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mirror.wire import events as ev
 from mirror.wire.constants import MarkerVersion, Opcode
-from mirror.wire.frame import Frame
+from mirror.wire.frame import Frame, decode, frame_size
+from mirror.wire.scan import KEY_BYTES_MAX, Run, is_data, key_problem
 
 u8 = st.integers(0, 2**8 - 1)
 u16 = st.integers(0, 2**16 - 1)
@@ -31,27 +32,21 @@ deletions = st.builds(
 expirations = st.builds(ev.Expiration, u16, keys, u64, u64, u64, u8, blobs, u32, **stream)
 data_events = mutations | deletions | expirations
 
+_marker = (u16, u64, u64, u32)
+
+
+def _versioned(
+    version: MarkerVersion, *more: st.SearchStrategy[int], **named: st.SearchStrategy[int]
+) -> st.SearchStrategy[ev.SnapshotMarker]:
+    return st.builds(ev.SnapshotMarker, *_marker, u64, u64, *more, version=st.just(int(version)), **named, **stream)
+
+
 markers = st.one_of(
-    st.builds(ev.SnapshotMarker, u16, u64, u64, u32, **stream),
-    st.builds(ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, version=st.just(int(MarkerVersion.V2_0)), **stream),
-    st.builds(
-        ev.SnapshotMarker,
-        u16,
-        u64,
-        u64,
-        u32,
-        u64,
-        u64,
-        version=st.just(int(MarkerVersion.V2_1)),
-        timestamp=u64,
-        **stream,
-    ),
-    st.builds(
-        ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, u64, u64, version=st.just(int(MarkerVersion.V2_2)), **stream
-    ),
-    st.builds(
-        ev.SnapshotMarker, u16, u64, u64, u32, u64, u64, u64, version=st.just(int(MarkerVersion.V2_2_SHORT)), **stream
-    ),
+    st.builds(ev.SnapshotMarker, *_marker, **stream),
+    _versioned(MarkerVersion.V2_0),
+    _versioned(MarkerVersion.V2_1, timestamp=u64),
+    _versioned(MarkerVersion.V2_2, u64, u64),
+    _versioned(MarkerVersion.V2_2_SHORT, u64),
 )
 
 other_events = st.one_of(
@@ -97,3 +92,30 @@ def in_order(found: list[object]) -> list[tuple[object, dict[int, list[object]]]
         else:
             parts[-1][1].setdefault(opaque, []).append(each)
     return parts
+
+
+def flat(items: list[Run | Frame]) -> list[object]:
+    out: list[object] = []
+    for item in items:
+        if isinstance(item, Frame):
+            out.append(item)
+        else:
+            assert item.rows
+            assert item.byte_count == sum(len(value) for _, value in item.rows)
+            out += [(item.opaque, item.vbid, row) for row in item.rows]
+    return out
+
+
+def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
+    """What scan should say, said by the frame codec."""
+    out: list[object] = []
+    pos = 0
+    while (size := frame_size(data, pos)) and pos + size <= len(data):
+        frame, end = decode(data, pos)
+        storable = len(frame.key) <= KEY_BYTES_MAX + 1 and key_problem(frame.key) is None
+        if is_data(frame) and storable and not frame.framing and frame.opaque in routes and frame.magic == 0x80:
+            out.append((frame.opaque, frame.vbucket, (routes[frame.opaque] + frame.extras[:8], data[pos:end])))
+        else:
+            out.append(frame)
+        pos = end
+    return out

@@ -11,16 +11,16 @@ import pytest
 
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire.buffer import FrameBuffer
-from mirror.wire.constants import Datatype, Opcode, ServerOpcode, Status
+from mirror.wire.constants import Datatype, Opcode, Status
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Deletion, Expiration, Mutation, Response, SystemEvent
 from mirror.wire.frame import Frame, decode, encode
-from mirror.wire.scan import Run, is_data, key_problem, normalise, scan
+from mirror.wire.scan import is_data, normalise, scan
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from tests.oracle import kv_client
 from tests.recordings import Recording
 from tests.wire.goldens import is_dcp
-from tests.wire.shapes import in_order
+from tests.wire.shapes import by_codec, flat, in_order
 
 ROUTE = b"brch"
 
@@ -123,24 +123,7 @@ def test_scan_agrees_with_the_codec_however_the_bytes_are_cut(sides: Sides) -> N
                 rest = rest[pos:]
                 got += items
             assert rest == b"", name
-            assert in_order(flat(got)) == in_order([expected(frame) for frame in frames]), name
-
-
-def expected(frame: Frame) -> object:
-    if is_data(frame) and not frame.framing and key_problem(frame.key) is None:
-        return frame.opaque, frame.vbucket, ROUTE + frame.extras[:8], encode(frame)
-    return frame
-
-
-def flat(items: list[Run | Frame]) -> list[object]:
-    out: list[object] = []
-    for item in items:
-        if isinstance(item, Frame):
-            out.append(item)
-            continue
-        assert item.byte_count == sum(len(value) for _, value in item.rows)
-        out += [(item.opaque, item.vbid, key, value) for key, value in item.rows]
-    return out
+            assert in_order(flat(got)) == in_order(by_codec(data, routes)), name
 
 
 def test_a_normalised_document_is_the_document_without_its_stream_id(sides: Sides) -> None:
@@ -167,14 +150,8 @@ def test_every_system_event_is_read_and_written_in_all_forms(sides: Sides) -> No
             assert isinstance(event, SystemEvent)
             content = decode_system_event(event)
             versions.add(event.version)
-            again = encode_system_event(
-                content,
-                vbid=event.vbid,
-                seqno=event.seqno,
-                version=event.version,
-                opaque=event.opaque,
-                stream_id=event.stream_id,
-            )
+            fields = {name: getattr(event, name) for name in ("vbid", "seqno", "version", "opaque", "stream_id")}
+            again = encode_system_event(content, **fields)
             assert decode_system_event(again) == content, name
             assert again.key == event.key, name
             if event.version != 2:
@@ -275,7 +252,3 @@ def test_no_recording_survives_corruption_with_anything_but_a_typed_error(sides:
                         codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.check_request(frame)
             with contextlib.suppress(RemoteProtocolError):
                 scan(bytes(broken), 0, routes)
-
-
-def test_server_opcodes_have_their_own_numbers() -> None:
-    assert int(ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION) == int(Opcode.SET), "distinguished by the magic alone"

@@ -10,9 +10,10 @@ from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
-from mirror.wire.frame import HEADER, Frame, decode, encode, frame_size, request
-from mirror.wire.scan import KEY_BYTES_MAX, Row, Run, is_data, key_problem, normalise, row_of, scan
+from mirror.wire.frame import HEADER, Frame, decode, encode, request
+from mirror.wire.scan import Row, Run, is_data, key_problem, normalise, row_of, scan
 from tests.wire import shapes
+from tests.wire.shapes import by_codec, flat
 
 MAX = BODY_LENGTH_MAX
 PREFIXES = {1: b"pre1", 2: b"pre2"}
@@ -24,33 +25,6 @@ documents = st.one_of(
     st.builds(ev.Expiration, vbids, shapes.keys, shapes.u64, shapes.u64, shapes.u64, opaque=opaques),
 )
 messages = st.lists(documents | documents | shapes.requests | shapes.plain_responses, max_size=12)
-
-
-def flat(items: list[Run | Frame]) -> list[object]:
-    out: list[object] = []
-    for item in items:
-        if isinstance(item, Frame):
-            out.append(item)
-        else:
-            assert item.rows
-            assert item.byte_count == sum(len(value) for _, value in item.rows)
-            out += [(item.opaque, item.vbid, row) for row in item.rows]
-    return out
-
-
-def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
-    """What scan should say, said by the frame codec."""
-    out: list[object] = []
-    pos = 0
-    while (size := frame_size(data, pos)) and pos + size <= len(data):
-        frame, end = decode(data, pos)
-        storable = len(frame.key) <= KEY_BYTES_MAX + 1 and key_problem(frame.key) is None
-        if is_data(frame) and storable and not frame.framing and frame.opaque in routes and frame.magic == 0x80:
-            out.append((frame.opaque, frame.vbucket, (routes[frame.opaque] + frame.extras[:8], data[pos:end])))
-        else:
-            out.append(frame)
-        pos = end
-    return out
 
 
 @given(messages, st.binary(max_size=7).map(lambda b: b"\x80" * len(b)))
