@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,25 +18,17 @@ from typing import Self
 import psutil
 import pyspark
 
-from mirror.spark import java
 from tests.cli.conftest import environment
 from tests.crash.service import until
+from tests.spark.sessions import java_environment
 
 HOME = Path(pyspark.__file__).parent
 LIMIT_S = 180.0
 MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
-QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+IgnoreUnrecognizedVMOptions"
-"""Java that starts fast and is never hurried."""
 
 
 def spark_environment(**more: str) -> dict[str, str]:
-    return environment(
-        JAVA_HOME=java.home(),
-        JDK_JAVA_OPTIONS=QUICK,
-        PYSPARK_PYTHON=sys.executable,
-        SPARK_LOCAL_IP="127.0.0.1",
-        **more,
-    )
+    return environment(SPARK_LOCAL_IP="127.0.0.1", **java_environment(), **more)
 
 
 class Standalone:

@@ -16,21 +16,20 @@ from pyspark.sql import SparkSession
 
 import mirror.spark
 from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, free_port, site
-from tests.spark.sessions import FAST, ObjectStore
+from tests.spark.sessions import ObjectStore, java_environment
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200), pytest.mark.xdist_group("pages")]
 
 INSTALLED = {"/opt/dcp-mirror/bin/": "", "/var/lib/dcp-mirror/orders": "/tmp/orders", "/data/lake": "/tmp/orders-unit"}
 """Places of an installed service, and those of the quick start."""
-JAVA = {"JDK_JAVA_OPTIONS": FAST["spark.driver.extraJavaOptions"]}
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(tmp_path, JAVA)
+    made = Shell(tmp_path, java_environment())
     yield made
     made.end()
 
@@ -53,7 +52,7 @@ def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: P
     """Statements in SQL by the tests' session; commands of a unit and of Airflow by the shell, each of them."""
     found = [block for block in blocks_of(SPARK_PAGE) if block.mark != "not run: needs the package from an index"]
     assert {block.language for block in found if not block.is_run} == {"sql", "ini"}
-    with site(tmp_path, JAVA | s3.env) as quick_start:
+    with site(tmp_path, java_environment() | s3.env) as quick_start:
 
         def run(command: str) -> None:
             for there, here in INSTALLED.items():

@@ -12,6 +12,7 @@ from pyspark.sql import SparkSession
 
 from mirror.spark.session import lasting, session
 from tests.spark.mirrors import SmallMirror, orders
+from tests.spark.sessions import java_environment
 
 LINES = """
 from pyspark_mirror import session
@@ -77,10 +78,9 @@ def test_spark_submit_keeps_its_own_settings(tmp_path: Path) -> None:
     submit = Path(sys.executable).with_name("spark-submit")
     said = subprocess.run(
         [submit, "--master", "local[1]", "--conf", "spark.python.unix.domain.socket.enabled=false",
-         "--conf", "spark.ui.enabled=false", "--driver-java-options", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-         str(script)],
+         "--conf", "spark.ui.enabled=false", str(script)],
         cwd=tmp_path,
-        env=os.environ | {"PYSPARK_PYTHON": sys.executable},
+        env=os.environ | java_environment(),
         capture_output=True,
         text=True,
         check=False,

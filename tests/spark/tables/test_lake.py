@@ -113,7 +113,7 @@ ANY_TIME = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @given(*SEEDS)
-@settings(ANY_TIME, max_examples=4)
+@settings(ANY_TIME, max_examples=6)
 def test_whatever_breaks_off_each_event_is_reported_once_and_the_documents_are_the_sources(
     tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool
 ) -> None:
@@ -121,9 +121,9 @@ def test_whatever_breaks_off_each_event_is_reported_once_and_the_documents_are_t
     follow(tmp_path_factory.mktemp("lake"), seed, per_collection)
 
 
-@pytest.mark.ci
+@pytest.mark.long
 @given(*SEEDS)
-@settings(ANY_TIME, max_examples=30)
+@settings(ANY_TIME, max_examples=300)
 def test_the_same_for_more_histories(tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool) -> None:
     follow(tmp_path_factory.mktemp("lake"), seed, per_collection)
 
