@@ -24,6 +24,8 @@ INTRODUCTION = f"""\
 
 # Settings
 
+For operators: each setting with its bounds, its default, and when a change takes effect.
+
 A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for all), the environment
 variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
 Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the command with exit code 2.
@@ -31,12 +33,12 @@ Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the c
 The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
 `secrets_dir`, in this order.
 
-Each setting ends with when a change takes effect:
+A change takes effect at:
 
-- **reload**: at SIGHUP (`systemctl reload`). Restarted workers commit first, clients of restarted servers reconnect. A
-  new address that cannot be had leaves all settings as they were;
-- **restart**: at the next start of the service;
-- **new data directory**: never; another value is refused at start.
+- **reload**: SIGHUP (`systemctl reload`). Restarted workers commit first; clients of restarted servers reconnect. If a
+  new address cannot be opened, all settings stay as they were;
+- **restart**: the next start of the service;
+- **new data directory**: never for an existing one; the start refuses another value.
 """
 
 LINE_LENGTH = 120

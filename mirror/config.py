@@ -35,10 +35,10 @@ class Effect(StrEnum):
     DIRECTORY = "new data directory"
     RESTART = "restart"
     LIVE = "reload"
-    WORKERS = "reload, which restarts workers"
-    SERVERS = "reload, which restarts servers"
-    OWN_SERVERS = "reload, which restarts its servers"
-    ALL = "reload, which restarts workers and servers"
+    WORKERS = "reload, restarts workers"
+    SERVERS = "reload, restarts servers"
+    OWN_SERVERS = "reload, restarts its servers"
+    ALL = "reload, restarts workers and servers"
 
 
 def takes(effect: Effect, default: T) -> T:
@@ -54,68 +54,67 @@ class Settings:
     """
 
     source: str | None = takes(Effect.RESTART, None)
-    """Connection string of the bucket: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
-    `couchbases://` for TLS. It must not contain a password."""
+    """Connection string of the bucket, without a password:
+    `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or `couchbases://` for TLS."""
     data: Path | None = takes(Effect.RESTART, None)
     """The data directory. `run` creates it with mode 0700."""
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
         default_factory=lambda: min(4, os.cpu_count() or 1), metadata={"effect": Effect.LIVE}
     )
-    """Worker processes, one Python thread each. More than cores only adds context switches."""
+    """Worker processes, one Python thread each. More workers than cores are no faster."""
     groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
-    """LMDB environments that the vbuckets are divided into. Eight lets up to eight workers share the work and keeps
-    group commits large."""
+    """LMDB environments that share the vbuckets. Each worker needs at least one; fewer groups have larger commits."""
     vbuckets: str | None = takes(Effect.DIRECTORY, None)
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
     collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
-    """Mirror only these collections (`scope.collection`, separated by commas); a missing one is waited for. Unset, and
-    no `scope`: the directory's selection, else the whole bucket."""
+    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. Unset, and no
+    `scope`: the directory's selection, else the whole bucket."""
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What each commit forces to disk. `safe`: the data at each commit, the meta page with the next one or after 0.2 s;
-    a power cut may undo a group's last commit, which is fetched again. `full`: both at each commit. `unsafe`: nothing;
-    a power cut can damage the file."""
+    """Forced to disk by each commit. `safe`: the data; the meta page follows with the next commit or after 0.2 s, so a
+    power cut may undo a group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can
+    damage the file."""
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
-    """The longest that a complete snapshot waits to be committed with others. It is committed at once while commits
-    take less than half of the worker's time."""
+    """Longest wait of a complete snapshot for a commit with others. The worker commits at once while commits take less
+    than half of its time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
-    """Received rows that a worker keeps in memory; bounds its memory and the size of an LMDB transaction."""
+    """Received rows in a worker's memory. Limits its memory and the size of an LMDB transaction."""
     map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
-    """Address space reserved for each group at open; the store grows it when it is full. Unset: the store's default."""
+    """Address space of each group at open; it grows when it is full. Unset: the store's default."""
 
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
     """DCP flow-control window of each connection to a node. One message of up to 20 MiB may exceed it."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """How often the source sends a noop. A connection that is silent for twice as long is replaced. Old servers allow
-    20 and more."""
+    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow 20 and
+    more."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """Limit for connecting to one node, TLS and login included."""
+    """Limit for the connection to one node, TLS and login included."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """Limit for the answer to one request. Opening a stream on a busy node takes seconds."""
+    """Limit for the answer to one request. A busy node takes seconds to open a stream."""
     retry_delay_min_ms: Annotated[int, Field(ge=1, le=60_000)] = 100
-    """Pause before the first attempt to connect again; doubles with each failure. At most `retry_delay_max_ms`."""
+    """Pause before the first new attempt to connect; doubles with each failure, up to `retry_delay_max_ms`."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
-    """Fail if no node of the source is reached for this long after the start. 0: keep trying (with `run
-    --until-caught-up`: 60 s)."""
+    """Fail if no node of the source answers for this long after the start. 0: never (with `run --until-caught-up`: 60
+    s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """How often every node and every host of the source is queried for the cluster map. A node that was failed over
-    without its knowledge is left within about this time."""
+    """Interval at which every node and every host of the source is asked for the cluster map. The mirror leaves a node
+    that does not know of its failover after about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """How often the source's high seqnos are queried; the lag is as fresh as this."""
+    """Interval at which the source is asked for its high seqnos; the greatest age of the lag."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """A vbucket that is behind the source, or inside a snapshot, and receives nothing for this long is `stalled`; its
-    stream is reopened."""
+    """A vbucket that is behind the source, or inside a snapshot, is `stalled` after this time without data. Its stream
+    is reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
-    """How often a group whose disk is full checks whether there is space again."""
+    """Interval at which a group looks for space on a full disk."""
 
     change_streams: bool = False
-    """Request superseded versions from buckets that keep them (Magma, 7.2 or newer), so that `changes` shows them."""
+    """Request superseded versions from buckets that keep them (Magma, 7.2 or newer), for `changes`."""
     compression: Literal["as_stored", "forced"] = "as_stored"
-    """`forced` makes the source compress every value: less network traffic and disk space, more CPU time."""
+    """`forced`: the source compresses every value. Less network traffic and disk space, more processor time."""
 
     tls_ca_file: Path | None = None
     """CA certificates (PEM) for `couchbases://`, read again at each connection. Unset: the system's."""
@@ -126,18 +125,18 @@ class Settings:
     tls_minimum_version: Literal["1.2", "1.3"] = "1.2"
     """Oldest TLS version to accept. Servers before 7.2 speak 1.2."""
     plain_allowed: bool = False
-    """Allow SASL PLAIN without TLS, which sends the password in clear text, if the server offers nothing else."""
+    """Allow SASL PLAIN without TLS, with the password in clear text, if the server offers nothing else."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Which advertised addresses to use. `auto`: those of the network that the first host of `source` belongs to.
-    `?network=external` in the connection string takes precedence."""
+    """Advertised addresses to use. `auto`: those of the network of the first host of `source`. `?network=external` in
+    the connection string takes precedence."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
-    (`10.1.0.0/16`). The sender of a map decides which hosts get the user's name and a proof of its password. Unset: any
-    host; the log names each new one."""
+    (`10.1.0.0/16`). These hosts get the user's name and a proof of its password. Unset: any host; the log names each
+    new one."""
     dns_server: str | None = None
     """Address (and port) of the name server for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
-    """File that contains the password and nothing else. Read again at each login."""
+    """File with the password and nothing else, read at each login."""
     secrets_dir: Path | None = None
     """Directory with a file `password`. Unset: systemd's `CREDENTIALS_DIRECTORY`."""
 
@@ -153,84 +152,84 @@ class Settings:
     """Processes that share the KV addresses, a core each. One answers some ten thousand requests a second."""
     kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` if a mirror holds only some `vbuckets`. A list that contradicts the bucket or this mirror is
-    refused; the state is `degraded` while a named mirror does not answer for its vbuckets. Unset: this mirror alone."""
+    `host:port=0-511` if a mirror holds only some `vbuckets`. A contradictory list is refused. The state is `degraded`
+    while a named mirror does not answer for its vbuckets. Unset: this mirror alone."""
     users_file: Path | None = takes(Effect.SERVERS, None)
-    """Users that may read, as `dcp-mirror user` writes them; read again when it changes. Unset: local clients and the
+    """Users that may read, written by `dcp-mirror user`; read again when it changes. Unset: local clients and the
     source's user may read everything."""
     listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
     """Certificate chain (PEM) of the listeners with `tls://`. New connections use a replaced file at once."""
     listen_tls_key_file: Path | None = takes(Effect.SERVERS, None)
     """Private key (PEM), if `listen_tls_cert_file` does not contain it."""
     listen_tls_client_ca_file: Path | None = takes(Effect.SERVERS, None)
-    """Authorities (PEM) of client certificates. A client with one is the user of its common name; others log in. Unset:
-    clients need none."""
+    """Authorities (PEM) of client certificates. The common name of a certificate is the user; other clients log in.
+    Unset: no client certificates."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
-    """Connections of one listening process; further ones are closed at once."""
+    """Connections of one listening process; it closes further ones at once."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
-    """Connections to one listening process from another machine (an IPv4 address, an IPv6 network of 64 bits) or
-    another user of a Unix socket. All clients on loopback are one peer. Raise it for clients behind a proxy."""
+    """Connections of one listening process from one other machine (an IPv4 address, an IPv6 network of 64 bits) or one
+    other user of a Unix socket. All clients on loopback are one peer. Raise it for clients behind a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
-    """A client that has not logged in after this time, TLS handshake included, is disconnected. Such clients have a
-    quarter of the connections; above that the oldest is disconnected."""
+    """A client without a login after this time, TLS handshake included, is disconnected. Such clients have a quarter of
+    the connections; above that the oldest is disconnected."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
     """A client that sends nothing for this long is disconnected."""
     reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 30.0)
     """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
-    """Unsent answers of a listening process; above it the client with the most is disconnected. The default is six of
+    """Unsent answers of a listening process. Above it, the client with the most is disconnected. The default is six of
     the largest documents."""
     kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = takes(Effect.SERVERS, 64 * 1024)
-    """Largest body of a KV request: a key, or sixteen paths of a kilobyte. Larger ones (writes) are refused unread."""
+    """Largest body of a KV request: a key, or sixteen paths of a kilobyte. Larger requests (writes) are refused."""
     kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 128)
-    """Requests of one connection that are answered before others get their turn."""
+    """Requests of one connection in a row, before other connections get their turn."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """Processes that share the HTTP addresses."""
     dcp_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
     """Processes that share the DCP addresses. One sends some hundred thousand documents a second."""
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = takes(Effect.SERVERS, 30.0)
-    """A mirror that is further behind its source is not ready (`/readyz`)."""
+    """Lag above which the mirror is not ready (`/readyz`)."""
     resync_reads: Literal["unavailable", "stale"] = takes(Effect.ALL, "unavailable")
-    """What readers get from a vbucket during a resync. `unavailable`: a temporary error. `stale`: the old copy, with
-    writes that the source has lost; in-process `stale_reads=True` requests it in either case."""
+    """Answer from a vbucket during a resync. `unavailable`: a temporary error. `stale`: the old copy, with writes that
+    the source has lost. In-process `stale_reads=True` reads the old copy in either case."""
     verify_reads: bool = takes(Effect.SERVERS, True)
-    """Compare each row that is read on the KV, HTTP and DCP addresses with its checksum, so that damage is an error and
-    not a wrong document. It costs a point read 5 %, a scan 6 %, a DCP backfill up to 18 %."""
+    """Compare the checksum of each row that is read on the KV, HTTP and DCP addresses. Costs a point read 5 %, a scan 6
+    %, a DCP backfill up to 18 %."""
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
-    """How long superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
+    """Age to which superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
     costs a resync."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
-    """Most boundaries kept of a vbucket. Unset: as many as `history_s` keeps."""
+    """Most kept boundaries of a vbucket. Unset: no limit but `history_s`."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Most bytes of rows above the history floor of a vbucket. Unset: as many as `history_s` keeps."""
+    """Most bytes of rows above the floor of a vbucket. Unset: no limit but `history_s`."""
     lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
-    """A lease ends after this long unless it is renewed."""
+    """Time after which an unrenewed lease ends."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
-    """A lease is not renewed beyond this age."""
+    """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
     """System group whose members may read the data directory in-process (docs/operations.md, Readers of other users).
     The service's user must be a member. Unset: modes stay as they are."""
     reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
-    """A process that reads within one LMDB transaction for longer is named in `warnings` and in the log: the file grows
-    meanwhile. Readers of this package hold one for milliseconds; only its owner can end another one."""
+    """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows.
+    Readers of this package take milliseconds."""
     publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
-    """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the active node and every
-    replica have it on disk, so that no failover takes it back. That adds the delay of the disks, a request per waiting
-    vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a node that does not
-    answer delays its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
+    """Time at which a complete snapshot becomes visible. `received`: at once. `persisted`: when the active node and
+    every replica have it on disk, so that no failover takes it back. That adds the delay of the disks, a request per
+    waiting vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a node that
+    does not answer delays its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
-    """How often the source is queried for what it has persisted, while snapshots wait."""
+    """Interval at which the source is asked for its persisted seqnos, while snapshots wait."""
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
-    """A worker that sends no heartbeat for this long is killed and replaced."""
+    """A worker without a heartbeat for this long is killed and replaced."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.LIVE, 20.0)
-    """How long a process may take to stop cleanly before it is killed."""
+    """Time that a process has for a clean stop before it is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")
-    """Lowest level of the messages on stderr."""
+    """Lowest level of log messages."""
     on_event: str | None = takes(Effect.LIVE, None)
-    """Command that is run for each event (docs/operations.md, Events), with one line of JSON on stdin. No shell is run.
-    At most 2 run at once, each for 10 s, and 100 events wait; a failure is logged once. It gets no password."""
+    """Command to run for each event (docs/operations.md, Events), with one line of JSON on stdin. No shell is run, and
+    it gets no password. At most 2 run at once, each for 10 s, and 100 events wait; a failure is logged once."""
     log_json: bool = takes(Effect.ALL, False)
     """Write log lines as JSON objects."""
 

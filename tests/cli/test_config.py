@@ -57,16 +57,16 @@ def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> 
         "restart",
         "new data directory",
         "reload",
-        "reload, which restarts workers",
-        "reload, which restarts servers",
-        "reload, which restarts its servers",
-        "reload, which restarts workers and servers",
+        "reload, restarts workers",
+        "reload, restarts servers",
+        "reload, restarts its servers",
+        "reload, restarts workers and servers",
     ]
 
 
 def test_a_setting_is_explained_to_people() -> None:
     said = call("config", "explain", "history_s").out
-    assert "How long superseded versions" in said
+    assert "Age to which superseded versions" in said
     assert "integer, seconds, 0 to" in said
     assert "takes effect" in said
 

@@ -188,7 +188,7 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
 def test_what_a_change_needs_is_said() -> None:
     assert [EFFECTS[name] for name in ("source", "kv", "dcp_processes", "users_file")] == [
         "restart",
-        "reload, which restarts its servers",
+        "reload, restarts its servers",
         "reload",
-        "reload, which restarts servers",
+        "reload, restarts servers",
     ]
