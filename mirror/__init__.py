@@ -8,6 +8,7 @@
             print(document.value, document.cas)
         for each in view.scan(prefix="order::47"):
             print(each.key)
+        print(view.sql("SELECT city, count(*) FROM documents GROUP BY city"))
 
 `View` has the reads; `Document` and `Change` are what they return. `Token` is a position in the changes, `Time` a
 moment for `as_of`, `MutationToken` a write of one's own. A mirror is read only.
@@ -35,6 +36,8 @@ whether the same call may succeed later without anybody acting:
 The other packages of this distribution are the program `dcp-mirror`; their names are not stable.
 """
 
+from mirror.view import QueryView as View
+from mirror.view import open_view
 from storage.errors import (
     AnswerTooLarge,
     Closed,
@@ -54,7 +57,7 @@ from storage.errors import (
     WrongBucket,
 )
 from storage.model import Document, Kind
-from storage.read.view import Change, Rollback, Time, Token, View, open_view
+from storage.read.view import Change, Rollback, Time, Token
 from storage.read.wait import MutationToken
 
 __version__ = "0.1.0"

@@ -16,6 +16,8 @@ command line it means. Must never import any other package of the project. A rol
     │   ├── NotSupported             the server lacks something required (exit 4)
     │   ├── OlderMap                 no node has a map as new as one followed before (retried; exit 1)
     │   └── BucketChanged            the source is not the bucket that the data came from (exit 3)
+    ├── QueryFailed                  SQL that cannot be answered (exit 2)
+    │   └── QueryCancelled           somebody ended it (exit 130)
     └── SupervisionError             workers, their pipes, their locks (exit 1)
 
 Invariants: `what` is one sentence without a trailing newline and never holds a secret; `hint` says what to do.
@@ -163,6 +165,16 @@ class BucketChanged(ClusterError):
         """Return the error for two uuids of the same name."""
         what = f"bucket {name} was recreated, or is another one: uuid {mirrored_uuid} is now {found_uuid}"
         return BucketChanged(what)
+
+
+class QueryFailed(MirrorError):
+    """SQL that cannot be answered; `what` is DuckDB's first line."""
+
+    exit_code = ExitCode.USAGE
+
+
+class QueryCancelled(QueryFailed):
+    exit_code = ExitCode.INTERRUPTED
 
 
 class SupervisionError(MirrorError):

@@ -56,6 +56,8 @@ class Reading:
     """The zone of times that name none. None: UTC, or the session's in Spark."""
     epoch: str | None = None
     """The unit of times that are numbers. None: times are text; numbers count seconds."""
+    keep_numbers: bool = False
+    """A number that its integer column cannot hold is an error in every mode."""
 
 
 AS_DECLARED = Reading()
@@ -109,17 +111,17 @@ class Bodies:
     def columns(self, bodies: Any, datatypes: bytes, keys: Any) -> Parsed:
         """Return the schema's columns of these documents. Bodies and keys are binary arrays. Raises
         DocumentDoesNotFit."""
-        problems: dict[int, str] = {}
+        problems: dict[int, Problems] = {}
         objects, enclosed = bodies, datatypes == _ONE_JSON * len(bodies) and _enclosed(bodies)
         if not enclosed:
             stripped = []
             for row, (body, datatype) in enumerate(zip(bodies.to_pylist(), datatypes, strict=True)):
                 text = body.strip(_BLANKS)
                 if datatype & ~JSON:
-                    problems[row] = "the value cannot be decompressed, or its xattrs are longer than it"
+                    problems[row] = Problems(["the value cannot be decompressed, or its xattrs are longer than it"])
                     text = b""
                 elif text and not (datatype & JSON and text[:1] == b"{"):
-                    problems[row] = "the body is not a JSON object"
+                    problems[row] = Problems(["the body is not a JSON object"])
                     text = b""
                 stripped.append(text or b"{}")
             objects = pa.array(stripped, pa.binary())
@@ -130,9 +132,11 @@ class Bodies:
             found = [pa.concat_arrays([piece[at] for piece in pieces]) for at in range(len(self._schema))]
         else:
             found = [pa.array([], each.type) for each in self._schema]
-        misfits = dict(sorted(problems.items()))
-        if misfits and self._reading.mode == "failfast":
-            row, problem = next(iter(misfits.items()))
+        misfits = {row: "; ".join(noted) for row, noted in sorted(problems.items())}
+        all_fail, numbers_fail = self._reading.mode == "failfast", self._reading.keep_numbers
+        failed = [row for row in misfits if all_fail or (numbers_fail and problems[row].lost_number)]
+        if failed:
+            row, problem = failed[0], misfits[failed[0]]
             key = keys[row].as_py().decode(errors="replace")
             raise DocumentDoesNotFit(
                 f"document {key!r} does not fit the schema: {problem}",
@@ -146,7 +150,7 @@ class Bodies:
             found.insert(self._corrupt_at, pa.array(texts, pa.string()))
         return Parsed(found, misfits)
 
-    def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, str]) -> Iterator[list[Any]]:
+    def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, Problems]) -> Iterator[list[Any]]:
         """Yield columns of the bodies from row `first` on, some rows at a time. `enclosed`: all begin and end as
         objects."""
         if self._arrow is not None:
@@ -169,19 +173,19 @@ class Bodies:
             yield self._one_by_one(objects, self._schema, self._read_one, first, problems)
 
     @staticmethod
-    def _one_by_one(objects: Any, schema: Any, read: Reader, first: int, problems: dict[int, str]) -> list[Any]:
+    def _one_by_one(objects: Any, schema: Any, read: Reader, first: int, problems: dict[int, Problems]) -> list[Any]:
         if not len(schema):
             return []
         rows = []
         for row, body in enumerate(objects.to_pylist(), first):
-            noted: Problems = []
+            noted = Problems()
             try:
                 rows.append(read(object_of(body), noted))
             except Misfit as error:
                 noted.append(str(error))
                 rows.append({})
             if noted:
-                problems.setdefault(row, "; ".join(noted))
+                problems.setdefault(row, noted)
         return [pa.array([row.get(each.name) for row in rows], each.type) for each in schema]
 
 

@@ -21,7 +21,14 @@ import pyarrow as pa
 from mirror.errors import ConfigError
 from mirror.typed.times import EPOCH_UNITS, day_of, micros_of, micros_of_number, zone_of
 
-Problems = list[str]
+
+class Problems(list[str]):
+    """The misfits of one document."""
+
+    lost_number = False
+    """True if one is a number that its integer column cannot hold: a sum would lack it."""
+
+
 Reader = Callable[[Any, Problems], Any]
 """Turns a JSON value, never null, into what Arrow takes for a type. Raises Misfit, and notes misfits within."""
 
@@ -182,8 +189,9 @@ def _map_reader(item: Reader) -> Reader:
 def _integer_reader(kind: pa.DataType) -> Reader:
     bound = 1 << (kind.bit_width - 1)
 
-    def read(value: Any, _: Problems) -> int:
+    def read(value: Any, problems: Problems) -> int:
         if type(value) is not int or not -bound <= value < bound:
+            problems.lost_number |= type(value) in (int, Spelled)
             raise Misfit(f"{_shown(value)} is not an integer of {kind.bit_width} bits")
         return value
 

@@ -82,13 +82,15 @@ def documents(
     key_range: KeyRange = EVERY_KEY,
     *,
     rows_max: int = ROWS_MAX,
+    after_seqno: int = 0,
 ) -> Iterator[Chunk]:
     """Yield every document that `pin` sees, expired ones included, in the fastest order.
 
-    Raises ViewInvalidated once the purger has removed something that `pin` sees. A rollback does not end it.
+    Documents at or below `after_seqno` may be left out. Raises ViewInvalidated once the purger has removed something
+    that `pin` sees. A rollback does not end it.
     """
     read = _Read(view, pin, collection_ids, key_range, rows_max)
-    return read.in_order_of_rows() if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
+    return read.in_order_of_rows(after_seqno) if key_range == EVERY_KEY else read.in_order_of_keys(frozenset())
 
 
 class _Read:
@@ -113,16 +115,16 @@ class _Read:
             for each in self._served.links
         }
 
-    def in_order_of_rows(self) -> Iterator[Chunk]:
+    def in_order_of_rows(self, after_seqno: int) -> Iterator[Chunk]:
         """Walk the rows, newest first; go on by keys once these are too many to remember, or most rows are older
         versions.
         """
         seen: set[bytes] = set()
         row_count = 0
         for link in self._served.links:
-            first = keys.ROW.pack(link.branch, link.base_seqno) + _FOREVER
+            first = keys.ROW.pack(link.branch, max(link.base_seqno, after_seqno)) + _FOREVER
             position = keys.ROW.pack(link.branch, link.cut) + _FOREVER
-            while position:
+            while position and position >= first:
                 taken: list[list[bytes]] = [[] for _ in self._collections]
                 byte_counts = [0 for _ in self._collections]
                 with self._transaction() as txn:

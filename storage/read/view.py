@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Self
 
 from storage.env.environment import MAP_SIZE
 from storage.format.keys import PUB_STALE, vbid_of
@@ -95,7 +96,7 @@ class View(PointReads):
         self._known_uids: states.KnownUids = {}
         _views.add(self)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

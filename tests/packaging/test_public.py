@@ -33,7 +33,7 @@ def test_the_help_shows_every_name_and_nothing_without_words() -> None:
     for name in set(mirror.__all__) - {"__version__"}:
         assert name in shown
         assert (getattr(mirror, name).__doc__ or "").strip()
-    public = [each for name, each in vars(mirror.View).items() if callable(each) and not name.startswith("_")]
+    public = [each for name, each in inspect.getmembers(mirror.View, callable) if not name.startswith("_")]
     assert all(each.__doc__ for each in public)
 
 

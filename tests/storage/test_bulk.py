@@ -22,9 +22,11 @@ from tests.storage.test_writer import Clock, publish
 NAMES = keys_of(0, 40)
 
 
-def documents(view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: int = 7) -> list[Document]:
+def documents(
+    view: View, pin: Pin, key_range: KeyRange = EVERY_KEY, rows_max: int = 7, after_seqno: int = 0
+) -> list[Document]:
     found = []
-    for chunk in bulk.documents(view, pin, None, key_range, rows_max=rows_max):
+    for chunk in bulk.documents(view, pin, None, key_range, rows_max=rows_max, after_seqno=after_seqno):
         rows = [records.decode_row(0, Branch(0), frame) for frame in chunk.frames]
         assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
@@ -71,6 +73,9 @@ def test_the_same_documents_as_a_scan_also_across_rollbacks(
     writer.vbuckets[0].rollback(50)
     fill(writer, 3, following, 20)
     assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)
+    for after in range(following + 21):
+        newer = [each for each in documents(view, view.pin(0), after_seqno=after) if each.seqno > after]
+        assert newer == [each for each in scanned(view) if each.seqno > after]
     for key_range in (
         KeyRange(NAMES[5]),
         KeyRange(prefix=NAMES[7]),

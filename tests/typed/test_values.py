@@ -17,7 +17,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from mirror.errors import ConfigError
 from mirror.typed.bodies import Bodies, Reading
 from mirror.typed.ddl import fields_of
-from mirror.typed.values import Misfit, is_variant, object_of, struct_reader, text_of
+from mirror.typed.values import Misfit, Problems, is_variant, object_of, struct_reader, text_of
 
 ZONE = "Europe/Berlin"
 VALUES: dict[str, list[str]] = {
@@ -172,7 +172,7 @@ def variant() -> pa.DataType:
 def test_a_misfit_is_noted_with_its_place_and_the_rest_is_kept() -> None:
     schema = fields_of("n int, who struct<name:string, ages:array<int>>, items array<struct<count:int>>")
     text = '{"n":"' + "x" * 100 + '","who":{"name":"Ada","ages":[1,"2"]},"items":[{"count":1},{"count":1.5}]}'
-    problems: list[str] = []
+    problems = Problems()
     found = struct_reader(schema, "UTC", None)(object_of(text.encode()), problems)
     assert found == {"n": None, "who": {"name": "Ada", "ages": None}, "items": [{"count": 1}, {"count": None}]}
     assert problems == [

@@ -1,0 +1,248 @@
+"""Read documents as Arrow batches, at one boundary of each vbucket.
+
+Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket once, at its first
+use, and every later read of it sees that one; its lease holds them until `release`. A batch is all that is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mirror.client import ServiceSaidNo
+from mirror.errors import ConfigError
+from mirror.lease import Lease
+from mirror.typed.bodies import JSON, Reading
+from mirror.typed.ddl import fields_of
+from mirror.typed.rows import DOCUMENTS, Maker, Shape
+from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
+from storage.format import keys, seal
+from storage.read import bulk
+from storage.read.bulk import EVERY_KEY, KeyRange
+from storage.read.view import AsOf, Pin, View
+
+DEFAULT_COLLECTION = "_default._default"
+TYPED = Reading(mode="permissive", keep_numbers=True)
+_AGAIN = "run it again; if this comes again, keep more history (history_s)"
+
+
+class Boundaries:
+    """One boundary of each vbucket. Threads may share it."""
+
+    def __init__(self, view: View, as_of: AsOf, name: str) -> None:
+        self.view = view
+        self._as_of = as_of
+        self._name = name
+        self._now = time.time() if as_of is None else None
+        self._pins: dict[int, Pin] = {}
+        self._lease: Lease | None = None
+        self._lock = threading.Lock()
+        self.vbuckets_done = self.vbuckets_planned = 0
+
+    def pins(self, vbids: Sequence[int], *, held: bool) -> list[Pin]:
+        """Return the boundaries of some vbuckets; with `held` they are kept until `release`.
+
+        Raises Unavailable, NoSuchBoundary, ViewInvalidated.
+        """
+        with self._lock:
+            for vbid in vbids:
+                if vbid not in self._pins:
+                    self._pins[vbid] = self._pin(vbid)
+            found = [self._pins[vbid] for vbid in vbids]
+            if held and self._lease is None:
+                positions = {pin.vbid: (int(pin.branch), int(pin.seqno)) for pin in found if pin.seqno}
+                try:
+                    self._lease = Lease(self.view.path, positions, name=self._name)
+                except ServiceSaidNo as error:
+                    raise _gone(self.view, error.what) from error
+        return found
+
+    def _pin(self, vbid: int) -> Pin:
+        pin = self.view.pin(vbid, self._as_of, now=self._now)
+        if not pin.seqno and not self.view.state(vbid).is_whole:
+            raise Unavailable(
+                "the vbucket is not filled yet",
+                path=self.view.path,
+                vbid=vbid,
+                hint="wait until `dcp-mirror status --ready` succeeds",
+            )
+        return pin
+
+    def release(self) -> None:
+        with self._lock:
+            if self._lease is not None:
+                self._lease.release()
+                self._lease = None
+
+    def collections(self, vbids: Iterable[int] | None = None) -> set[str]:
+        """Return the collections that some vbuckets know; they learn of one at different times."""
+        pins = self.pins(list(self.view.vbids if vbids is None else vbids), held=False)
+        return {name for pin in pins for name in bulk.collection_names(self.view, pin).values()}
+
+    def batches(
+        self,
+        collection: str | None,
+        shape: Shape,
+        *,
+        key: bytes | None = None,
+        key_range: KeyRange = EVERY_KEY,
+        after_seqno: int = 0,
+    ) -> Iterator[Any]:
+        """Yield record batches of the documents of a collection (None: of all).
+
+        The batches hold every document that has `key`, is in `key_range` and above `after_seqno`, and may hold some
+        that are not above it. Raises ViewInvalidated, DocumentDoesNotFit and what `pins` raises.
+        """
+        view = self.view
+        vbids = list(view.vbids)
+        if key is not None:
+            vbids = [vbid for vbid in (view.vbid_of(key),) if vbid in view.vbids]
+            key_range = KeyRange(key, key)
+        maker = Maker(shape, None, seal.SIZE)
+        try:
+            pins = self.pins(vbids, held=key is None)
+            self.vbuckets_planned += len(pins)
+            for pin in pins:
+                names = bulk.collection_names(view, pin)
+                ids = [each for each, name in names.items() if collection in (None, name)]
+                if ids:
+                    for chunk in bulk.documents(view, pin, ids, key_range, after_seqno=after_seqno):
+                        prefix_length = len(keys.encode_collection_id(chunk.collection_id))
+                        name = names[chunk.collection_id]
+                        yield from maker.add(pin, name, prefix_length, chunk.stored, chunk.byte_count)
+                self.vbuckets_done += 1
+            yield from maker.rest()
+        except ViewInvalidated as error:
+            raise _gone(view, error.message, error.vbid) from error
+
+
+def _gone(view: View, reason: str, vbid: int | None = None) -> ViewInvalidated:
+    what = f"the history that is read is no longer kept: {reason}"
+    return ViewInvalidated(what, path=view.path, vbid=vbid, hint=_AGAIN)
+
+
+def arrow(
+    view: View,
+    collection: str | None = None,
+    *,
+    prefix: bytes | str | None = None,
+    columns: Sequence[str] | None = None,
+    as_of: AsOf = None,
+    schema: str | pa.Schema | None = None,
+) -> pa.RecordBatchReader:
+    """Return a reader of the documents at one boundary of each vbucket, a batch at a time.
+
+    Columns are those of the Spark source (`key`, `collection`, `vbid`, `seqno`, `rev_seqno`, `cas`, `flags`, `expiry`,
+    `datatype`, `value`). `schema` names typed columns of JSON documents, as for Spark; there `_key` is the key, and so
+    on. `columns` selects; what it leaves out is not read. A text column (`_value string`) is null if it is not UTF-8.
+    The boundaries are those of the first batch; a lease holds them until the last one or until the reader is closed.
+    Errors are those of `View.scan`, and DocumentDoesNotFit for a number that its integer column cannot hold.
+    """
+    fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
+    if columns is not None:
+        if unknown := [name for name in columns if name not in fields.names]:
+            raise ConfigError(f"no column {unknown[0]!r}", hint=f"the columns are {', '.join(fields.names)}")
+        fields = pa.schema([fields.field(name) for name in columns])
+    mark = "" if schema is None else "_"
+    table = Columns(fields, mark)
+    boundaries = Boundaries(view, as_of, "arrow")
+    if collection is not None and collection not in view.manifest().names().values():
+        check_collection(boundaries, collection)
+    key_range = EVERY_KEY if not prefix else KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix)
+
+    def batches() -> Iterator[Any]:
+        try:
+            for batch in boundaries.batches(collection, table.shape, key_range=key_range):
+                yield table.finished(batch)
+        finally:
+            boundaries.release()
+
+    return pa.RecordBatchReader.from_batches(table.schema, batches())
+
+
+def check_collection(boundaries: Boundaries, name: str) -> None:
+    """Raise UnknownCollection unless a vbucket knows the collection."""
+    known = boundaries.collections()
+    if name not in known:
+        hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
+        raise UnknownCollection(f"no collection {name!r}", path=boundaries.view.path, hint=hint)
+
+
+class Columns:
+    """The columns of a read. Metadata columns begin with `mark`; all others are fields of the JSON document."""
+
+    def __init__(self, schema: pa.Schema, mark: str) -> None:
+        self.schema = schema
+        self._json = [field.name for field in schema if isinstance(field.type, pa.JsonType)]
+        stored = [self._stored(field, mark) for field in schema]
+        read = [field if kind is None else field.with_type(kind) for field, kind in zip(schema, stored, strict=True)]
+        from_body = [kind is None for kind in stored]
+        if self._json and f"{mark}datatype" not in schema.names:
+            read.append(pa.field(f"{mark}datatype", DOCUMENTS.field("datatype").type))
+            from_body.append(False)
+        self.shape = Shape(pa.schema(read), tuple(from_body), TYPED)
+        self._mark = mark
+
+    @staticmethod
+    def _stored(field: pa.Field, mark: str) -> Any:
+        """Return the type that a metadata column is stored with; None for a field of the document."""
+        name = field.name.removeprefix(mark)
+        if isinstance(field.type, pa.JsonType):
+            return pa.binary()
+        if not field.name.startswith(mark) or name not in DOCUMENTS.names:
+            return None
+        stored = DOCUMENTS.field(name).type
+        if field.type != stored and (name, field.type) != ("value", pa.string()):
+            raise ConfigError(f"column {field.name} has type {stored}, not {field.type}")
+        return stored
+
+    def finished(self, batch: Any) -> Any:
+        """Return a batch of `shape` with the types of `schema`."""
+        arrays = []
+        for field in self.schema:
+            column = batch.column(field.name)
+            if field.name in self._json:
+                texts = json_texts(column, batch.column(f"{self._mark}datatype"))
+                column = pa.ExtensionArray.from_storage(field.type, texts)
+            elif pa.types.is_string(field.type) and field.name in (f"{self._mark}key", f"{self._mark}value"):
+                column = utf8_or_null(column)
+            arrays.append(column)
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def utf8_or_null(column: Any) -> Any:
+    texts = column.view(pa.string())
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return pa.array([_decoded(each) for each in column.view(pa.binary()).to_pylist()], pa.string())
+    return texts
+
+
+def _decoded(text: bytes) -> str | None:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def json_texts(values: Any, datatypes: Any) -> Any:
+    """Return values as JSON: a document that is no JSON becomes a JSON string of its text, an unreadable one null."""
+    texts = values.view(pa.string())
+    try:
+        if pc.all(pc.equal(datatypes, JSON)).as_py() is not False:
+            texts.validate(full=True)
+            return texts
+    except pa.ArrowInvalid:
+        pass
+    found = []
+    for body, datatype in zip(values.to_pylist(), datatypes.to_pylist(), strict=True):
+        text = body.decode(errors="replace")
+        found.append(None if datatype & ~JSON or not body else text if datatype else json.dumps(text))
+    return pa.array(found, pa.string())

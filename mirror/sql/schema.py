@@ -1,0 +1,175 @@
+"""Infer the columns of a collection from a sample of its documents.
+
+Knows JSON and Arrow types. Invariants: each type is one that `mirror.typed` reads, and `Column.ddl` is its name there;
+a field whose values have no common type is text in the schema, and `mixed`. Names that differ only in case are one
+column in SQL, so the first stays and the others are found in the document alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from mirror.typed.ddl import WORDS
+from mirror.typed.rows import Documents
+from mirror.typed.values import Misfit, Spelled, object_of, text_of
+from storage.errors import UnknownCollection, ViewInvalidated
+from storage.format import keys, seal
+from storage.read import bulk
+from storage.read.view import AsOf, View
+
+SAMPLE_DOCUMENTS = 10_000
+COLUMNS_MAX = 1_000
+FIELDS_MAX = 200
+"""More names within one object are data, not a schema: the object becomes text."""
+DEPTH_MAX = 16
+EXAMPLE_LENGTH_MAX = 60
+_CHUNK_ROWS = 128
+_NAMES = {kind: name for name, kind in reversed(WORDS.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    name: str
+    type: Any
+    """An Arrow type."""
+    share: float = 1.0
+    """The share of the documents in the sample that have the field, 0 to 1."""
+    example: str = ""
+    mixed: bool = False
+    """True if the sample has values of types that do not go together."""
+
+    @property
+    def ddl(self) -> str:
+        """The column as `mirror.typed.ddl.fields_of` and Spark take it."""
+        return f"{_quoted(self.name)} {type_ddl(self.type)}"
+
+
+def _quoted(name: str) -> str:
+    plain = name.isidentifier() and name.isascii()
+    return name if plain else "`{}`".format(name.replace("`", "``"))
+
+
+def type_ddl(kind: Any) -> str:
+    """Return the name of an Arrow type in a schema."""
+    if pa.types.is_struct(kind):
+        return f"struct<{','.join(f'{_quoted(each.name)}:{type_ddl(each.type)}' for each in kind)}>"
+    if pa.types.is_list(kind):
+        return f"array<{type_ddl(kind.value_type)}>"
+    return _NAMES[kind]
+
+
+class _Found:
+    """The types seen for one value."""
+
+    __slots__ = ("count", "element", "example", "fields", "kinds")
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+        self.count = 0
+        self.example: Any = None
+        self.fields: dict[str, _Found] = {}
+        self.element: _Found | None = None
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        self.count += 1
+        if value is None:
+            return
+        if self.example is None:
+            self.example = value
+        kind = _kind(value)
+        self.kinds.add("any" if depth > DEPTH_MAX else kind)
+        if depth > DEPTH_MAX or len(self.fields) > (FIELDS_MAX if depth else COLUMNS_MAX):
+            return
+        if kind == "struct":
+            for name, each in value.items():
+                self.fields.setdefault(name, _Found()).add(each, depth + 1)
+        elif kind == "list":
+            self.element = self.element or _Found()
+            for each in value:
+                self.element.add(each, depth + 1)
+
+    @property
+    def type(self) -> Any:
+        """The Arrow type of all values; None if they have none in common."""
+        if self.kinds <= {"bigint", "double"} and self.kinds:
+            return pa.float64() if "double" in self.kinds else pa.int64()
+        if len(self.kinds) > 1 or "any" in self.kinds:
+            return None
+        if self.kinds == {"struct"}:
+            names = {name.lower() for name in self.fields}
+            if not names or len(names) < len(self.fields) or len(names) > FIELDS_MAX or not all(map(_nameable, names)):
+                return None
+            return pa.struct([(name, each.type or pa.string()) for name, each in self.fields.items()])
+        if self.kinds == {"list"}:
+            return pa.list_((self.element.type if self.element else None) or pa.string())
+        return pa.bool_() if self.kinds == {"boolean"} else pa.string()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Spelled):
+        return "double" if abs(float(value)) < float("inf") else "any"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "bigint" if -(1 << 63) <= value < 1 << 63 else "any"
+    return "struct" if isinstance(value, dict) else "list" if isinstance(value, list) else "string"
+
+
+def _nameable(name: str) -> bool:
+    return bool(name) and "\0" not in name and name.isprintable()
+
+
+def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
+    """Return the columns of a collection's JSON objects, in the order in which a sample of `documents` has them.
+
+    The sample is spread over the vbuckets, and over the newest documents of each. Raises UnknownCollection.
+    """
+    found = _Found()
+    for body in _bodies(view, collection, documents, as_of):
+        try:
+            found.add(object_of(body))
+        except Misfit:
+            continue
+    columns: dict[str, Column] = {}
+    for name, each in found.fields.items():
+        if _nameable(name) and name.lower() not in columns and len(columns) < COLUMNS_MAX:
+            kind = each.type
+            example = text_of(each.example)[:EXAMPLE_LENGTH_MAX]
+            columns[name.lower()] = Column(name, kind or pa.string(), each.count / found.count, example, kind is None)
+    return list(columns.values())
+
+
+def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterator[bytes]:
+    quota = -(-documents // len(view.vbids))
+    known = False
+    for vbid in view.vbids:
+        pin = view.pin(vbid, as_of)
+        ids = [each for each, name in bulk.collection_names(view, pin).items() if name == collection]
+        if not ids:
+            continue
+        known = True
+        left = quota
+        prefix_length = len(keys.encode_collection_id(ids[0]))
+        try:
+            for chunk in bulk.documents(view, pin, ids, rows_max=_CHUNK_ROWS):
+                rows = Documents(seal.SIZE)
+                step = max(1, len(chunk.stored) // left)
+                frames = chunk.stored[::step][:left]
+                rows.add(vbid, collection, prefix_length, frames, 0)
+                rows.close()
+                for body, datatype in zip(rows.values.to_pylist(), rows.datatypes, strict=True):
+                    if datatype == 1:
+                        yield body
+                left -= len(frames)
+                if left <= 0:
+                    break
+        except ViewInvalidated:  # the purger passed: the other vbuckets are sample enough
+            continue
+    if not known:
+        raise UnknownCollection(
+            f"no collection {collection!r}", path=view.path, hint="`dcp-mirror sql` lists them with \\d"
+        )

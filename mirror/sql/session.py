@@ -1,0 +1,430 @@
+"""Answer SQL over a view: each collection is a table of a DuckDB connection that can read nothing else.
+
+Knows DuckDB. A query is read twice: its syntax tree names the tables, which are made if they are collections, and the
+functions, which must be known to be harmless; then DuckDB asks each table for columns and a filter, and `read` gets
+them. Invariants: the connection is locked before the first query; a query reads one `Boundaries`, which is released on
+every way out; an answer that cannot be completed is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from mirror.errors import ConfigError, QueryCancelled, QueryFailed
+from mirror.sql.read import DEFAULT_COLLECTION, Boundaries, Columns
+from mirror.sql.schema import Column, sample
+from mirror.typed.rows import DOCUMENTS
+from storage.read.bulk import KeyRange
+from storage.read.view import AsOf, View
+
+VALUE = "value"
+DEFAULT_TABLE = "documents"
+TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
+"""Functions that make tables out of nothing but their arguments."""
+_METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
+_VALUE = pa.field(VALUE, pa.json_())
+_PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
+"""Functions that compare the beginning of a text, and the part of their pattern that is it."""
+_TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"([^"\\]*)"|(\d+))\)')
+_CONFIG: dict[str, Any] = {
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "autoload_known_extensions": "false",
+    "autoinstall_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "temp_directory": "",
+}
+
+
+class SqlSession:
+    """Queries of one thread at a time, by one connection; `interrupt` and `progress` are for other threads."""
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        as_of: AsOf = None,
+        memory_bytes: int | None = None,
+        threads: int | None = None,
+        collections_allowed: frozenset[str] | None = None,
+    ) -> None:
+        """`collections_allowed` (`scope.collection`): no others exist for the queries."""
+        try:
+            import duckdb
+        except ImportError as error:
+            raise ConfigError("SQL needs DuckDB", hint="pip install 'dcp-mirror[sql]'") from error
+        self._duckdb = duckdb
+        self._view = view
+        self._as_of = as_of
+        self._allowed = collections_allowed
+        config = dict(_CONFIG)
+        if memory_bytes is not None:
+            config["memory_limit"] = f"{memory_bytes}B"
+        if threads is not None:
+            config["threads"] = str(threads)
+        self._connection = duckdb.connect(config=config)
+        self._connection.execute("SET lock_configuration = true")
+        self._columns: dict[str, list[Column]] = {}
+        self._views: dict[tuple[str, ...], str] = {}
+        self.boundaries: Boundaries | None = None
+        """What the running query reads."""
+        self.failure: BaseException | None = None
+        """What ended a table's read; DuckDB knows its text alone."""
+
+    def __enter__(self) -> SqlSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.release()
+        self._connection.close()
+
+    def release(self) -> None:
+        """Let go of what the running query reads."""
+        boundaries, self.boundaries = self.boundaries, None
+        if boundaries is not None:
+            boundaries.release()
+
+    def interrupt(self) -> None:
+        """End the running query with QueryCancelled."""
+        self._connection.interrupt()
+
+    def progress(self) -> float | None:
+        """Return the share of the vbuckets that the running query has read; None if it has not begun to."""
+        boundaries = self.boundaries
+        if boundaries is None or not boundaries.vbuckets_planned:
+            return None
+        return boundaries.vbuckets_done / boundaries.vbuckets_planned
+
+    def tables(self) -> dict[str, list[Column]]:
+        """Return every table with its columns. Takes a sample of each collection."""
+        names = sorted(self._collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))
+        return {DEFAULT_TABLE if name == DEFAULT_COLLECTION else name: self.columns(name) for name in names}
+
+    def columns(self, collection: str) -> list[Column]:
+        """Return the columns of a collection's table, in order."""
+        if collection not in self._columns:
+            taken = {field.name for field in (*_METADATA, _VALUE)}
+            found = sample(self._view, collection, as_of=self._as_of)
+            fields = [each for each in found if each.name.lower() not in taken]
+            key, *others = [Column(field.name, field.type) for field in _METADATA]
+            self._columns[collection] = [key, *fields, *others, Column(VALUE, _VALUE.type)]
+        return self._columns[collection]
+
+    def run(self, query: str) -> Result:
+        """Answer a query that only reads. Raises QueryFailed, QueryCancelled and what reading a view raises.
+
+        The answer of an earlier query ends.
+        """
+        self.release()
+        self.failure = None
+        self.boundaries = Boundaries(self._view, self._as_of, "sql")
+        try:
+            reader = self._guarded(lambda: self._answered(query))
+        except BaseException:
+            self.release()
+            raise
+        return Result(self, reader)
+
+    def _answered(self, query: str) -> Any:
+        tree = self._tree(query)
+        ranged = self._prepare(query, tree)
+        return self._connection.sql(ranged).to_arrow_reader(BATCH_ROWS)
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call DuckDB, and raise its errors as ours."""
+        try:
+            return call()
+        except (self._duckdb.Error, pa.ArrowException, RuntimeError, OSError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> BaseException:
+        if self.failure is not None:
+            return self.failure
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        if "INTERRUPT" in line.upper():
+            return QueryCancelled("the query was cancelled")
+        hint = ""
+        if "does not exist" in line and "Table" in line:
+            hint = self._known()
+        elif "Out of Memory" in line:
+            hint = "read fewer columns or groups, or give it more memory"
+        elif "Malformed JSON" in line:
+            hint = "json_valid(value) tells which documents are JSON"
+        elif "not found in FROM clause" in line:
+            hint = "a field that the sample lacks is value->>'$.field'"
+        return QueryFailed(line, hint=hint)
+
+    def _known(self) -> str:
+        names = sorted(DEFAULT_TABLE if each == DEFAULT_COLLECTION else each for each in self._collections())
+        return f"tables: {', '.join(names[:20]) or 'none'}{' ...' if len(names) > 20 else ''}"
+
+    def _collections(self, *, all_vbuckets: bool = True) -> set[str]:
+        boundaries = self.boundaries or Boundaries(self._view, self._as_of, "sql")
+        names = boundaries.collections(None if all_vbuckets else self._view.vbids[:1])
+        return names if self._allowed is None else names & self._allowed
+
+    # -- before DuckDB runs it ------------------------------------------------------------------------------------
+
+    def _tree(self, query: str) -> Any:
+        ((text,),) = self._connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            raise QueryFailed("the query is nested too deep") from None
+        if found["error"]:
+            reason = found["error_message"]
+            if found["error_type"] == "not implemented":
+                raise QueryFailed("only SELECT can be run: a mirror is read only")
+            raise QueryFailed(reason)
+        if len(found["statements"]) != 1:
+            raise QueryFailed("one statement at a time")
+        return found["statements"][0]["node"]
+
+    def _prepare(self, query: str, tree: Any) -> str:
+        """Make the tables that the query names, and return it with the key ranges that its prefixes imply."""
+        nodes = list(_nodes(tree))
+        own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
+        for node in nodes:
+            kind = node.get("type")
+            if kind == "TABLE_FUNCTION" and (name := node["function"]["function_name"].lower()) not in TABLE_FUNCTIONS:
+                raise QueryFailed(f"table function {name} is not available", hint=self._known())
+            if kind == "BASE_TABLE":
+                path = tuple(part.lower() for part in node["qualified_name"]["path"])
+                if not (len(path) == 1 and path[0] in own):
+                    self._make(path, node["qualified_name"]["path"])
+        return _with_ranges(query, nodes)
+
+    def _make(self, path: tuple[str, ...], spelled: Sequence[str]) -> None:
+        collection = self._named(spelled)
+        if self._views.get(path) == collection:
+            return
+        columns = self.columns(collection)
+        table = _Table(self, collection, [each for each in columns if not each.mixed])
+        self._connection.register(collection, table)
+        shown = ", ".join(
+            _identifier(each.name) if not each.mixed else f"{_extracted(each.name)} AS {_identifier(each.name)}"
+            for each in columns
+        )
+        if len(path) == 2:
+            self._connection.execute(f"CREATE SCHEMA IF NOT EXISTS {_identifier(path[0])}")
+        name = ".".join(map(_identifier, path))
+        self._connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {shown} FROM {_identifier(collection)}")
+        self._views[path] = collection
+
+    def _named(self, path: Sequence[str]) -> str:
+        """Return the collection that a table's name means. Raises QueryFailed."""
+        shown = ".".join(path)
+        requested = DEFAULT_COLLECTION if path == [DEFAULT_TABLE] else shown
+        for all_vbuckets in (False, True):
+            names = self._collections(all_vbuckets=all_vbuckets)
+            if requested in names:
+                return requested
+            folded = [name for name in names if name.lower() == requested.lower()]
+            if len(path) == 1 and not folded:
+                folded = [name for name in names if name.split(".")[1].lower() == requested.lower()]
+            if len(folded) > 1:
+                raise QueryFailed(f"table {shown} is ambiguous", hint=f"it may be {' or '.join(sorted(folded))}")
+            if folded:
+                return folded[0]
+        raise QueryFailed(f"table {shown} does not exist", hint=self._known())
+
+
+BATCH_ROWS = 10_000
+"""Rows of an answer's batch."""
+
+
+class Result:
+    """An answer: `reader` yields its batches, and `names` are its columns."""
+
+    def __init__(self, session: SqlSession, reader: Any) -> None:
+        self._session = session
+        self._boundaries = session.boundaries
+        self._reader = reader
+        self.names: list[str] = reader.schema.names
+        self.reader = pa.RecordBatchReader.from_batches(reader.schema, self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    yield self._session._guarded(self._reader.read_next_batch)
+                except StopIteration:
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Release what the query reads."""
+        with suppress(Exception):
+            self._reader.close()
+        if self._session.boundaries is self._boundaries:
+            self._session.release()
+
+
+class _Table(ds.Dataset):  # type: ignore[misc]
+    """A collection as DuckDB reads it: it asks the `scanner` of a dataset for columns and rows that fit a filter."""
+
+    def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
+        self._session = session
+        self._collection = collection
+        self._fields = {each.name: pa.field(each.name, each.type) for each in columns}
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self._fields.values())
+
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **_: Any) -> _Scan:
+        names = list(self._fields) if columns is None else columns
+        return _Scan(pa.schema([self._fields[name] for name in names]), self._batches(names, filter))
+
+    def _batches(self, names: Sequence[str], condition: Any) -> Iterator[Any]:
+        session = self._session
+        try:
+            boundaries = session.boundaries
+            if boundaries is None:
+                raise QueryFailed("the query has ended")
+            tested = "" if condition is None else str(condition)
+            read = [*names, *(name for name in self._fields if name in tested and name not in names)]
+            table = Columns(pa.schema([self._fields[name] for name in read]), "_")
+            for batch in boundaries.batches(self._collection, table.shape, **_bounds(tested, condition)):
+                found = table.finished(batch)
+                if condition is not None:
+                    found = found.filter(condition)
+                yield found.select(names)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            session.failure = session.failure or error
+            raise
+
+
+class _Scan:
+    """The part of an Arrow scanner that DuckDB uses."""
+
+    def __init__(self, schema: pa.Schema, batches: Iterator[Any]) -> None:
+        self.projected_schema = schema
+        self._batches = batches
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self._batches)
+
+
+def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
+    left = [tree]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            yield each
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+
+
+def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
+
+    DuckDB hands a comparison to the table, a test for a prefix not. The range follows from the test, so the query
+    means the same.
+    """
+    text = query.encode()
+    edits: dict[tuple[int, int], str] = {}
+    for where in (node["where_clause"] for node in nodes if node.get("where_clause")):
+        for node in _nodes(where):
+            found = _prefix_test(node)
+            if found is not None:
+                column, prefix = found
+                start = min(column["query_location"], node["query_location"])
+                end = node["query_location"] + node["query_location_length"]
+                name = text[column["query_location"] :][: column["query_location_length"]].decode()
+                following = _following(prefix)
+                upper = f" AND {name} < {_literal(following)}" if following else ""
+                edits[start, end] = f" AND {name} >= {_literal(prefix)}{upper})"
+    for (start, end), addition in sorted(edits.items(), reverse=True):
+        text = text[:start] + b"(" + text[start:end] + addition.encode() + text[end:]
+    return text.decode()
+
+
+def _prefix_test(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | None:
+    pattern = _PREFIX_FUNCTIONS.get(node.get("function_name", ""))
+    if pattern is None or len(node["arguments"]) != 2:
+        return None
+    column, text = (argument["expression"] for argument in node["arguments"])
+    if column["class"] != "COLUMN_REF" or column["column_names"][-1] != "_key" or text["class"] != "CONSTANT":
+        return None
+    literal = text["literal"]
+    found = re.fullmatch(pattern, literal["text"], re.DOTALL) if literal["kind"] == "STRING" else None
+    return (column, found[1]) if found else None
+
+
+def _following(prefix: str) -> str | None:
+    """Return the smallest text above all that begin with `prefix`."""
+    code = ord(prefix[-1]) + 1
+    code = 0xE000 if code == 0xD800 else code
+    return prefix[:-1] + chr(code) if code <= 0x10FFFF else None
+
+
+def _bounds(text: str, condition: Any) -> dict[str, Any]:
+    """Return what a filter leaves of keys and seqnos, or more: the filter itself is applied to what is found."""
+    found: dict[str, Any] = {}
+    if condition is None:
+        return found
+    if isinstance(key := ds.get_partition_keys(condition).get("_key"), str):
+        return {"key": key.encode()}
+    start, end = b"", None
+    for column, sign, word, number in _terms(text):
+        if column == "_seqno" and number and sign != "<" and sign != "<=":
+            found["after_seqno"] = max(found.get("after_seqno", 0), int(number) - (sign != ">"))
+        elif column == "_key" and not number:
+            key = word.encode()
+            if sign[0] in ">=":
+                start = max(start, key)
+            if sign[0] in "<=":
+                following = key if sign == "<" else key + b"\0"
+                end = following if end is None else min(end, following)
+    if start or end is not None:
+        found["key_range"] = KeyRange(start, b"", end)
+    return found
+
+
+def _terms(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the comparisons of which all must hold, of an Arrow expression's text."""
+    if term := _TERM.fullmatch(text):
+        yield term.groups()
+        return
+    depth, parts, start, at = 0, [], 1, 1
+    if not (text.startswith("(") and text.endswith(")")):
+        return
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]| and ', text[:-1]):
+        if token.start() == 0:
+            continue
+        at = token.end()
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if token[0] == " and " and depth == 0:
+            parts.append(text[start : token.start()])
+            start = at
+    if parts:
+        for part in (*parts, text[start:-1]):
+            yield from _terms(part)
+
+
+def _identifier(name: str) -> str:
+    return '"{}"'.format(name.replace('"', '""'))
+
+
+def _literal(text: str) -> str:
+    return "'{}'".format(text.replace("'", "''"))
+
+
+def _extracted(name: str) -> str:
+    pointer = "/" + name.replace("~", "~0").replace("/", "~1")
+    return f"nullif(json_extract({VALUE}, {_literal(pointer)}), 'null')"

@@ -1,0 +1,66 @@
+"""The view of `mirror.open_view`: that of the store, with SQL and Arrow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mirror.errors import ConfigError
+from storage.env.environment import MAP_SIZE
+from storage.read import view as read_view
+from storage.read.view import AsOf, View
+
+INSTALL = "pip install 'dcp-mirror[sql]'"
+
+
+def _sql() -> Any:
+    try:
+        from mirror import sql
+    except ImportError as error:
+        raise ConfigError(f"SQL and Arrow need the package {error.name}", hint=INSTALL) from error
+    return sql
+
+
+class QueryView(View):
+    __doc__ = View.__doc__
+
+    def sql(self, query: str, *, as_of: AsOf = None, memory_bytes: int | None = None) -> Any:
+        """Return the answer to a SELECT as a pyarrow.Table. Each collection is a table, `documents` the default one.
+
+        `mirror.sql.Session` answers several queries, a batch at a time. Raises QueryFailed, DocumentDoesNotFit, and
+        errors of `scan`.
+        """
+        with _sql().Session(self, as_of=as_of, memory_bytes=memory_bytes) as session:
+            return session.run(query).reader.read_all()
+
+    def arrow(
+        self,
+        collection: str | None = None,
+        *,
+        prefix: bytes | str | None = None,
+        columns: Sequence[str] | None = None,
+        as_of: AsOf = None,
+        schema: Any = None,
+    ) -> Any:
+        """Return a pyarrow.RecordBatchReader of documents; the arguments are those of `mirror.sql.arrow`."""
+        return _sql().arrow(self, collection, prefix=prefix, columns=columns, as_of=as_of, schema=schema)
+
+    def to_pandas(self, collection: str | None = None, **options: Any) -> Any:
+        """Return a DataFrame of what `arrow` reads."""
+        return self.arrow(collection, **options).read_pandas()
+
+    def to_polars(self, collection: str | None = None, **options: Any) -> Any:
+        """Return a polars.DataFrame of what `arrow` reads."""
+        import polars
+
+        return polars.from_arrow(self.arrow(collection, **options).read_all())
+
+
+def open_view(
+    path: str | os.PathLike[str], *, map_size: int = MAP_SIZE, stale_reads: bool = False, verify_reads: bool = True
+) -> QueryView:
+    return QueryView(os.fspath(path), map_size=map_size, stale_reads=stale_reads, verify_reads=verify_reads)
+
+
+open_view.__doc__ = read_view.open_view.__doc__
