@@ -196,7 +196,7 @@ def test_a_source_that_falls_silent_is_given_up_by_name(
 ) -> None:
     source.call(lambda: source.cluster.faults.streams.mute([5]))
     with pytest.raises(SourceTimeout, match="vbucket 5 makes no progress"):
-        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=1)
+        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=2)
 
 
 def test_the_same_by_sparks_executors(

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,6 +25,7 @@ from pyspark.sql import SparkSession
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import vbucket_of
 from mirror.sandbox.thread import SandboxThread
+from mirror.spark.pipeline.sync import How, sync
 from tests.cli.conftest import COMMAND
 from tests.crash.load import Load
 from tests.crash.service import Service, until
@@ -125,14 +126,11 @@ class Killed:
         self._checkpoint = checkpoint
         self._log = log
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def kill_in_batch(self) -> None:
         with self._log.open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self._command, env=spark_environment(), stdout=log, stderr=log, start_new_session=True
             )
-
-    def kill_in_batch(self) -> None:
-        process = self.start()
         until("a batch to run", lambda: process.poll() is not None or self._running(), limit_s=LIMIT_S, poll_s=0.002)
         assert process.poll() is None, self._log.read_text()[-3000:]
         os.killpg(process.pid, signal.SIGKILL)
@@ -143,12 +141,12 @@ class Killed:
         begun, done = (newest(self._checkpoint / name) for name in ("offsets", "commits"))
         return begun > done
 
-    def finish(self) -> None:
-        assert self.start().wait(LIMIT_S) == 0, self._log.read_text()[-3000:]
 
+def through_kills(small: SmallMirror, killed: Killed, finish: Callable[[], object]) -> None:
+    """Killed in the first load; then all is read; then killed again over the retractions of what was read.
 
-def through_kills(small: SmallMirror, killed: Killed) -> None:
-    """Killed in the first load; then all is read; then killed again over the retractions of what was read."""
+    `finish` runs the same stream to its end in this process.
+    """
     rng = Random(20261123)
     boundaries = [dict(small.seqnos)]
     for turn in range(3):
@@ -157,22 +155,25 @@ def through_kills(small: SmallMirror, killed: Killed) -> None:
         small.put({f"k{number}": None for number in rng.sample(range(300), 20)})
         boundaries.append(dict(small.seqnos))
         if turn == 1:
-            killed.finish()
+            finish()
             for vbid in range(4):
                 small.roll_back(vbid, boundaries[1][vbid])
         else:
             killed.kill_in_batch()
-    killed.finish()
+    finish()
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(900)
-def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(s3: ObjectStore, tmp_path: Path) -> None:
+def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(
+    spark: SparkSession, s3: ObjectStore, tmp_path: Path
+) -> None:
     small = SmallMirror(tmp_path / "data")
     where, checkpoint = "s3://lake/killed", tmp_path / "checkpoint"
     command = [*COMMAND, "pipeline", "sync", "--data", str(small.path), "--to", where, "--checkpoint", str(checkpoint)]
     killed = Killed([*command, "--available-now", "--max-rows", "300"], checkpoint, tmp_path / "log")
-    through_kills(small, killed)
+    source = {"path": str(small.path), "maxRowsPerBatch": "300"}
+    through_kills(small, killed, lambda: sync(spark, source, where, How(checkpoint, available_now=True)))
     found = DeltaTable(f"{where}/documents").to_pyarrow_table(columns=["key", "seqno", "value"]).to_pylist()
     assert {row["key"]: (row["seqno"], row["value"]) for row in found} == scanned(small.path)
     assert len(found) == len(scanned(small.path))
@@ -184,13 +185,10 @@ def test_tables_in_an_object_store_are_exact_whenever_the_driver_was_killed(s3: 
 
 
 OWN_STREAM = """
-import sys
 from pyspark_mirror import session
-data, folder = sys.argv[1:]
-spark = session()
-changes = spark.readStream.format("mirror").options(table="changes", maxRowsPerBatch="300").load(data)
-writer = changes.writeStream.option("checkpointLocation", folder + "/checkpoint").format("parquet")
-writer.trigger(availableNow=True).start(folder + "/out").awaitTermination()
+changes = session().readStream.format("mirror").options(table="changes", maxRowsPerBatch="300").load({data!r})
+writer = changes.writeStream.option("checkpointLocation", {folder!r} + "/checkpoint").format("parquet")
+writer.trigger(availableNow=True).start({folder!r} + "/out").awaitTermination()
 """
 
 
@@ -199,8 +197,9 @@ writer.trigger(availableNow=True).start(folder + "/out").awaitTermination()
 def test_a_stream_of_ones_own_has_each_event_once_whenever_it_was_killed(spark: SparkSession, tmp_path: Path) -> None:
     """Spark's own sink of files, and the upsert that the documents give: strictly by (at_branch, at_seqno)."""
     small = SmallMirror(tmp_path / "data")
-    command = [sys.executable, "-c", OWN_STREAM, str(small.path), str(tmp_path)]
-    through_kills(small, Killed(command, tmp_path / "checkpoint", tmp_path / "log"))
+    stream = OWN_STREAM.format(data=str(small.path), folder=str(tmp_path))
+    killed = Killed([sys.executable, "-c", stream], tmp_path / "checkpoint", tmp_path / "log")
+    through_kills(small, killed, lambda: exec(stream, {}))
     rows = spark.read.parquet(str(tmp_path / "out")).select("key", "at_branch", "at_seqno", "kind", "seqno", "value")
     found = [tuple(row) for row in rows.collect()]
     assert len(found) == len({row[:3] for row in found})
