@@ -66,7 +66,6 @@ def backup(
 def to_tar(
     path: str, file: IO[bytes], *, time_ms: int, as_of_ms: int | None, progress: store_backup.Progress
 ) -> store_backup.Summary:
-    """Write the backup as a tar. Raises SupervisionError if stdout is closed before its end."""
     try:
         with closing(archive.TarSink(file, time_s=time_ms // 1000)) as sink:
             summary = store_backup.create(path, sink, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
@@ -101,7 +100,6 @@ def in_words(summary: store_backup.Summary) -> str:
 
 
 def parts_of(source: str) -> Iterator[BackupPart]:
-    """Open the parts of a backup: a folder, a tar, or a tar on stdin. Raises CorruptedError, OSError."""
     if source == STDOUT:
         yield from archive.tar_parts(sys.stdin.buffer)
     elif os.path.isdir(source):

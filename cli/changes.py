@@ -103,7 +103,6 @@ class Pump:
         return self._left == 0
 
     def pump(self, vbid: int) -> None:
-        """Print the changes of a vbucket up to the limit."""
         before = self.tokens.get(vbid)
         while True:
             try:
@@ -124,7 +123,6 @@ class Pump:
                 return
 
     def _collection_id(self, vbid: int) -> int | None:
-        """None if the vbucket does not know the collection (yet)."""
         if self._collection is None or isinstance(self._collection, int):
             return self._collection
         manifest = self._view.manifest(vbid)

@@ -145,7 +145,6 @@ class Story:
         return bool(worker["phase"] == "running" and worker["pid"] != victim["pid"])
 
     def _requests(self, vbid: int) -> list[int]:
-        """The start seqno of each accepted stream of a vbucket, as the source recorded it."""
         requests: list[int] = self._stage.ask_source("vbucket", vbid=vbid)["stream_requests"]
         return requests
 

@@ -103,7 +103,6 @@ def collection_ids(view: View, pins: list[Pin], collection: str | int | None) ->
 
 
 def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: str, *, xattrs: bool) -> int:
-    """Write the documents of all pins and return their number."""
     count = 0
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
@@ -144,7 +143,6 @@ def opened(to: str) -> Iterator[IO[bytes]]:
 
 
 def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Iterator[bytes]:
-    """Yield the live documents of a vbucket as of its pin, one line each. Raises StorageError."""
     try:
         for chunk in bulk.documents(view, pin, names):
             head = b'{"collection":' + dumps(names[chunk.collection_id]) + b","

@@ -51,7 +51,6 @@ def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
 
 
 def announce(boundary: Boundary | None, vbid: int) -> None:
-    """Print the boundary to stderr."""
     if boundary is not None:
         when = render.moment(boundary.time_ms)
         typer.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)

@@ -78,7 +78,6 @@ EXAMPLES = {
     "assets": "dcp-mirror assets --to /tmp/monitoring",
     "config": "dcp-mirror config explain history_s",
 }
-"""One example of each command, printed below its help."""
 MODULES = {"top": "status", "stop": "service", "reload": "service", "assets": "service", "scan": "get"} | {
     "restore": "backup",
     "check": "state",

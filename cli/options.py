@@ -87,7 +87,6 @@ AsOfTimeOption = Annotated[
 
 
 def setting_names() -> list[str]:
-    """Return every setting, for completion."""
     return list(NAMES)
 
 
@@ -103,7 +102,6 @@ def flags_from(pairs: list[str] | None) -> Values:
 
 
 def settings_from(flags: Values, *, config: Path | None = None, pairs: list[str] | None = None) -> LoadedSettings:
-    """Return the settings in force. Raises ConfigError."""
     return load(
         flags_from(pairs) | {name: value for name, value in flags.items() if value is not None}, config_file=config
     )

@@ -192,7 +192,6 @@ def under_spark_submit() -> bool:
 
 
 def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoch: str | None) -> Reading:
-    """Return how documents are parsed. Raises ConfigError."""
     from mirror.spark.source.options import reading_of
 
     if permissive and mode not in (None, "permissive"):
@@ -457,7 +456,6 @@ def sync(
 def show_figures(
     counted: SyncMetrics, screen: render.Screen, as_json: bool, figures: BatchFigures | MergeFigures
 ) -> None:
-    """Count and show a batch or a merge."""
     from mirror.spark.pipeline.progress import BatchFigures
 
     counted.add(figures)

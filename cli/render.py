@@ -89,7 +89,6 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(ms: int | None) -> str:
-    """Return a local time."""
     return DASH if ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
 
 
@@ -104,7 +103,6 @@ def vbuckets_text(document: Mapping[str, Any]) -> str:
 
 
 def fact_table(facts: Mapping[str, RenderableType | None]) -> Table:
-    """Return a table of names and values without the values that are None."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -201,7 +199,6 @@ def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def process_cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
-    """Return the cells that workers and servers share, by heading."""
     return {
         "state": state_text(row["phase"]),
         "pid": str(row["pid"] or DASH),
@@ -269,7 +266,6 @@ def trouble_table(troubles: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def processes_text(document: Mapping[str, Any]) -> Table:
-    """Return a line each for workers and servers: how many run, and their sums."""
     facts = {}
     for kind in ("workers", "servers"):
         rows = document[kind]
@@ -321,7 +317,6 @@ def top_view(document: Mapping[str, Any]) -> RenderableType:
 
 
 def status_line(document: Mapping[str, Any]) -> str:
-    """Return the status as one line, for logs and pipes."""
     sums = document["totals"]
     running = sum(worker["phase"] == "running" for worker in document["workers"])
     parts = [

@@ -124,7 +124,6 @@ def rollback(
 
 
 def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple[str, Document]], Counter[str]]:
-    """Return the first events and the number of each kind."""
     left = iter(events)
     shown = list(itertools.islice(left, limit))
     counts = Counter(kind for kind, _ in shown)

@@ -29,7 +29,6 @@ from mirror.sandbox.workload import Workload, WorkloadOptions
 USER_VARIABLE = "DCP_MIRROR_USER"
 PASSWORD_VARIABLE = "DCP_MIRROR_PASSWORD"
 HISTORY_ITEMS = 100_000
-"""The changes that the checkpoints of all vbuckets hold together, but each at least `CHECKPOINT_ITEMS_MIN`."""
 CHECKPOINT_ITEMS_MIN = 50
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
@@ -139,7 +138,6 @@ def sandbox(
 
 
 async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_path: Path | None) -> None:
-    """Run the source until a signal ends it."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -162,7 +160,6 @@ async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_
 
 
 def next_steps(connection_string: str) -> str:
-    """Return the hints for a person at a terminal."""
     user = os.environ.get(USER_VARIABLE, "demo")
     source = connection_string if "@" in connection_string else connection_string.replace("://", f"://{user}@", 1)
     is_ours = not os.environ.get(PASSWORD_VARIABLE)
@@ -176,7 +173,6 @@ def next_steps(connection_string: str) -> str:
 def node_tls(
     cert: Path | None, key: Path | None, client_ca: Path | None, minimum: str, *, need_client_cert: bool
 ) -> NodeTls | None:
-    """Return the TLS options. Raises ConfigError."""
     if minimum not in get_args(Version):
         raise ConfigError(f"--tls-minimum {minimum} is not known", hint="take 1.2 or 1.3")
     if cert is None:
@@ -226,7 +222,6 @@ STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noop
 
 
 def fault_kinds() -> list[str]:
-    """Return the kinds that a shell completes."""
     from mirror.sandbox.control.commands import COMMANDS
 
     return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))

@@ -31,8 +31,6 @@ ENDING_TIMEOUT_S = 1.0
 
 
 class Stage:
-    """A source and a mirror of it, each as a process."""
-
     def __init__(
         self,
         data: Path,
@@ -135,7 +133,6 @@ class Stage:
         return status
 
     def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command to the source. Raises SupervisionError as `check` does."""
         assert self._source is not None, "the stage was entered"
         try:
             answer = control.ask(self.control, command, **arguments)
@@ -153,7 +150,6 @@ class Stage:
             os.kill(pid, signal.SIGKILL)
 
     def end_service(self) -> int | None:
-        """Stop the mirror cleanly and return its exit code."""
         return self._end(self._service)
 
     def end(self) -> None:

@@ -144,7 +144,6 @@ def same_bucket(view: View, reader: SourceReader) -> None:
 
 
 def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
-    """Return the vbuckets to compare. Raises ConfigError."""
     held = [int(vbid) for vbid in view.vbids]
     for vbid in requested or ():
         if vbid not in held:

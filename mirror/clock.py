@@ -24,9 +24,7 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None: ...
 
-    def jitter(self) -> float:
-        """A random number in [0, 1)."""
-        ...
+    def jitter(self) -> float: ...
 
     def unique(self) -> str:
         """A short unique name."""

@@ -127,7 +127,6 @@ class Description:
 
 
 def describe() -> list[Description]:
-    """Describe every setting in the order of the fields."""
     section = ""
     found = []
     meanings = _meanings()
@@ -140,7 +139,6 @@ def describe() -> list[Description]:
 
 
 def _meanings() -> dict[str, str]:
-    """Return the text below each field of `Settings`."""
     body = cast(ast.ClassDef, ast.parse(inspect.getsource(Settings)).body[0]).body
     return {
         statement.target.id: " ".join(str(below.value.value).split())
@@ -153,12 +151,10 @@ def _meanings() -> dict[str, str]:
 
 
 def _values_of(name: str) -> str:
-    """Return the allowed values for an error: `integer, 1 to 64`."""
     return _values(name, _CheckedSettings.model_fields[name]).replace("`", "")
 
 
 def _values(name: str, field: FieldInfo) -> str:
-    """Return the allowed values: `integer, bytes, 4096 to 536870912`."""
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(field.annotation))
     kind, metadata = field.annotation, list(field.metadata)

@@ -48,7 +48,6 @@ class MirrorError(Exception):
     default_hint: str = ""
 
     def __init__(self, what: str, *, hint: str | None = None, retryable: bool | None = None) -> None:
-        """`what` failed; `hint` says what to do; `retryable` if the same call may succeed later."""
         super().__init__(what)
         self.what = what
         self.hint = self.default_hint if hint is None else hint
@@ -60,8 +59,6 @@ class MirrorError(Exception):
 
 
 class ConfigError(MirrorError):
-    """A setting is missing or wrong."""
-
     exit_code = ExitCode.USAGE
 
     def __init__(self, what: str, *, hint: str | None = None, setting: str | None = None) -> None:
@@ -71,8 +68,6 @@ class ConfigError(MirrorError):
 
 
 class ClusterError(MirrorError):
-    """The source did not do what was requested."""
-
     retryable = True
 
 
@@ -89,14 +84,10 @@ class HandshakeFailed(ClusterError):
 
 
 class SourceTimeout(ClusterError):
-    """The node stopped answering."""
-
     default_hint = "check the node's load and the network; the connection is recreated"
 
 
 class AuthRejected(ClusterError):
-    """Wrong user or password."""
-
     exit_code = ExitCode.REFUSED
     retryable = False
     default_hint = (
@@ -106,16 +97,12 @@ class AuthRejected(ClusterError):
 
 
 class PrivilegeMissing(ClusterError):
-    """The user may not do what is needed."""
-
     exit_code = ExitCode.REFUSED
     retryable = False
     default_hint = "grant the user the role Data DCP Reader on the bucket"
 
 
 class BucketMissing(ClusterError):
-    """No such bucket, or no access to it."""
-
     exit_code = ExitCode.REFUSED
     retryable = False
     default_hint = "check the bucket name in the connection string, and that the user may read it"
@@ -130,8 +117,6 @@ class TlsFailed(ClusterError):
 
 
 class NotSupported(ClusterError):
-    """The server lacks a required feature."""
-
     exit_code = ExitCode.REFUSED
     retryable = False
 
@@ -178,4 +163,4 @@ class QueryCancelled(QueryFailed):
 
 
 class SupervisionError(MirrorError):
-    """Errors of workers, their pipes and locks."""
+    pass

@@ -42,7 +42,6 @@ HEARD_S = 2.0
 """After this long without a worker's beat (one every 0.5 s), the lag of its vbuckets is unknown."""
 
 SILENT_S = 3.0
-"""A worker that is silent for longer is named."""
 
 Row = Mapping[str, Any]
 
@@ -56,7 +55,6 @@ class Trouble:
     what: str
     error: str | None = None
     rows: tuple[Row, ...] = ()
-    """The affected vbuckets; empty for the whole mirror."""
     held_count: int = 0
     where: str = ""
     """The vbuckets as `group 3` or `0-31, 40`; empty for all."""
@@ -86,7 +84,6 @@ class Trouble:
         return f"troubleshooting.md#states-of-{'a-vbucket' if self.what in BROKEN.values() else 'the-service'}"
 
     def row(self) -> dict[str, object]:
-        """The trouble in the shape of cli/JSON.md."""
         lags = [row["lag_s"] for row in self.rows]
         return {
             "what": self.what,
@@ -106,7 +103,6 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        """True if readers may be sent here."""
         return not self.troubles
 
     @property
@@ -158,14 +154,12 @@ def assess(
 
 
 def assess_stored(rows: Sequence[Row]) -> Health:
-    """Judge a mirror without a running service."""
     damage = (DEGRADED, "damaged")
     damaged = _collected(rows, [(row, damage if row["state"] == "damaged" else None) for row in rows])
     return Health(STORED, (Trouble(STORED, "no service runs: nothing follows the source"), *damaged))
 
 
 def of_mirror(state: str, what: str, error: str | None = None) -> Health:
-    """Judge the mirror as a whole."""
     return Health(state, (Trouble(state, what, error),))
 
 
@@ -214,7 +208,6 @@ def _error_of(rows: Sequence[Row]) -> str | None:
 
 
 def _places(rows: Sequence[Row], concerned: Sequence[Row]) -> str:
-    """Name vbuckets by group if they are whole groups, else as ranges; empty for all."""
     if len(concerned) == len(rows):
         return ""
     groups = sorted({row["group"] for row in concerned})

@@ -57,7 +57,6 @@ class Lease:
             ask(self._directory, GrantLease(self.id, self._name, self._seconds, self._positions))
 
     def _ask_first(self) -> None:
-        """Ask, and wait for a killed worker, which is back in a second."""
         for _ in range(FIRST_TRIES):
             try:
                 return self._ask()

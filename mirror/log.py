@@ -52,7 +52,6 @@ class Patient:
 
 
 def set_up_logs(level: str, *, json: bool = False, process: str = "") -> None:
-    """Send logs of `level` and above to stderr; each line names `process`."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

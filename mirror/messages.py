@@ -22,8 +22,6 @@ from mirror.errors import ConfigError, SupervisionError
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answer: `pid`."""
-
     op: ClassVar[str] = "ping"
 
 
@@ -90,8 +88,6 @@ class ReleaseLease:
 
 @dataclass(frozen=True, slots=True)
 class HoldPositions:
-    """To a worker: hold its part of a granted lease."""
-
     op: ClassVar[str] = "lease"
     id: str
     until_ms: int
@@ -126,8 +122,6 @@ ProcessCommand = GetStatus | RollBack | Resync | HoldPositions | ReleaseLease | 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """The first message to a worker."""
-
     op: ClassVar[str] = "start-worker"
     slot: int
     groups: list[int]
@@ -149,8 +143,6 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class StartServer:
-    """The first message to a server."""
-
     op: ClassVar[str] = "start-server"
     slot: int
     settings: Values
@@ -169,8 +161,6 @@ class StopWork:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The answer has the same id."""
-
     op: ClassVar[str] = "request"
     id: int
     command: ProcessCommand
@@ -200,8 +190,6 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The stores are open, or the addresses listen."""
-
     op: ClassVar[str] = "ready"
 
 
@@ -307,7 +295,6 @@ class VbucketRow(HistoryFields):
     rollback_count: int
     last_rollback_ms: int | None
     last_rollback: tuple[int, int] | None
-    """From seqno, to seqno."""
     resyncs_begun: int | None
     resync_why: str | None
     seqnos_per_s: float | None
@@ -329,8 +316,6 @@ class ProcessFigures(TypedDict):
 
 
 class ShownEvent(TypedDict):
-    """An event; its own fields follow."""
-
     number: int
     time_ms: int
     event: str
@@ -339,7 +324,6 @@ class ShownEvent(TypedDict):
 
 
 Status = dict[str, Any]
-"""The whole document of a mirror."""
 Reply = dict[str, Any]
 """The answer to a command, which names its keys."""
 

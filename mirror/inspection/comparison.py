@@ -37,8 +37,6 @@ MOVED_MAX = 20_000
 
 
 class Verdict(Enum):
-    """The verdict on the two newest versions of a key."""
-
     EQUAL = "equal"
     MISSING_HERE = "missing_here"
     MISSING_THERE = "missing_there"
@@ -56,8 +54,6 @@ COMPARED = DIFFERENCES | {Verdict.EQUAL, Verdict.REV_ONLY}
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One copy at its moment."""
-
     seqno: int
     manifest: Manifest
     purge_seqno: Callable[[], int] = lambda: 0
@@ -124,7 +120,6 @@ class VbucketResult:
     behind_seqnos: int = 0
     """Seqnos read from the source above the mirror's position: not compared."""
     differences: list[Difference] = field(default_factory=list)
-    """The first ones."""
 
     @property
     def difference_count(self) -> int:
@@ -167,7 +162,6 @@ class VbucketResult:
 
 
 def not_said(results: Iterable[VbucketResult]) -> str:
-    """Return the limits of a verdict in words; empty if all that was read is compared."""
     found = list(results)
     seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
     revisions = sum(each.rev_only for each in found)
@@ -180,7 +174,6 @@ def not_said(results: Iterable[VbucketResult]) -> str:
 
 
 def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:
-    """Judge the newest versions of a key by the rules above."""
     both_seqno = min(mirror.seqno, source.seqno)
     if here is not None and here.seqno > mirror.seqno:
         return Verdict.DIFFERENT  # a row that claims a seqno that the mirror has not published

@@ -100,8 +100,6 @@ class _StreamWait:
 
 @dataclass(slots=True)
 class _Answers:
-    """The requests that were sent over one session."""
-
     waits: list[_StreamWait] = field(default_factory=list)
 
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
@@ -132,7 +130,6 @@ class Doctor:
         self._owners: dict[NodeSession, _Answers] = {}
 
     async def examine(self) -> list[Finding]:
-        """Take all steps that are possible."""
         view = self._open_data()
         self._judge_service()
         try:
@@ -172,7 +169,6 @@ class Doctor:
     # -- the way there --------------------------------------------------------------------------------------------
 
     async def _reach(self) -> bool:
-        """Resolve names and try ports. Returns True if one address answers."""
         source = self._access.source
         addresses = source.addresses
         if source.srv_name is not None:
@@ -379,7 +375,6 @@ class Doctor:
             self._say("service", StepVerdict.OK, str(self._status["state"]))
 
     def _judge_followed(self, found: ClusterMap) -> None:
-        """Compare the nodes that the running service streams from with the map."""
         away: Counter[str] = Counter()
         for row in self._status["vbuckets"] if self._status is not None else ():
             node = found.node_of(row["vbid"])
@@ -505,7 +500,6 @@ class Doctor:
     async def _ask(
         self, session: NodeSession, vbids: list[int], states: dict[int, VbucketState]
     ) -> dict[int, StreamAnswer | ClusterError]:
-        """Request streams that end where they begin."""
         owner = self._owners[session]
         loop = asyncio.get_running_loop()
         filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
@@ -612,7 +606,6 @@ class Doctor:
         )
 
     async def _bucket_bytes(self) -> int | None:
-        """Disk space of the active vbuckets; None if unknown."""
         total = 0
         for session in self._sessions:
             try:

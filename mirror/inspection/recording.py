@@ -62,11 +62,9 @@ class Recorder:
         self._write({"format": FORMAT, "version": VERSION, "time_ms": clock.wall_ms()})
 
     def names(self, *, bucket: str, bucket_uuid: str, vbuckets: int) -> None:
-        """Record the bucket's name, uuid and size."""
         self._write({"t": self._t(), "bucket": bucket, "bucket_uuid": bucket_uuid, "vbuckets": vbuckets})
 
     def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
-        """Record bytes of a connection."""
         if self.full:
             return
         number = self._numbers.get(link)

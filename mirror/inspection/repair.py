@@ -82,7 +82,6 @@ async def _resync_here(
     progress: Progress,
     clock: Clock,
 ) -> None:
-    """Own the groups and work as their worker."""
     identity = directory.load(path)
     groups = sorted({vbid % identity.group_count for vbid in vbids})
     writers: list[GroupWriter] = []

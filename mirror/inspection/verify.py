@@ -60,8 +60,6 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(slots=True)
 class _Vbucket:
-    """The state of a comparison."""
-
     result: VbucketResult
     runs: Runs
     position: Position = field(default_factory=Position)
@@ -311,7 +309,6 @@ class Verifier:
     # -- histories ------------------------------------------------------------------------------------------------
 
     def _check_histories(self, looked_at: dict[int, _Vbucket]) -> None:
-        """Check that both sides still belong to the source's history."""
         here = {vbid: vbucket.here for vbid, vbucket in looked_at.items() if vbucket.here.seqno and not vbucket.again}
         for item in self._reader.read(here, {vbid: position.seqno for vbid, position in here.items()}):
             if isinstance(item, SourceRolledBack):

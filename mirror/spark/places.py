@@ -69,12 +69,10 @@ class Folder(ABC):
         """Return the size of a file, or None if there is none. Raises OSError."""
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Return the sorted names in the folder; empty if there is no folder. Raises OSError."""
+    def names(self) -> list[str]: ...
 
     @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file, if there is one."""
+    def remove(self, name: str) -> None: ...
 
     def check_access(self) -> None:  # noqa: B027 - a disk is asked when it is written
         """Raise ConfigError if this process can write nothing there."""
@@ -89,8 +87,7 @@ class Folder(ABC):
 
     @property
     @abstractmethod
-    def remedy(self) -> str:
-        """Advice for a folder that cannot be used."""
+    def remedy(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,6 @@ class LocalFolder(Folder):
 
 
 class _SyncedFile:
-    """A file whose `close` syncs it."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.closed = False

@@ -53,7 +53,6 @@ class Commands:
         self._signalled = signalled
 
     async def answer(self, message: Mapping[str, Any]) -> Reply:
-        """Execute a command; returns the answer. Raises MirrorError."""
         command = control_command(message)
         match command:
             case Ping():

@@ -41,7 +41,6 @@ class ServiceContext:
 
     @property
     def vbucket_count(self) -> int | None:
-        """Vbuckets that this mirror holds; None until the bucket is known."""
         return None if self.identity is None else len(self.identity.vbids)
 
 
@@ -59,12 +58,10 @@ class MapBook:
 
     @property
     def current(self) -> ClusterMap | None:
-        """The newest map; None until the source has answered."""
         return self._maps.current
 
     @property
     def floor(self) -> Revision | None:
-        """The newest revision ever followed."""
         return self._maps.floor
 
     def check(self, found: ClusterMap) -> None:
@@ -73,7 +70,6 @@ class MapBook:
             raise OlderMap.of(found.revision, self._maps.floor)
 
     def take(self, found: ClusterMap) -> bool:
-        """Record a map if it is newer. Returns True if workers must follow it now."""
         before = self._maps.floor
         known = hosts_of(self._maps.current)
         if not self._maps.take(found):

@@ -64,7 +64,6 @@ class LeaseBook:
         self._age_max_ms = int(age_max_s * 1000)
 
     def active(self, now_ms: int) -> list[LeaseRecord]:
-        """Leases in force, oldest first."""
         return [record for record in self._records.values() if record.until_ms > now_ms]
 
     def orders(self, groups: tuple[int, ...], group_count: int, now_ms: int) -> list[HoldPositions]:
@@ -73,7 +72,6 @@ class LeaseBook:
         return [order for order in found if order is not None]
 
     def expire(self, now_ms: int) -> list[LeaseRecord]:
-        """Remove and return the leases that ended without a release."""
         found = [record for record in self._records.values() if record.until_ms <= now_ms]
         for record in found:
             del self._records[record.id]
@@ -102,17 +100,14 @@ class LeaseBook:
         return LeaseRecord(request.id, name, granted_ms, until_ms, positions)
 
     def known(self, record: LeaseRecord, now_ms: int) -> bool:
-        """True for a renewal: the book holds the same positions."""
         known = self._records.get(record.id)
         return known is not None and known.until_ms > now_ms and known.positions == record.positions
 
     def enter(self, record: LeaseRecord) -> None:
-        """Record a granted lease."""
         self._records[record.id] = record
         self._write()
 
     def remove(self, lease_id: str) -> LeaseRecord | None:
-        """Remove a lease; None if there is no such lease."""
         record = self._records.pop(lease_id, None)
         if record is not None:
             self._write()

@@ -88,7 +88,6 @@ class ServiceLock:
 
 
 def is_served(data: Path) -> bool:
-    """True if the process that locked `data` still runs. Takes no lock."""
     try:
         holder = (data / LOCK_NAME).read_text().strip()
     except OSError:

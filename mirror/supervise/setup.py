@@ -78,7 +78,6 @@ class Setup:
             directory.check_unused(data)
 
     def share(self) -> None:
-        """Let members of `readers_group` read the directory; each worker does this for its groups."""
         settings, data = self._context.settings, str(self._context.data)
         name, gid = settings.readers_group, readers_gid(settings)
         if gid is None:
@@ -154,7 +153,6 @@ class Setup:
         context.maps = MapBook(str(context.data), identity.bucket_uuid, accept_older=self._accept_older_map)
 
     def _check(self, identity: Identity) -> None:
-        """Raise ConfigError if the settings describe another mirror than the directory's."""
         data, required = self._context.data, self._required_groups
         if required is not None and required != identity.group_count:
             raise ConfigError(

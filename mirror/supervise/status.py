@@ -86,12 +86,10 @@ def reported_row(report: Mapping[str, Any], group: int) -> VbucketRow:
 
 
 def summed_if_known(values: Sequence[int | float | None]) -> int | float | None:
-    """The sum of all values; None if one is unknown."""
     return sum(value for value in values if value is not None) if values and None not in values else None
 
 
 def summed(values: Iterable[int | float | None]) -> int | float | None:
-    """The sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 

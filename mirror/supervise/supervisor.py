@@ -55,8 +55,6 @@ log = get_logger("supervisor")
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """A signal arrived, or a command with the same effect."""
-
     number: int
 
 
@@ -235,7 +233,6 @@ class Supervisor:
             self._events.put_nowait(Tick())
 
     async def _resolve_source(self) -> None:
-        """Find the bucket, create or check the directory, then start the workers."""
         settings = self._context.settings
         limit_s = settings.bootstrap_timeout_s or (CATCH_UP_SOURCE_LIMIT_S if self._until_caught_up else 0)
         source = await self._setup.find_source(limit_s, self._source_unreachable)

@@ -45,12 +45,10 @@ class Compared:
 
     @property
     def different(self) -> bool:
-        """True if some vbucket differs from the source's."""
         return any(each.wrong for each in self.vbuckets)
 
     @property
     def unfinished(self) -> bool:
-        """True if some vbucket has no verdict."""
         return not all(each.equal or each.wrong for each in self.vbuckets)
 
 

@@ -74,12 +74,10 @@ class Exported:
     format: str
     documents: int
     misfits: int
-    """Documents that do not fit the schema (typed/bodies.py): with null in some fields, or left out."""
     files: int
     bytes: int
     vbuckets: int
     version: int | None
-    """The table's version; None for Parquet."""
     orphans_removed: int
     elapsed_s: float
 
@@ -207,11 +205,9 @@ class _Target(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     @abstractmethod
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
-        """Make the parts an export."""
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None: ...
 
     def success(self, parts: Sequence[Part], facts: dict[str, Any]) -> None:
-        """Write `_SUCCESS`. Raises OSError."""
         facts = facts | {"documents": sum(part.rows for part in parts), "files": len(parts)}
         file = self.folder.create(SUCCESS_FILE)
         file.write(json.dumps(facts | {"names": [part.name for part in parts]}).encode())

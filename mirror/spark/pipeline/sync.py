@@ -96,7 +96,6 @@ def checkpoint_for(folder: Folder, how: How) -> Path:
 
 
 def checkpoint_name(folder: Path) -> str | None:
-    """Return Spark's own name of a checkpoint's stream, or None if there is none yet."""
     try:
         return str(json.loads((folder / "metadata").read_text())["id"])
     except FileNotFoundError:
@@ -111,7 +110,6 @@ def offsets_of(folder: Path, batch_number: int) -> str:
 
 
 def check_source(options: Mapping[str, str], settings: Settings) -> None:
-    """Raise a source's own error before Java is started and anything is made."""
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
         with open_view(parsed.path) as view:
@@ -270,7 +268,6 @@ def space_warning(folder: Folder, projected_bytes: int) -> str | None:
 def _run_query(
     spark: Any, source: Mapping[str, str], checkpoint: Path, how: How, sink: SyncTarget, stop: threading.Event | None
 ) -> None:
-    """Run one Spark query until it ends. Raises its error."""
     stream = spark.readStream.format("mirror").options(**source, table="changes").load()
     writer = stream.writeStream.foreachBatch(sink).option("checkpointLocation", str(checkpoint)).queryName("sync")
     every = {"processingTime": f"{round(how.trigger_s * 1000)} milliseconds"}
@@ -283,7 +280,6 @@ def _run_query(
 
 
 def _cause(sink: SyncTarget, error: Exception) -> BaseException:
-    """Return the error that ended the stream."""
     failed = sink.failed
     if isinstance(failed, MirrorError | StorageError):
         return failed

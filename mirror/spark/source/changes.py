@@ -177,7 +177,6 @@ class LocalChanges(ChangesDriver):
         return Lag(base_seqno, at_of(published), bool(lost) or base_seqno < at.seqno, weight or 1e-18), bool(lost)
 
     def _lost(self, vbid: int, at: At, published: Boundary) -> str:
-        """Return why the changes since a position cannot be read, or an empty text if they can."""
         if not at.seqno:
             return ""
         try:
@@ -284,7 +283,6 @@ def token(view: View, vbid: int, at: At) -> Token:
 
 
 def read(path: str, work: ChangesTask) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a task, those of each vbucket in order."""
     with open_view(path) as view:
         for way in work.ways:
             yield from rows_between(view, way)

@@ -26,7 +26,6 @@ from pyspark.sql.datasource import (
 from mirror.spark.source.local import Restriction
 
 NEXT = b"\0"
-"""Appended to a key: the smallest key above it."""
 
 _COMPARISONS: dict[type[Filter], Callable[[int, int], bool]] = {
     EqualTo: operator.eq,

@@ -27,8 +27,6 @@ from storage.read.view import Pin, Time, View, open_view
 
 @dataclass
 class Restriction:
-    """The keys, collections and vbuckets that filters leave."""
-
     start: bytes = b""
     end: bytes | None = None
     prefix: bytes = b""
@@ -115,7 +113,6 @@ def check_collection(view: View, pins: Sequence[Pin], name: str) -> None:
 
 
 def hold(job: Job) -> Lease:
-    """Hold all that the job reads: tasks that have yet to begin need theirs."""
     positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in job.pins if pin.seqno}
     return Lease(job.path, positions, name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id)
 

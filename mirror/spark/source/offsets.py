@@ -18,8 +18,6 @@ FORMAT = 2
 
 
 class At(NamedTuple):
-    """The position of one vbucket."""
-
     branch: int = 0
     seqno: int = 0
     vbuuid: int = 0
@@ -107,7 +105,6 @@ def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: s
 
 
 def check_selection(what: str, made_with: str, now: str) -> None:
-    """Raise ConfigError if the selection of collections and vbuckets has changed."""
     if made_with != now:
         raise ConfigError(
             f"{what} was made with {made_with or 'all collections and vbuckets'}, not {now or 'all of them'}",

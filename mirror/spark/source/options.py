@@ -78,7 +78,6 @@ class Options:
 
 
 def parse(given: Mapping[str, str]) -> Options:
-    """Raises ConfigError."""
     values = {name.lower(): text.strip() for name, text in given.items()}
     if OF_CREATE_TABLE in values:
         raise ConfigError("a table in SQL needs columns and has no options", hint=f"Spark does not {OF_SQL}")
@@ -116,7 +115,6 @@ def parse(given: Mapping[str, str]) -> Options:
 
 
 def reading_of(given: Mapping[str, str]) -> Reading:
-    """Return the options that say how documents are read. Raises ConfigError."""
     return Reading(**_fields({name.lower(): text for name, text in given.items()}, _READING))
 
 

@@ -92,8 +92,6 @@ KEPT = SourceConnections()
 
 @dataclass(frozen=True)
 class ReadJob:
-    """The part that all tasks of a job share."""
-
     until: Mapping[int, int]
     names: Mapping[int, str]
     selected_names: frozenset[str] | None
@@ -308,7 +306,6 @@ class RemoteChanges(ChangesDriver):
         return set(self._vbids[:SUSPECTS])
 
     def _lost(self, vbid: int, at: At, log: FailoverLog) -> str:
-        """Return why the changes since a position cannot be read, or an empty text if they can."""
         if not at.seqno:
             return ""
         gone = not_on(at, log)

@@ -176,7 +176,6 @@ def files_to_merge(sizes: Sequence[int]) -> list[int]:
 
 
 def vacuum(folder: Folder, table: DeltaTable, keep_hours: int) -> None:
-    """Remove files of a table that no version of the last `keep_hours` needs. Raises MirrorError."""
     try:
         table.update_incremental()
         table.vacuum(keep_hours, dry_run=False, enforce_retention_duration=False, full=True)

@@ -63,8 +63,6 @@ _MERGE_ROWS = 8192
 
 
 class Applied(NamedTuple):
-    """The figures of a batch. Zeros if it had been done before."""
-
     events: int
     inserted: int
     updated: int
@@ -196,7 +194,6 @@ class DocumentsTable:
             )
 
     def _adapt(self) -> None:
-        """Give the table the columns of the layout."""
         names = {each.name for each in self.table.schema().fields}
         if not names.issuperset(self._layout.state.names):
             raise ConfigError(
@@ -242,7 +239,6 @@ class DocumentsTable:
 
     @property
     def marked_batch(self) -> int | None:
-        """The newest batch that changed the table."""
         return self.table.transaction_version(BATCH_MARK)
 
     @property
@@ -377,7 +373,6 @@ class DocumentsTable:
             raise
 
     def _typed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Type rows that are read for the first time, and record their misfits."""
         rows, misfits = self._source_rows(batch)
         self._misfits += len(misfits)
         self._bodies_read += batch.column("live").true_count

@@ -180,7 +180,6 @@ class Lake:
         return self._tables[None].table
 
     def documents_of(self, collection: str) -> DeltaTable:
-        """Return the table of a collection's documents. Raises KeyError before its first document."""
         return self._tables[collection].table
 
     def _open_or_make_changes(self) -> DeltaTable:
@@ -217,7 +216,6 @@ class Lake:
 
     @property
     def done_batch(self) -> int | None:
-        """The newest batch in `changes`."""
         return self.changes.transaction_version(BATCH_MARK)
 
     @staticmethod
@@ -267,7 +265,6 @@ class Lake:
         return self._fold(done, self._marks())._replace(events=0)
 
     def _marks(self) -> list[Transaction]:
-        """Return the marks of tables that have all of `changes`."""
         marks = [(name, self.changes.transaction_version(name)) for name in (BATCH_MARK, CHECKPOINT_MARK, OFFSETS_MARK)]
         return [Transaction(name, version) for name, version in marks if version is not None]
 

@@ -42,7 +42,6 @@ class MisfitsTable:
             self.flush()
 
     def flush(self) -> None:
-        """Raises CommitConflict, MirrorError."""
         if not self._held:
             return
         table = open_table(self.folder)

@@ -51,7 +51,6 @@ class Hook:
         self.use(command)
 
     def use(self, command: str | None) -> None:
-        """Replace the command. Raises ConfigError."""
         self._words = None if command is None else words_of(command)
 
     @property
@@ -118,7 +117,6 @@ class Hook:
             log.error("on-event-failed", program=words[0], error=why)
 
     async def close(self) -> None:
-        """Kill running commands and drop waiting events."""
         self._waiting.clear()
         for task in self._running:
             task.cancel()

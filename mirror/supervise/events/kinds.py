@@ -16,7 +16,6 @@ Level = Literal["info", "warning", "error"]
 
 
 def _counted(count: int, what: str) -> str:
-    """Return `1 vbucket`, `33 vbuckets`."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
@@ -33,7 +32,6 @@ class _Kind:
 class _OfVbuckets(_Kind):
     vbuckets: int
     vbids: tuple[int, ...]
-    """The first ones."""
 
     @property
     def counted(self) -> str:
@@ -42,8 +40,6 @@ class _OfVbuckets(_Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
-    """Vbuckets went back to a kept boundary."""
-
     seqnos: int
     """Retracted seqnos of all vbuckets."""
     from_seqno: int | None
@@ -58,8 +54,6 @@ class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
 
 @dataclass(frozen=True, kw_only=True)
 class ResyncBegun(_OfVbuckets, name="resync-begun", level="warning"):
-    """Vbuckets are read again from seqno 0, next to their old copies."""
-
     why: str
 
     @property
@@ -69,8 +63,6 @@ class ResyncBegun(_OfVbuckets, name="resync-begun", level="warning"):
 
 @dataclass(frozen=True, kw_only=True)
 class ResyncDone(_OfVbuckets, name="resync-done"):
-    """New copies have replaced the old ones."""
-
     @property
     def text(self) -> str:
         return f"the resync of {self.counted} is done"
@@ -78,8 +70,6 @@ class ResyncDone(_OfVbuckets, name="resync-done"):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstFillDone(_Kind, name="first-fill-done"):
-    """Every vbucket is published for the first time."""
-
     vbuckets: int
     seqnos: int
 
@@ -90,8 +80,6 @@ class FirstFillDone(_Kind, name="first-fill-done"):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceUnreachable(_Kind, name="source-unreachable", level="error"):
-    """The source has not answered since the service started."""
-
     why: str
 
     @property
@@ -101,8 +89,6 @@ class SourceUnreachable(_Kind, name="source-unreachable", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReached(_Kind, name="source-reached"):
-    """The source has answered for the first time since the service started."""
-
     after_s: float
 
     @property
@@ -112,8 +98,6 @@ class SourceReached(_Kind, name="source-reached"):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceLost(_OfVbuckets, name="source-lost", level="error"):
-    """Vbuckets lost contact with the source."""
-
     nodes: tuple[str, ...]
     """The nodes that streamed them."""
     why: str
@@ -126,8 +110,6 @@ class SourceLost(_OfVbuckets, name="source-lost", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceBack(_OfVbuckets, name="source-back"):
-    """Vbuckets have contact with the source again."""
-
     away_s: float
 
     @property
@@ -137,8 +119,6 @@ class SourceBack(_OfVbuckets, name="source-back"):
 
 @dataclass(frozen=True, kw_only=True)
 class DamageFound(_OfVbuckets, name="damage-found", level="error"):
-    """Stored data cannot be read."""
-
     why: str
 
     @property
@@ -161,8 +141,6 @@ class Degraded(_Kind, name="degraded", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFull(_Kind, name="disk-full", level="error"):
-    """Groups cannot write because the disk is full."""
-
     groups: tuple[int, ...]
     why: str
 
@@ -173,8 +151,6 @@ class DiskFull(_Kind, name="disk-full", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFree(_Kind, name="disk-free"):
-    """Groups can write again after a full disk."""
-
     groups: tuple[int, ...]
 
     @property
@@ -184,8 +160,6 @@ class DiskFree(_Kind, name="disk-free"):
 
 @dataclass(frozen=True, kw_only=True)
 class MapChanged(_Kind, name="map-changed"):
-    """Workers follow a newer cluster map."""
-
     rev_epoch: int
     rev: int
     nodes: int
@@ -197,8 +171,6 @@ class MapChanged(_Kind, name="map-changed"):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRead(_Kind, name="settings-read"):
-    """The settings were read again."""
-
     in_force: tuple[str, ...]
     """Changed settings that took effect."""
     need_restart: tuple[str, ...]
@@ -214,8 +186,6 @@ class SettingsRead(_Kind, name="settings-read"):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRefused(_Kind, name="settings-refused", level="error"):
-    """New settings are wrong; the old ones stay in force."""
-
     why: str
 
     @property
@@ -225,8 +195,6 @@ class SettingsRefused(_Kind, name="settings-refused", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnded(_Kind, name="worker-ended", level="error"):
-    """A process of the service died."""
-
     process: str
     """`worker 0`, `http 1`."""
     pid: int
@@ -242,8 +210,6 @@ class WorkerEnded(_Kind, name="worker-ended", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseExpired(_Kind, name="lease-expired", level="warning"):
-    """A reader's lease on history ended without a release."""
-
     lease: str
     reader: str
     vbuckets: int
@@ -277,7 +243,6 @@ EVENTS: tuple[type[Any], ...] = get_args(Event)
 
 
 def fields_of(event: Event) -> dict[str, object]:
-    """The fields of an event as plain values."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(event).items()}
 
 

@@ -39,7 +39,6 @@ class Listeners:
         """Makes the salts of unknown users, equal in all processes."""
 
     def reserve(self) -> None:
-        """Open all addresses or none. Raises ConfigError if one is taken."""
         self._held = self._taken(self._addresses)
 
     def change(self, settings: Settings) -> None:
@@ -76,7 +75,6 @@ class Listeners:
         return found
 
     def _reserved(self, kind: str, address: Address) -> Reserved | None:
-        """The open socket of an address, with or without TLS."""
         place = _place(address)
         for configured, reserved in self._held.get(kind, {}).items():
             if place in (_place(configured), _place(reserved.address)):
@@ -95,7 +93,6 @@ class Listeners:
         return reserve(address, kind, shared=address.path is None and address.port in own_ports)
 
     def renew(self, revision: int) -> int:
-        """Return the revision of a changed map."""
         self._revision = max(self._revision + 1, revision)
         return self._revision
 
@@ -105,7 +102,6 @@ class Listeners:
         self._held = {}
 
     def desired(self, settings: Settings) -> dict[int, tuple[int, ...]]:
-        """Slots of the configured server processes. Servers own no groups."""
         slots: dict[int, tuple[int, ...]] = {}
         for kind in self._held:
             first = (KINDS.index(kind) + 1) * SLOTS_PER_KIND
@@ -113,7 +109,6 @@ class Listeners:
         return slots
 
     def inherited(self, slot: int) -> list[int]:
-        """Descriptors that the process of a slot inherits."""
         held = self._held.get(kind_of(slot) or "", {})
         return [each.inherited for each in held.values() if each.inherited is not None]
 
@@ -138,7 +133,6 @@ class Listeners:
         return [f"{kind} {url_of(kind, address)}" for address in new]
 
     def urls(self) -> dict[str, list[str]]:
-        """The announced addresses of each kind."""
         found: dict[str, list[str]] = {}
         for kind, _, each in _each(self._held):
             if (kind, each.address) in self._announced:
@@ -180,7 +174,6 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
 
 
 def url_of(kind: str, address: Address) -> str:
-    """The address as clients write it."""
     if address.path is not None:
         return f"unix:{address.path}"
     scheme = {"kv": "couchbase", "http": "http", "dcp": "couchbase"}[kind] + ("s" if address.tls else "")
@@ -188,7 +181,6 @@ def url_of(kind: str, address: Address) -> str:
 
 
 def kind_of(slot: int) -> str | None:
-    """The kind of server in a slot; None for a worker."""
     number = slot // SLOTS_PER_KIND
     return KINDS[number - 1] if 0 < number <= len(KINDS) else None
 

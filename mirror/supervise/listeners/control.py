@@ -60,7 +60,6 @@ class ControlServer:
             raise
 
     async def stop(self) -> None:
-        """Stop listening, cancel the clients and remove the socket."""
         if self._server is None:
             return
         self._server.close()

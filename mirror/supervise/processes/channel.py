@@ -29,7 +29,6 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """Take ownership of `end`."""
         end.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=end)
         return cls(reader, writer)
@@ -64,7 +63,6 @@ class Channel:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes queued for the other side."""
         return self._writer.transport.get_write_buffer_size()
 
     async def flush(self) -> None:

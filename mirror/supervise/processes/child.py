@@ -26,7 +26,7 @@ WAITING_BYTES_MAX = 8 * 1024 * 1024
 
 
 class WorkerRefused(SupervisionError):
-    """A running worker refused a command."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,6 @@ class Child:
         self._channel.send(message)
 
     def kill(self) -> None:
-        """Send SIGKILL; the death arrives as an event."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
@@ -121,7 +120,6 @@ class Child:
             self._answers.pop(number, None)
 
     def answered(self, message: Answer) -> None:
-        """Pass an answer to its requester, if that still waits."""
         waiting = self._answers.get(message.id)
         if waiting is None or waiting.done():
             return

@@ -26,7 +26,6 @@ class Gauge:
             self._process = None
 
     def read(self) -> ProcessFigures:
-        """Return the figures of now, or `UNKNOWN`."""
         if self._process is None:
             return UNKNOWN
         try:

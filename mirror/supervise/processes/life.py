@@ -44,28 +44,20 @@ log = get_logger("worker")
 
 
 class Work(Protocol):
-    async def run(self) -> None:
-        """Work until stopped. Raises an error that ends the process."""
-        ...
+    async def run(self) -> None: ...
 
     async def stop(self) -> None:
         """Commit, close, and let `run` return."""
         ...
 
-    def status(self) -> ProcessReport:
-        """Report `vbuckets` (rows) and `counters` (numbers that only rise)."""
-        ...
+    def status(self) -> ProcessReport: ...
 
     async def request(self, command: ProcessCommand) -> Reply: ...
 
 
 @runtime_checkable
 class FollowsMaps(Protocol):
-    """Work that streams from the source."""
-
-    def follow_map(self, found: Mapping[str, Any]) -> None:
-        """Follow a recorded map, as `ClusterMap.to_wire` writes it."""
-        ...
+    def follow_map(self, found: Mapping[str, Any]) -> None: ...
 
 
 Send = Callable[[PipeMessage], None]

@@ -22,15 +22,12 @@ log = get_logger("worker")
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A reader's transaction when it was first seen."""
-
     at_s: float
     file_bytes: int
 
 
 class PinnedPages:
     def __init__(self, now_s: Callable[[], float], limit_s: float) -> None:
-        """Warn of readers above `limit_s`."""
         self._now_s = now_s
         self._limit_s = limit_s
         self._seen: dict[tuple[int, int, int], _Seen] = {}
@@ -53,7 +50,6 @@ class PinnedPages:
                 log.warning("reader-pins-pages", group=group, reader_pid=key[1], limit_s=self._limit_s)
 
     def rows(self) -> Rows:
-        """Readers in long transactions, as `status` shows them."""
         now_s = self._now_s()
         return [
             {

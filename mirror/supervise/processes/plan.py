@@ -22,9 +22,7 @@ class ProcessPhase(Enum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPING = "stopping"
-    """Asked to stop."""
     KILLED = "killed"
-    """Sent SIGKILL, not reaped yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +136,9 @@ class Heartbeat:
         self.last_beat_ms = now_ms
 
     def age_ms(self, now_ms: int) -> int:
-        """Time since the last beat, or since the start."""
         return now_ms - (self.started_ms if self.last_beat_ms is None else self.last_beat_ms)
 
     def overdue(self, now_ms: int) -> bool:
-        """True if the silence exceeds the deadline."""
         limit = self.start_deadline_ms if self.last_beat_ms is None else self.deadline_ms
         return self.age_ms(now_ms) > limit
 

@@ -75,7 +75,6 @@ class Quarantine:
 
     @property
     def groups(self) -> dict[int, str]:
-        """The quarantined groups with the reason."""
         return {
             group: f"group {group} is quarantined: its worker died in it {len(deaths)} times within an hour "
             f"({', '.join(sorted({name for _, name in deaths}))})"
@@ -85,7 +84,6 @@ class Quarantine:
 
 
 def quarantined(text: str, path: str) -> CorruptedError:
-    """The error of a group that is not opened."""
     return CorruptedError(
         text,
         path=path,

@@ -74,7 +74,6 @@ class KvServing:
         self._ended.set()
 
     def status(self) -> ProcessReport:
-        """Report no vbuckets: they are the workers'."""
         latencies = self._server.counters.latencies.figures()
         return {"vbuckets": [], "counters": self._server.status(), "request_seconds": latencies}
 

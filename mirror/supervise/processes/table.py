@@ -92,7 +92,6 @@ class Processes:
         return [child for child in self.alive() if child.phase is ProcessPhase.RUNNING]
 
     def owner_of(self, group: int) -> Child | None:
-        """The running worker of a group."""
         return next((child for child in self.running() if group in child.groups), None)
 
     def begin(self) -> None:
@@ -105,7 +104,6 @@ class Processes:
         self.replan()
 
     def replan(self) -> None:
-        """Apply the settings in force to the desired processes."""
         settings, identity = self._context.settings, self._context.identity
         servers = self._listeners.desired(settings)
         if self.working:
@@ -224,7 +222,6 @@ class Processes:
         )
 
     def kill_all(self) -> None:
-        """Send SIGKILL to every process; `exited` gets their deaths."""
         for child in self.alive():
             child.phase = ProcessPhase.KILLED
             child.kill()

@@ -63,7 +63,6 @@ class News:
         self._behind_since_s: float | None = float("-inf")
 
     def turned(self, standing: tuple[bool, bool], now_s: float) -> bool:
-        """True if the report is news. `standing`: every vbucket streams, every one has caught up."""
         streaming, caught_up = standing
         since_s = self._behind_since_s
         if caught_up:
@@ -96,7 +95,6 @@ class MirrorWork:
         self._failures = failures
 
     async def run(self) -> None:
-        """Mirror until stopped, then close the stores."""
         telling = asyncio.create_task(self._tell_news())
         try:
             await self._consumer.run()
@@ -116,7 +114,6 @@ class MirrorWork:
         await self._consumer.stop()
 
     def status(self) -> ProcessReport:
-        """The consumer's report and the groups that could not be opened."""
         report = self._consumer.status()
         for writer in self._writers:
             with contextlib.suppress(StorageError):  # what is wrong with the group, its vbuckets say

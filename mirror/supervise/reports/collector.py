@@ -43,8 +43,6 @@ log = get_logger("supervisor")
 
 
 class ReportedFailure(MirrorError):
-    """A worker's own error, with its exit code."""
-
     def __init__(self, message: str, exit_code: int | None) -> None:
         super().__init__(message or "a worker failed")
         self.exit_code = ExitCode(exit_code or ExitCode.FAILED)
@@ -158,7 +156,6 @@ class Reports:
         return True
 
     def look_soon(self) -> None:
-        """Collect reports without waiting for the interval."""
         self._turned.set()
 
     async def collect(self) -> None:
@@ -280,7 +277,6 @@ class Reports:
     # showing
 
     def document(self) -> Status:
-        """The status in the shape of cli/JSON.md."""
         context, clock = self._context, self._context.clock
         rows = self._sorted_rows()
         slots = sorted(self._processes.slots.items())
@@ -326,7 +322,6 @@ class Reports:
         }
 
     def _warnings(self) -> list[str]:
-        """Warnings of all processes, each once."""
         found = [text for child in self._processes.alive() for text in child.status.get("warnings") or ()]
         return list(dict.fromkeys([*self._processes.quarantine.groups.values(), *found]))
 

@@ -72,7 +72,6 @@ class Observer:
         """Of each: since when, last seen, and True once it was reported."""
 
     def fill_begins(self) -> None:
-        """Report the first fill of a new mirror, however short."""
         self._filling = True
 
     def forget(self, groups: Iterable[int], rows: Iterable[VbucketRow]) -> None:
@@ -84,7 +83,6 @@ class Observer:
                 known.resyncs_begun = known.node = known.silent_since_ms = None
 
     def source_answers(self, error: str | None, now_ms: int) -> list[Event]:
-        """Note an answer of the source at the start of the service: an error, or None."""
         since_ms = self._unreachable_since_ms
         if error is not None:
             self._unreachable_since_ms = now_ms if since_ms is None else since_ms

@@ -25,7 +25,6 @@ class Trend:
         """Vbucket -> time when its node last sent something while the source's seqno was known."""
 
     def observe(self, rows: Sequence[VbucketRow], counters: Mapping[str, int], now_ms: int) -> None:
-        """Add a report: rows of now, and counters that only rise while the workers live."""
         positions = {row["vbid"]: row["published_seqno"] for row in rows}
         self._reports.append((now_ms, positions, dict(counters)))
         while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
