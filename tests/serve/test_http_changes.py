@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -336,3 +337,15 @@ def test_a_retracted_value_that_cannot_be_taken_apart_is_named_and_ends_no_strea
     document = found[1]["data"]["document"]
     assert (document["datatype"], document["value_b64"]) == (3, "/////w8=")
     assert document["problem"] == "a compressed value claims 4294967295 bytes; at most 33554432 are possible"
+
+
+def test_streams_begin_one_in_each_turn(site: Site) -> None:
+    """Eight clients that asked for the head alone once kept another waiting for the eight of them: 15 ms."""
+    steps: list[Any] = []
+    site.server.service.turns.call = steps.append  # type: ignore[method-assign,assignment]
+    with site.connect() as line:
+        line.sendall(b"HEAD /v1/changes?since=now HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        eventually_now(lambda: steps)
+        assert not select.select([line], [], [], 0)[0]
+        site.loop.call_soon_threadsafe(steps.pop())
+        assert line.recv(100).startswith(b"HTTP/1.1 200")
