@@ -208,7 +208,7 @@ class Settings:
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
-    """System group whose members may read the data directory in-process (docs/operations.md, Readers of other users).
+    """System group whose members may read the data directory in-process (docs/operations.md, Readers as another user).
     The service's user must be a member. Unset: modes stay as they are."""
     reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
     """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows.
