@@ -72,6 +72,9 @@ class StepVerdict(StrEnum):
     FAIL = "fail"
 
 
+OK, WARN, FAIL = StepVerdict
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     step: str
@@ -163,8 +166,11 @@ class Doctor:
         self.findings.append(finding)
         self.on_finding(finding)
 
+    def _judge(self, step: str, fine: bool, text: str, remedy: str, bad: StepVerdict = WARN) -> None:
+        self._say(step, *((OK, text) if fine else (bad, text, remedy)))
+
     def _fail(self, step: str, error: MirrorError) -> None:
-        self._say(step, StepVerdict.FAIL, error.what, error.hint, error)
+        self._say(step, FAIL, error.what, error.hint, error)
 
     # -- the way there --------------------------------------------------------------------------------------------
 
@@ -174,29 +180,21 @@ class Doctor:
         if source.srv_name is not None:
             record = f"_couchbase{'s' if source.tls else ''}._tcp.{source.srv_name}"
             found = await look_up(record, self._settings.dns_server)
-            if found:
-                self._say("dns srv", StepVerdict.OK, f"{record}: {', '.join(map(str, found))}")
-                addresses = found
-            else:
-                self._say("dns srv", StepVerdict.OK, f"no records {record}: the name is taken as a host")
-        reached, failures = 0, []
-        for address in addresses:
-            error = await self._try(address)
-            if error is None:
-                reached += 1
-            else:
-                failures.append((address, error))
-        for address, error in failures:
-            self._say(
-                "connect",
-                StepVerdict.WARN if reached else StepVerdict.FAIL,
-                f"{address}: {error}",
-                "take the host out of the connection string, or have it answer"
-                if reached
-                else "check host, port, DNS, and that the data service runs there and a firewall lets it through",
-            )
+            names = ", ".join(map(str, found)) if found else "no such records, the name is taken as a host"
+            self._say("dns srv", OK, f"{record}: {names}")
+            addresses = found or addresses
+        errors = {address: await self._try(address) for address in addresses}
+        reached = list(errors.values()).count(None)
+        verdict, remedy = (
+            (WARN, "take the host out of the connection string, or have it answer")
+            if reached
+            else (FAIL, "check host, port, DNS, and that the data service runs there and a firewall lets it through")
+        )
+        for address, error in errors.items():
+            if error is not None:
+                self._say("connect", verdict, f"{address}: {error}", remedy)
         if reached:
-            self._say("connect", StepVerdict.OK, f"{reached} of {len(addresses)} addresses take connections")
+            self._say("connect", OK, f"{reached} of {len(addresses)} addresses take connections")
         return reached > 0
 
     async def _try(self, address: NodeAddress) -> str | None:
@@ -239,7 +237,7 @@ class Doctor:
             self._fail("login", error)
             return None
         except BucketMissing as error:
-            self._say("login", StepVerdict.OK, f"user {source.user or '(certificate)'}")
+            self._say("login", OK, f"user {source.user or '(certificate)'}")
             self._fail("bucket", error)
             return None
         except MirrorError as error:
@@ -247,18 +245,13 @@ class Doctor:
             return None
         try:
             self._judge_tls(link)
-            self._say("login", StepVerdict.OK, f"user {source.user or 'of the client certificate'}")
-            self._say("bucket", StepVerdict.OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
+            self._say("login", OK, f"user {source.user or 'of the client certificate'}")
+            self._say("bucket", OK, f"{source.bucket}, uuid {found.bucket_uuid or 'unknown'}")
             missing = [feature for feature in FEATURES if feature not in handshake.features]
-            needed = {Feature.COLLECTIONS, Feature.SNAPPY, Feature.XATTR} & set(missing)
             names = ", ".join(feature.name.lower() for feature in missing)
-            self._say(
-                "features",
-                StepVerdict.OK,
-                f"{len(FEATURES) - len(missing)} of {len(FEATURES)} are granted"
-                + (f", not {names}" if names else "")
-                + (": the server is older than 7.0" if Feature.COLLECTIONS in needed else ""),
-            )
+            older = ": the server is older than 7.0" if Feature.COLLECTIONS in missing else ""
+            granted = f"{len(FEATURES) - len(missing)} of {len(FEATURES)} are granted"
+            self._say("features", OK, granted + (f", not {names}" if names else "") + older)
         finally:
             link.close()
         return surveyed
@@ -266,12 +259,10 @@ class Doctor:
     def _judge_tls(self, link: Link) -> None:
         if not link.secure:
             local = link.address.host in ("localhost", "127.0.0.1", "::1")
-            self._say(
-                "tls",
-                StepVerdict.OK if local else StepVerdict.WARN,
-                "not encrypted" + (", on this machine alone" if local else ": everybody on the way can read documents"),
-                "" if local else "write couchbases:// and give the cluster's CA as tls_ca_file",
+            text = "not encrypted" + (
+                ", on this machine alone" if local else ": everybody on the way can read documents"
             )
+            self._judge("tls", local, text, "write couchbases:// and give the cluster's CA as tls_ca_file")
             return
         tls = link.tls_object
         certificate: Any = tls.getpeercert() if tls is not None else None
@@ -279,13 +270,9 @@ class Doctor:
         version = tls.version() if tls is not None else "TLS"
         days = None if ends_s is None else (ends_s - self._clock.wall_ms() / 1000) / 86_400
         if days is not None and days < CERTIFICATE_DAYS:
-            self._say(
-                "tls", StepVerdict.WARN, f"{version}; the node's certificate ends in {days:.0f} days", "have it renewed"
-            )
+            self._say("tls", WARN, f"{version}; the node's certificate ends in {days:.0f} days", "have it renewed")
         else:
-            self._say(
-                "tls", StepVerdict.OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else "")
-            )
+            self._say("tls", OK, f"{version}, verified" + (f", for {days:.0f} days" if days is not None else ""))
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -294,70 +281,51 @@ class Doctor:
         without = [vbid for vbid in range(found.vbucket_count) if found.node_of(vbid) is None]
         text = f"{found.vbucket_count} vbuckets on {len(found.nodes)} nodes"
         if found.vbucket_count == 0:
-            self._say("map", StepVerdict.FAIL, "the bucket has no vbuckets", "memcached buckets cannot be mirrored")
-        elif without:
-            self._say(
-                "map",
-                StepVerdict.WARN,
-                f"{text}; {len(without)} have no active node, the first is {without[0]}",
-                "fail the missing node over, or bring it back: the mirror waits for them",
-            )
+            self._say("map", FAIL, "the bucket has no vbuckets", "memcached buckets cannot be mirrored")
         else:
-            self._say("map", StepVerdict.OK, text)
+            if without:
+                text += f"; {len(without)} have no active node, the first is {without[0]}"
+            remedy = "fail the missing node over, or bring it back: the mirror waits for them"
+            self._judge("map", not without, text, remedy)
         if view is None:
             return False
         identity = view.identity
         if identity.bucket_uuid and found.bucket_uuid and identity.bucket_uuid != found.bucket_uuid:
             self._fail("identity", BucketChanged.of(identity.bucket_name, identity.bucket_uuid, found.bucket_uuid))
         elif identity.vbucket_count != found.vbucket_count:
-            self._say(
-                "identity",
-                StepVerdict.FAIL,
-                f"the data directory has {identity.vbucket_count} vbuckets",
-                "take another data directory",
-                _OfData(""),
-            )
+            text = f"the data directory has {identity.vbucket_count} vbuckets"
+            self._say("identity", FAIL, text, "take another data directory", _OfData(""))
         else:
-            self._say("identity", StepVerdict.OK, "the data directory mirrors this bucket")
+            self._say("identity", OK, "the data directory mirrors this bucket")
             return True
         return False
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
         """Report nodes with an older map, and a map older than the one that the mirror followed."""
         newest = found.newest
-        older = [
-            str(address)
-            for address, each in found.answers.items()
-            if each.bucket_uuid == newest.bucket_uuid and each.revision < newest.revision and not each.of_mirror
-        ]
+        same_bucket = {at: each for at, each in found.answers.items() if each.bucket_uuid == newest.bucket_uuid}
+        older = [str(at) for at, each in same_bucket.items() if each.revision < newest.revision and not each.of_mirror]
         if older:
-            self._say(
-                "map",
-                StepVerdict.WARN,
-                f"an older map than revision {newest.rev} of epoch {newest.rev_epoch} is at {', '.join(older)}",
-                "where that lasts, the node was failed over or is cut off: take it out of the connection string; the "
-                "mirror does not follow it",
-            )
+            text = f"an older map than revision {newest.rev} of epoch {newest.rev_epoch} is at {', '.join(older)}"
+            remedy = "if this lasts, the node was failed over or is cut off: take it out of the connection string"
+            self._say("map", WARN, text, f"{remedy}; the mirror does not follow it")
         content = _content(newest)
         others = [
-            str(address)
-            for address, each in found.answers.items()
-            if (each.bucket_uuid, each.revision) == (newest.bucket_uuid, newest.revision) and _content(each) != content
+            str(at)
+            for at, each in same_bucket.items()
+            if each.revision == newest.revision and _content(each) != content
         ]
         if others:
-            self._say(
-                "map",
-                StepVerdict.WARN,
-                f"another map of the same revision {newest.rev} is at {', '.join(others)}",
-                "the cluster was restarted with other ports: take the old ones out of the connection string",
-            )
+            text = f"another map of the same revision {newest.rev} is at {', '.join(others)}"
+            remedy = "the cluster was restarted with other ports: take the old ones out of the connection string"
+            self._say("map", WARN, text, remedy)
         if view is None or self._data is None:
             return
         maps = NewestMap(view.identity.bucket_uuid)
         try:
             record = map_record.load(str(self._data), view.identity.bucket_uuid)
         except StorageError as error:
-            self._say("map", StepVerdict.FAIL, str(error), error.hint, _OfData(""))
+            self._say("map", FAIL, str(error), error.hint, _OfData(""))
             return
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
@@ -370,9 +338,9 @@ class Doctor:
         troubles = self._status["troubles"]
         if troubles:
             remedy = f"see docs/{troubles[0]['procedure']}"
-            self._say("service", StepVerdict.WARN, f"{self._status['state']}: {self._status['message']}", remedy)
+            self._say("service", WARN, f"{self._status['state']}: {self._status['message']}", remedy)
         else:
-            self._say("service", StepVerdict.OK, str(self._status["state"]))
+            self._say("service", OK, str(self._status["state"]))
 
     def _judge_followed(self, found: ClusterMap) -> None:
         away: Counter[str] = Counter()
@@ -381,13 +349,10 @@ class Doctor:
             if row["node"] is not None and node is not None and row["node"] != str(self._access.address_of(node)):
                 away[row["node"]] += 1
         if away:
-            text = ", ".join(f"{count} vbuckets from {node}" for node, count in away.items())
-            self._say(
-                "map",
-                StepVerdict.WARN,
-                f"the service streams {text}, and the map names other nodes for them",
-                f"if this lasts for more than {self._settings.map_poll_interval_s:g} s, restart the service",
-            )
+            streamed = ", ".join(f"{count} vbuckets from {node}" for node, count in away.items())
+            text = f"the service streams {streamed}, and the map names other nodes for them"
+            remedy = f"if this lasts for more than {self._settings.map_poll_interval_s:g} s, restart the service"
+            self._say("map", WARN, text, remedy)
 
     async def _open_sessions(self, found: ClusterMap) -> None:
         name = f"dcp-mirror:doctor:{self._clock.unique()}"
@@ -408,33 +373,21 @@ class Doctor:
         for failure in failed:
             self._fail("privileges" if isinstance(failure, PrivilegeMissing) else "nodes", failure)
         if self._sessions:
-            self._say(
-                "nodes", StepVerdict.OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}"
-            )
+            self._say("nodes", OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}")
 
     def _judge_controls(self) -> None:
         session = self._sessions[0]
-        taken = [name for name, yes in session.controls.items() if yes]
         refused = [name for name, yes in session.controls.items() if not yes]
-        self._say(
-            "controls",
-            StepVerdict.OK,
-            f"{len(taken)} taken" + (f"; this server does not know {', '.join(refused)}" if refused else ""),
-        )
+        unknown = f"; this server does not know {', '.join(refused)}" if refused else ""
+        self._say("controls", OK, f"{len(session.controls) - len(refused)} taken{unknown}")
         if not session.sends_purge_seqno:
-            self._say(
-                "resume",
-                StepVerdict.OK,
-                "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins again",
-            )
+            text = "before 8.0 a first fill of a vbucket with purged deletions that breaks off begins again"
+            self._say("resume", OK, text)
         every = session.noop_interval_s
         accepted = session.controls.get("set_noop_interval", False)
-        self._say(
-            "noop",
-            StepVerdict.OK if accepted else StepVerdict.WARN,
-            f"every {every:g} s: a silent connection is noticed after {2 * every:g} s",
-            "" if accepted else "set noop_interval_s to whole seconds, 20 or more: this server takes no other",
-        )
+        text = f"every {every:g} s: a silent connection is noticed after {2 * every:g} s"
+        remedy = "set noop_interval_s to whole seconds, 20 or more: this server takes no other"
+        self._judge("noop", accepted, text, remedy)
 
     async def _collections(self, found: ClusterMap) -> None:
         session = self._sessions[0]
@@ -446,15 +399,11 @@ class Doctor:
             self._fail("collections", error)
             return
         text = f"{len(manifest.collections)} in {len(manifest.scopes)} scopes"
-        if manifest.hides_system and found.system_collections:
-            self._say(
-                "collections",
-                StepVerdict.WARN,
-                f"{text}; the server's own scope _system is hidden from this user, and will not be mirrored",
-                "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is needed",
-            )
-        else:
-            self._say("collections", StepVerdict.OK, text)
+        hidden = manifest.hides_system and found.system_collections
+        if hidden:
+            text += "; the server's own scope _system is hidden from this user, and will not be mirrored"
+        remedy = "grant the privilege SystemCollectionLookup (role Data DCP Reader) if it is needed"
+        self._judge("collections", not hidden, text, remedy)
 
     # -- would it go on? ------------------------------------------------------------------------------------------
 
@@ -473,18 +422,15 @@ class Doctor:
             vbid: answer for vbid, answer in answers.items() if not isinstance(answer, StreamAccepted | StreamRollback)
         }
         for status, count in Counter(getattr(answer, "status", None) for answer in refused.values()).items():
-            reaction = on_refusal(status) if status is not None else None
-            privilege = status == Status.EACCESS
-            self._say(
-                "privileges" if privilege else "streams",
-                StepVerdict.FAIL if privilege else StepVerdict.WARN,
-                f"{count} of {len(answers)} stream requests are refused: "
-                + (reaction.text if reaction is not None else "the connection broke"),
-                "grant the user the role Data DCP Reader on the bucket" if privilege else "the mirror asks again",
-                PrivilegeMissing("") if privilege else None,
-            )
+            why = "the connection broke" if status is None else on_refusal(status).text
+            text = f"{count} of {len(answers)} stream requests are refused: {why}"
+            if status == Status.EACCESS:
+                remedy = "grant the user the role Data DCP Reader on the bucket"
+                self._say("privileges", FAIL, text, remedy, PrivilegeMissing(""))
+            else:
+                self._say("streams", WARN, text, "the mirror asks again")
         if answers and not refused:
-            self._say("privileges", StepVerdict.OK, "the user may open DCP connections and streams")
+            self._say("privileges", OK, "the user may open DCP connections and streams")
         if states:
             self._judge_positions(states, answers, view)
 
@@ -494,7 +440,7 @@ class Doctor:
         try:
             return {int(state.vbid): state for state in view.states()}
         except StorageError as error:
-            self._say("data", StepVerdict.FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
+            self._say("data", FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
             return {}
 
     async def _ask(
@@ -533,23 +479,15 @@ class Doctor:
         fresh = sum(1 for state in states.values() if not state.published_seqno)
         on = len(answers) - len(undone) - len(resynced)
         text = f"{on - fresh} vbuckets resume where they are" + (f", {fresh} begin" if fresh else "")
-        self._say("positions", StepVerdict.OK, text)
+        self._say("positions", OK, text)
         if undone:
-            self._say(
-                "positions",
-                StepVerdict.WARN,
-                f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover",
-                "nothing to do: the service does it in an instant",
-            )
+            text = f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover"
+            self._say("positions", WARN, text, "nothing to do: the service does it in an instant")
         if resynced:
-            self._say(
-                "positions",
-                StepVerdict.WARN,
-                f"{len(resynced)} vbuckets would be resynced, the first is {resynced[0]}: the source has purged "
-                "deletions since, or lost more history than is kept here",
-                "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
-                "and history_s above the time of a failover",
-            )
+            text = f"{len(resynced)} vbuckets would be resynced, the first is {resynced[0]}: the source has purged "
+            text += "deletions since, or lost more history than is kept here"
+            remedy = "keep space for a second copy of them; keep downtimes below the bucket's metadata purge interval, "
+            self._say("positions", WARN, text, f"{remedy}and history_s above the time of a failover")
         self._judge_downtime(view)
 
     def _judge_downtime(self, view: View) -> None:
@@ -557,14 +495,9 @@ class Doctor:
         if self._status is not None or not times:
             return
         days = (self._clock.wall_ms() - max(times)) / 86_400_000
-        self._say(
-            "downtime",
-            StepVerdict.OK if days < PURGE_DAYS * 0.7 else StepVerdict.WARN,
-            f"nothing was published for {days:.1f} days; buckets purge deletions after {PURGE_DAYS} days by default",
-            ""
-            if days < PURGE_DAYS * 0.7
-            else "start the service; raise the metadata purge interval for longer downtimes",
-        )
+        text = f"nothing was published for {days:.1f} days; buckets purge deletions after {PURGE_DAYS} days by default"
+        remedy = "start the service; raise the metadata purge interval for longer downtimes"
+        self._judge("downtime", days < PURGE_DAYS * 0.7, text, remedy)
 
     # -- this machine ---------------------------------------------------------------------------------------------
 
@@ -574,7 +507,7 @@ class Doctor:
         try:
             return open_view(str(self._data), stale_reads=True)
         except StorageError as error:
-            self._say("data", StepVerdict.FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
+            self._say("data", FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
             return None
 
     async def _disk(self, view: View | None) -> None:
@@ -585,25 +518,16 @@ class Doctor:
         free = f"{_size(free_bytes)} are free at {place}"
         if view is not None:
             held = sum(file.stat().st_size for file in self._data.glob("group-*/data.mdb"))
-            enough = free_bytes >= held
-            self._say(
-                "disk",
-                StepVerdict.OK if enough else StepVerdict.WARN,
-                f"the mirror takes {_size(held)}, {free}",
-                "" if enough else "a resync of everything needs the space of a second copy: free some",
-            )
+            remedy = "a resync of everything needs the space of a second copy: free some"
+            self._judge("disk", free_bytes >= held, f"the mirror takes {_size(held)}, {free}", remedy)
             return
         size = await self._bucket_bytes()
         if size is None:
-            self._say("disk", StepVerdict.OK, f"{free}; this user may not query the size of the bucket")
+            self._say("disk", OK, f"{free}; this user may not query the size of the bucket")
             return
         need = size * DISK_FACTOR
-        self._say(
-            "disk",
-            StepVerdict.OK if free_bytes >= need else StepVerdict.FAIL,
-            f"the bucket holds {_size(size)}, its mirror takes about {_size(need)}; {free}",
-            "" if free_bytes >= need else "take a larger disk",
-        )
+        text = f"the bucket holds {_size(size)}, its mirror takes about {_size(need)}; {free}"
+        self._judge("disk", free_bytes >= need, text, "take a larger disk", FAIL)
 
     async def _bucket_bytes(self) -> int | None:
         total = 0
