@@ -21,7 +21,7 @@ from cli.exits import CommandEnded, end_by_sigterm
 from cli.stage import Stage
 from cli.status import DocumentCounter
 from mirror.errors import ConfigError, ExitCode, SupervisionError
-from mirror.messages import Status
+from mirror.messages import Reply, Status
 from storage.admin import check as storage_check
 from storage.env import directory
 from storage.read.view import open_view
@@ -42,7 +42,7 @@ class Story:
     def __init__(self, stage: Stage, length_s: float) -> None:
         """The worker is killed after a third of `length_s`; the node fails over after two thirds."""
         self.lines: list[str] = []
-        self.facts: dict[str, Any] = {}
+        self.facts: Reply = {}
         self.finished = False
         self._stage = stage
         self._began_s = time.monotonic()

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ from mirror import client
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.messages import RollBack
+from mirror.messages import Reply, RollBack
 from mirror.serve.objects import document_object
 from storage.env import directory
 from storage.model import Document
@@ -28,7 +28,7 @@ from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
 
 
-def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> dict[str, Any]:
+def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) -> Reply:
     """Roll back as the owner of the vbucket's group. Raises Locked, NoSuchBoundary."""
     identity = directory.load(str(path))
     group = vbid % identity.group_count
@@ -56,7 +56,7 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
     }
 
 
-def undone(view: View, vbid: int, result: dict[str, Any]) -> Iterator[tuple[str, Document]]:
+def undone(view: View, vbid: int, result: Reply) -> Iterator[tuple[str, Document]]:
     """Return the retractions and restorations of a finished rollback."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
@@ -131,7 +131,7 @@ def take(events: Iterable[tuple[str, Document]], limit: int) -> tuple[list[tuple
     return shown, counts
 
 
-def say(facts: dict[str, Any], shown: list[tuple[str, Document]], time_ms: int) -> None:
+def say(facts: Reply, shown: list[tuple[str, Document]], time_ms: int) -> None:
     seqno = facts["boundary"]["seqno"]
     if seqno == facts["from_seqno"]:
         typer.echo(f"vbucket {facts['vbid']} stands at seqno {seqno}: nothing to take back")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cli import output
+from mirror.config import Values
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
@@ -193,9 +194,9 @@ def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
     raise ConfigError("no source given", hint="give --port, --source or --control")
 
 
-def arguments_from(pairs: list[str]) -> dict[str, Any]:
+def arguments_from(pairs: list[str]) -> Values:
     """Parse `node=0 lose=10`: numbers, true and false, lists of numbers, else text. Raises ConfigError."""
-    arguments: dict[str, Any] = {}
+    arguments: Values = {}
     for pair in pairs:
         name, separator, text = pair.partition("=")
         if not separator or not name:

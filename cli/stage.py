@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from mirror import client
 from mirror.errors import MirrorError, SupervisionError
-from mirror.messages import GetStatus, Status
+from mirror.messages import GetStatus, Reply, Status
 from mirror.sandbox.control import server as control
 from mirror.supervise.processes.life import die_with_parent
 from mirror.supervise.processes.table import exit_words
@@ -132,7 +132,7 @@ class Stage:
         status: Status | None = answer["status"] if answer else None
         return status
 
-    def ask_source(self, command: str, **arguments: Any) -> dict[str, Any]:
+    def ask_source(self, command: str, **arguments: Any) -> Reply:
         assert self._source is not None, "the stage was entered"
         try:
             answer = control.ask(self.control, command, **arguments)

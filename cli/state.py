@@ -5,13 +5,12 @@ Both read the store and never ask the service: `state` shows what would be found
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror.errors import ExitCode
+from mirror.messages import Reply
 from storage.admin import check as storage_check
 from storage.history.extent import History
 from storage.model import Boundary, VbucketState
@@ -28,7 +27,7 @@ def boundary_object(boundary: Boundary) -> dict[str, object]:
     }
 
 
-def state_object(state: VbucketState, boundaries: list[Boundary], history: History) -> dict[str, Any]:
+def state_object(state: VbucketState, boundaries: list[Boundary], history: History) -> Reply:
     snapshot = state.open_snapshot
     return {
         "vbid": state.vbid,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S
 from mirror.inspection.verify import verify as compare
 from mirror.log import set_up_logs
-from mirror.messages import Ping
+from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
 from storage.env import directory, map_record
 from storage.format import keys
@@ -169,8 +169,8 @@ class Progress:
         self._screen.show_line(line)
 
 
-def totals(results: list[VbucketResult]) -> dict[str, Any]:
-    sums: dict[str, Any] = {"vbuckets": len(results), "states": dict(Counter(result.state for result in results))}
+def totals(results: list[VbucketResult]) -> Reply:
+    sums: Reply = {"vbuckets": len(results), "states": dict(Counter(result.state for result in results))}
     return sums | {name: sum(getattr(result, name) for result in results) for name in COUNTED}
 
 
@@ -208,7 +208,7 @@ def version_object(version: Fingerprint | None) -> dict[str, object] | None:
     return fields | {"digest": version.digest.hex()}
 
 
-def say(facts: dict[str, Any], results: list[VbucketResult], limit: int) -> None:
+def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
     left = limit
     for result in results:
         if not result.equal:

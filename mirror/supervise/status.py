@@ -94,7 +94,7 @@ def summed(values: Iterable[int | float | None]) -> int | float | None:
     return sum(known) if known else None
 
 
-def totals(rows: Sequence[VbucketRow]) -> dict[str, Any]:
+def totals(rows: Sequence[VbucketRow]) -> Status:
     states: dict[str, int] = {}
     for row in rows:
         states[row["state"]] = states.get(row["state"], 0) + 1

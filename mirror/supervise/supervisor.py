@@ -15,7 +15,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mirror.clock import Clock
 from mirror.config import AT_START, EFFECTS, Settings, to_wire
@@ -209,7 +208,7 @@ class Supervisor:
             self._processes.kill_all()
             self.stop(error)
 
-    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Log once a minute that connections cannot be accepted; the event loop retries every second."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror.clock import SystemClock
-from mirror.config import Settings, from_wire, to_wire, vbucket_range
+from mirror.config import Settings, Values, from_wire, to_wire, vbucket_range
 from mirror.errors import ConfigError, MirrorError, NotSupported, SourceTimeout
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection.bootstrap import Access
@@ -43,7 +43,7 @@ SILENCE_S = 120.0
 
 class BackfillTask(NamedTuple):
     source: str
-    settings: dict[str, Any]
+    settings: Values
     """Without the password, which the task finds on its own machine."""
     identity: Identity
     group: int

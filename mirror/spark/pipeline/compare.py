@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mirror import client
-from mirror.config import Settings, from_wire, to_wire
+from mirror.config import Settings, Values, from_wire, to_wire
 from mirror.errors import BucketChanged, ConfigError
 from mirror.feed.read.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
@@ -31,7 +31,7 @@ TASKS_PER_CORE = 4
 class CompareTask(NamedTuple):
     data: str
     source: str
-    settings: dict[str, Any]
+    settings: Values
     """Without the password, which the task finds on its own machine."""
     vbids: list[int]
     bucket_uuid: str

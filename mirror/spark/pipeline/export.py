@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -205,15 +205,15 @@ class _Target(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     @abstractmethod
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None: ...
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None: ...
 
-    def success(self, parts: Sequence[Part], facts: dict[str, Any]) -> None:
-        facts = facts | {"documents": sum(part.rows for part in parts), "files": len(parts)}
+    def success(self, parts: Sequence[Part], facts: dict[str, str]) -> None:
+        counted = {"documents": sum(part.rows for part in parts), "files": len(parts)}
         file = self.folder.create(SUCCESS_FILE)
-        file.write(json.dumps(facts | {"names": [part.name for part in parts]}).encode())
+        file.write(json.dumps({**facts, **counted, "names": [part.name for part in parts]}).encode())
         file.close()
 
-    def empty(self, schema: pa.Schema, facts: dict[str, Any]) -> list[Part]:
+    def empty(self, schema: pa.Schema, facts: dict[str, str]) -> list[Part]:
         """Write a file without rows: readers of an empty folder would not know the columns."""
         with PartWriter(self.folder.url, f"part-{facts[delta.RUN]}-00000", schema) as writer:
             writer.write_empty()
@@ -256,7 +256,7 @@ class _Delta(_Target):
             remove_orphans(self.folder, open_table(self.folder))
         self._lock.close()
 
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
         commit_parts(self.folder, self._table, parts, schema, overwrite=True, metadata=facts)
         table = open_table(self.folder)
         self.version = None if table is None else table.version()
@@ -300,7 +300,7 @@ class _Folder(_Target):
             shutil.rmtree(self._incomplete, ignore_errors=True)
         self._lock.close()
 
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
         try:
             self.success(parts or self.empty(schema, facts), facts)
             (self._incomplete / delta.LOCK_FILE).unlink()
@@ -344,7 +344,7 @@ class _Prefix(_Target):
                     if run_of(each) == self.run:
                         self.folder.remove(each)
 
-    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, Any]) -> None:
+    def finish(self, parts: Sequence[Part], schema: pa.Schema, facts: dict[str, str]) -> None:
         parts = parts or self.empty(schema, facts)
         try:
             if others := set(self.folder.names()) - {part.name for part in parts}:

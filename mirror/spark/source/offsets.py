@@ -37,6 +37,10 @@ class At(NamedTuple):
 BEGINNING = At()
 
 
+Encoded = dict[str, Any]
+"""An offset as Spark keeps it in a checkpoint: JSON."""
+
+
 @dataclass(frozen=True)
 class Offset:
     """The position of all vbuckets; those that are not named are at the beginning."""
@@ -53,7 +57,7 @@ class Offset:
     def of(self, vbid: int) -> At:
         return self.at.get(vbid, BEGINNING)
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> Encoded:
         found = {
             "format": FORMAT,
             "origin": self.origin,

@@ -18,6 +18,7 @@ from mirror.errors import ConfigError
 from mirror.spark.source import changes
 from mirror.spark.source.changes import LocalChanges
 from mirror.spark.source.failures import Carried, clear_errors, with_clear_errors
+from mirror.spark.source.offsets import Encoded
 from mirror.spark.source.options import Options
 from mirror.spark.source.rows import change_batches
 
@@ -82,10 +83,10 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._options = options
         self._refusal = refusal
         self._opened: LocalChanges | RemoteChanges | None = None
-        self._initial: dict[str, Any] | None = None
+        self._initial: Encoded | None = None
         self._begun = not options.latest
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Encoded:
         """Return what a task needs."""
         return {"_options": self._options, "_refusal": None, "_opened": None, "_initial": None, "_begun": True}
 
@@ -98,7 +99,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         return self._opened
 
     @with_clear_errors
-    def initialOffset(self) -> dict[str, Any]:
+    def initialOffset(self) -> Encoded:
         """Return where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
         if self._initial is None:
             driver = self._driver
@@ -110,7 +111,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         return ReadMaxRows(self._options.max_rows)
 
     @with_clear_errors
-    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
+    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> Encoded:
         """With startingFrom=latest the first batch is empty: its end tells a restarted query where it began."""
         if not self._begun:
             self._begun = True
@@ -124,7 +125,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._driver.stop_at_published()
 
     @with_clear_errors
-    def reportLatestOffset(self) -> dict[str, Any]:
+    def reportLatestOffset(self) -> Encoded:
         return self._driver.published().encode()
 
     @with_clear_errors

@@ -89,7 +89,7 @@ def open_table(folder: Folder) -> DeltaTable | None:
         raise MirrorError(f"{folder}: cannot be read as a Delta table: {plain(error)}", hint=folder.remedy) from error
 
 
-def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, Any] | None = None) -> CommitProperties:
+def only_next(marks: Sequence[Transaction] = (), metadata: dict[str, str] | None = None) -> CommitProperties:
     """Return the properties of a commit that may only become the next version."""
     return CommitProperties(
         custom_metadata=metadata, max_commit_retries=0, app_transactions=list(marks) if marks else None
@@ -118,7 +118,7 @@ def commit_parts(
     *,
     overwrite: bool = False,
     marks: Sequence[Transaction] = (),
-    metadata: dict[str, Any] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """Make `parts`, which lie in `folder`, the table's rows (`overwrite`) or add them, as the next version after
     `table` (None: as the first). Raises CommitConflict if another writer made that version.

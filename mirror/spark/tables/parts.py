@@ -13,7 +13,6 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
@@ -174,10 +173,10 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
     """Return what Delta readers skip files by: rows, and the bounds and nulls of top-level columns of integers and
     text.
     """
-    least: dict[str, Any] = {}
-    most: dict[str, Any] = {}
-    nulls: dict[str, Any] = {}
-    known: Mapping[str, dict[str, Any]] = {"minValues": least, "maxValues": most, "nullCount": nulls}
+    least: dict[str, object] = {}
+    most: dict[str, object] = {}
+    nulls: dict[str, object] = {}
+    known = {"minValues": least, "maxValues": most, "nullCount": nulls}
     for column in range(metadata.num_columns):
         described = metadata.schema.column(column)
         name = described.path

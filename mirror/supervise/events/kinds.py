@@ -23,9 +23,15 @@ def _counted(count: int, what: str) -> str:
 class _Kind:
     name: ClassVar[str]
     level: ClassVar[Level]
+    sentence: ClassVar[str]
 
-    def __init_subclass__(cls, *, name: str = "", level: Level = "info") -> None:
-        cls.name, cls.level = name, level
+    def __init_subclass__(cls, *, name: str = "", level: Level = "info", sentence: str = "") -> None:
+        cls.name, cls.level, cls.sentence = name, level, sentence
+
+    @property
+    def text(self) -> str:
+        """The sentence with this event in it: `{0.why}`."""
+        return self.sentence.format(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,15 @@ class _OfVbuckets(_Kind):
     @property
     def counted(self) -> str:
         return _counted(self.vbuckets, "vbucket")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfGroups(_Kind):
+    groups: tuple[int, ...]
+
+    @property
+    def counted(self) -> str:
+        return _counted(len(self.groups), "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,47 +68,36 @@ class VbucketsRolledBack(_OfVbuckets, name="rollback", level="warning"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResyncBegun(_OfVbuckets, name="resync-begun", level="warning"):
+class ResyncBegun(_OfVbuckets, name="resync-begun", level="warning", sentence="{0.counted} resynced from 0: {0.why}"):
     why: str
 
-    @property
-    def text(self) -> str:
-        return f"{self.counted} resynced from 0: {self.why}"
+
+@dataclass(frozen=True, kw_only=True)
+class ResyncDone(_OfVbuckets, name="resync-done", sentence="the resync of {0.counted} is done"):
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResyncDone(_OfVbuckets, name="resync-done"):
-    @property
-    def text(self) -> str:
-        return f"the resync of {self.counted} is done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstFillDone(_Kind, name="first-fill-done"):
+class FirstFillDone(
+    _Kind, name="first-fill-done", sentence="the first fill is done: {0.vbuckets:,} vbuckets, {0.seqnos:,} seqnos"
+):
     vbuckets: int
     seqnos: int
 
-    @property
-    def text(self) -> str:
-        return f"the first fill is done: {self.vbuckets:,} vbuckets, {self.seqnos:,} seqnos"
-
 
 @dataclass(frozen=True, kw_only=True)
-class SourceUnreachable(_Kind, name="source-unreachable", level="error"):
+class SourceUnreachable(
+    _Kind,
+    name="source-unreachable",
+    level="error",
+    sentence="the source has not been reached since the service started: {0.why}",
+):
     why: str
 
-    @property
-    def text(self) -> str:
-        return f"the source has not been reached since the service started: {self.why}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class SourceReached(_Kind, name="source-reached"):
+class SourceReached(_Kind, name="source-reached", sentence="the source has answered after {0.after_s:.1f} s"):
     after_s: float
-
-    @property
-    def text(self) -> str:
-        return f"the source has answered after {self.after_s:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,53 +113,36 @@ class SourceLost(_OfVbuckets, name="source-lost", level="error"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceBack(_OfVbuckets, name="source-back"):
+class SourceBack(
+    _OfVbuckets,
+    name="source-back",
+    sentence="{0.counted} regained contact with the source after {0.away_s:.1f} s",
+):
     away_s: float
 
-    @property
-    def text(self) -> str:
-        return f"{self.counted} regained contact with the source after {self.away_s:.1f} s"
-
 
 @dataclass(frozen=True, kw_only=True)
-class DamageFound(_OfVbuckets, name="damage-found", level="error"):
+class DamageFound(_OfVbuckets, name="damage-found", level="error", sentence="{0.counted} damaged: {0.why}"):
     why: str
 
-    @property
-    def text(self) -> str:
-        return f"{self.counted} damaged: {self.why}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Degraded(_Kind, name="degraded", level="error"):
+class Degraded(_Kind, name="degraded", level="error", sentence="{0.why}"):
     """The mirror has a trouble that no other event reports."""
 
     vbuckets: int
     """0: the whole mirror."""
     why: str
 
-    @property
-    def text(self) -> str:
-        return self.why
-
 
 @dataclass(frozen=True, kw_only=True)
-class DiskFull(_Kind, name="disk-full", level="error"):
-    groups: tuple[int, ...]
+class DiskFull(_OfGroups, name="disk-full", level="error", sentence="the disk is full for {0.counted}: {0.why}"):
     why: str
 
-    @property
-    def text(self) -> str:
-        return f"the disk is full for {_counted(len(self.groups), 'group')}: {self.why}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class DiskFree(_Kind, name="disk-free"):
-    groups: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        return f"the disk has space again for {_counted(len(self.groups), 'group')}"
+class DiskFree(_OfGroups, name="disk-free", sentence="the disk has space again for {0.counted}"):
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +172,13 @@ class SettingsRead(_Kind, name="settings-read"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingsRefused(_Kind, name="settings-refused", level="error"):
+class SettingsRefused(
+    _Kind,
+    name="settings-refused",
+    level="error",
+    sentence="the new settings are refused, the old ones stay in force: {0.why}",
+):
     why: str
-
-    @property
-    def text(self) -> str:
-        return f"the new settings are refused, the old ones stay in force: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +197,15 @@ class WorkerEnded(_Kind, name="worker-ended", level="error"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaseExpired(_Kind, name="lease-expired", level="warning"):
+class LeaseExpired(
+    _Kind,
+    name="lease-expired",
+    level="warning",
+    sentence="the lease of {0.reader!r} on {0.vbuckets:,} vbuckets has expired: its reader may lose history",
+):
     lease: str
     reader: str
     vbuckets: int
-
-    @property
-    def text(self) -> str:
-        return f"the lease of {self.reader!r} on {self.vbuckets:,} vbuckets has expired: its reader may lose history"
 
 
 Event = (

@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import MirrorError, SupervisionError
@@ -29,7 +28,7 @@ SEND_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 """Limit for a whole request, counted from the connection or the answer before it."""
 
-Handler = Callable[[dict[str, Any]], Awaitable[Reply]]
+Handler = Callable[[Reply], Awaitable[Reply]]
 
 
 class ControlServer:
