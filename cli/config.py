@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from cli import options, output, render
-from mirror.config import EFFECTS
+from mirror.config import EFFECTS, Effect
 from mirror.config_reader import ENV_PREFIX, Description, describe, nearest
 from mirror.errors import ConfigError
 
@@ -33,15 +33,17 @@ Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the c
 The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
 `secrets_dir`, in this order.
 
-A change takes effect at:
+A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers, unless the setting says otherwise:
 
-- **reload**: SIGHUP (`systemctl reload`). Restarted workers commit first; clients of restarted servers reconnect. If a
-  new address cannot be opened, all settings stay as they were;
-- **restart**: the next start of the service;
+- **reload**: at SIGHUP. Restarted workers commit first; clients of restarted servers reconnect. If a new address cannot
+  be opened, all settings stay as they were;
+- **restart**: at the next start of the service;
 - **new data directory**: never for an existing one; the start refuses another value.
 """
 
 LINE_LENGTH = 120
+USUAL = Effect.WORKERS
+"""The page leaves this effect out."""
 
 app = typer.Typer(help=HELP, no_args_is_help=True)
 
@@ -100,9 +102,12 @@ def markdown_page(settings: list[Description]) -> str:
     for section, members in groupby(settings, key=lambda each: each.section):
         parts.append(f"\n## {section}\n")
         for each in members:
-            short = facts(each)
-            default = short["default"] if " " in short["default"] else f"`{short['default']}`"
-            line = f"{short['values']}; default {default}; {short['takes effect']}."
+            facts_shown = [each.values]
+            if each.default is not None:
+                facts_shown.append(f"default {each.default}" if " " in each.default else f"default `{each.default}`")
+            if EFFECTS[each.name] != USUAL:
+                facts_shown.append(EFFECTS[each.name])
+            line = "; ".join(facts_shown) + "."
             parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n\n{_wrapped(line)}\n")
     return "".join(parts)
 

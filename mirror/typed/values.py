@@ -5,7 +5,7 @@ bodies.py uses it where Arrow's reader gives up, and its results define what Arr
 cannot take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map
 becomes null, unless its elements are structs. Numbers keep the spelling of the document.
 
-docs/spark.md has a table of the differences from from_json, and tests/typed/test_values.py holds both to it.
+tests/typed/differences.md lists the differences from from_json; tests/typed/test_values.py compares both with it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ BODIES = (
     '\ufeff{"a":1}',
 )
 DIFFERENCE = re.compile(r"^\| `([^`]+)` \| `(\{[^`]+)` \| (.+) \| (.+) \|$", re.M)
-"""A line of the table in docs/spark.md: type, document, what is read here and by from_json."""
+"""A line of the table in differences.md: type, document, what is read here and by from_json."""
 OTHERS = ('"a":1,"b":' + "[" * 1100, '"a":1,"b":' + "9" * 1100, '"a":1}\0')
 """The same, where the page has words: documents that from_json refuses for what is beside the column, or takes."""
 
@@ -123,7 +123,7 @@ def test_values_are_those_of_from_json(spark: SparkSession) -> None:
     finally:
         spark.conf.unset("spark.sql.session.timeZone")
     reading = Reading(mode="permissive", time_zone=ZONE)
-    page = Path(__file__).parents[2] / "docs" / "spark.md"
+    page = Path(__file__).with_name("differences.md")
     said = {(kind, body): (here, there) for kind, body, here, there in DIFFERENCE.findall(page.read_text())}
     different = {}
     for at, kind in enumerate(kinds):
