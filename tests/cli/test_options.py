@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.options import collection_from, data_directory, flags_from, settings_from
+from cli.options import collection_from, data_directory, flags_from
 from mirror.errors import ConfigError
 
 
@@ -12,20 +12,6 @@ from mirror.errors import ConfigError
 def _no_settings_of_the_tester(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DATA", "WORKERS", "CONFIG", "PASSWORD_FILE"):
         monkeypatch.delenv(f"DCP_MIRROR_{name}", raising=False)
-
-
-def test_a_flag_comes_before_the_environment_and_that_before_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "mirror.toml"
-    file.write_text("workers = 2\ngroups = 3\ncommit_interval_ms = 7\n")
-    monkeypatch.setenv("DCP_MIRROR_WORKERS", "5")
-    monkeypatch.setenv("DCP_MIRROR_GROUPS", "6")
-    loaded = settings_from({"workers": 8, "sync": None}, config=file, pairs=["seqno-poll-interval-s=9"])
-    settings = loaded.settings
-    assert (settings.workers, settings.groups, settings.commit_interval_ms) == (8, 6, 7)
-    assert settings.seqno_poll_interval_s == 9
-    assert loaded.provenance["sync"] == "default"
 
 
 @pytest.mark.parametrize("pair", ["nonsense", "=1", ""])

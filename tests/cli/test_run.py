@@ -152,13 +152,6 @@ def test_a_wrong_password_is_said_at_once(source: SandboxThread, tmp_path: Path)
     assert not (tmp_path / "data" / "mirror.json").exists()
 
 
-def test_no_such_bucket(source: SandboxThread, tmp_path: Path) -> None:
-    url = source.connection_string.rpartition("/")[0] + "/nonesuch"
-    result = call("run", "--source", url, "--data", tmp_path / "data")
-    assert result.code == 4
-    assert "nonesuch" in result.complaint
-
-
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     limited = ["--set", "bootstrap_timeout_s=0.5"]
     result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", "--until-caught-up", *limited)
@@ -237,18 +230,6 @@ def test_a_directory_that_cannot_be_written(source: SandboxThread, tmp_path: Pat
         assert "cannot be written" in result.complaint
 
 
-def test_a_mirror_that_may_not_be_written_any_more(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
-    data = copy_of(mirrored, tmp_path)
-    before = files_below(data)
-    for place in [*data.rglob("*"), data]:
-        place.chmod(0o555 if place.is_dir() else 0o444)
-    arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
-    result = call(*arguments, preexec_fn=without_rootly_powers)
-    assert result.code == 2, result.err
-    assert "cannot be written" in result.complaint
-    assert files_below(data) == before
-
-
 def copy_of(mirrored: Path, tmp_path: Path) -> Path:
     return Path(
         shutil.copytree(mirrored, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n.endswith(".sock")])
@@ -263,16 +244,6 @@ def test_a_directory_of_somebody_else(source: SandboxThread, tmp_path: Path) -> 
     file = call("run", "--source", source.connection_string, "--data", tmp_path / "letters.txt")
     assert file.code == 2
     assert "not a directory" in file.complaint
-
-
-def test_data_of_another_bucket_is_left_as_it_is(mirrored: Path, tmp_path: Path) -> None:
-    data = copy_of(mirrored, tmp_path)
-    before = files_below(data)
-    with SandboxThread(SandboxCluster(vbuckets=16, seed=99)) as other:
-        result = call("run", "--source", other.connection_string, "--data", data)
-    assert result.code == 3
-    assert "bucket" in result.complaint
-    assert files_below(data) == before
 
 
 def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None:
@@ -297,15 +268,6 @@ def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None
     assert "inventory.airline" in absent.complaint, "what is known here is said"
 
 
-def test_the_number_of_groups_is_fixed(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
-    data = copy_of(mirrored, tmp_path)
-    arguments = ["run", "--source", source.connection_string, "--data", data, "--until-caught-up"]
-    result = call(*arguments, "--groups", "5")
-    assert result.code == 2
-    assert "4 groups" in result.complaint
-    assert call(*arguments, "--groups", "4", "--workers", "3").code == 0
-
-
 def test_damaged_data_is_said_by_name(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
     data = copy_of(mirrored, tmp_path)
     (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
@@ -315,22 +277,6 @@ def test_damaged_data_is_said_by_name(mirrored: Path, source: SandboxThread, tmp
     assert "group-0001" in result.complaint
     (data / "mirror.json").write_text("{")
     assert call(*arguments).code == 3
-
-
-def test_one_damaged_group_does_not_stop_the_others(mirrored: Path, source: SandboxThread, tmp_path: Path) -> None:
-    data = copy_of(mirrored, tmp_path)
-    (data / "group-0001" / "data.mdb").write_bytes(b"garbage" * 1000)
-    with background("run", "--source", source.connection_string, "--data", data, "--workers", "2") as service:
-        states = eventually(lambda: settled_states(data))
-        assert states == {"streaming": 12, "damaged": 4}
-        service.terminate()
-        service.communicate(timeout=LIMIT_S)
-
-
-def settled_states(data: Path) -> dict[str, int] | None:
-    answer = client.ask(data, GetStatus())
-    states: dict[str, int] = answer["status"]["totals"]["states"] if answer else {}
-    return states if states.get("streaming", 0) + states.get("damaged", 0) == 16 else None
 
 
 def test_a_damaged_group_that_is_set_aside_is_filled_again(

@@ -22,23 +22,6 @@ async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
     await other.close()
 
 
-async def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    sent = [Answer(number, {"vbuckets": [1, b"\x00", "x" * number * 1000]}) for number in range(50)]
-    for message in sent:
-        one.send(message)
-    assert [await other.receive() for _ in sent] == sent
-
-
-async def test_the_end_of_the_other_side_is_none(ends: tuple[Channel, Channel]) -> None:
-    one, other = ends
-    one.send(Beat())
-    await one.close()
-    assert await other.receive() == Beat()
-    assert await other.receive() is None
-    one.send(Beat())
-
-
 async def test_an_end_in_the_middle_of_a_message_is_an_end() -> None:
     left, right = socket.socketpair()
     receiver = await Channel.open(right)

@@ -12,9 +12,9 @@ import pytest
 
 from mirror.config import to_wire
 from mirror.errors import SupervisionError
-from mirror.messages import Answer, Ready, Resync, StartWorker, StopWork
+from mirror.messages import Answer, Ready, Resync, StartWorker
 from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
-from mirror.supervise.processes.plan import Heartbeat, ProcessPhase
+from mirror.supervise.processes.plan import Heartbeat
 from tests.supervise.scripted import settings_for, worker_command
 
 M = TypeVar("M", Ready, Answer)
@@ -54,16 +54,6 @@ async def test_its_death_is_the_last_event(tmp_path: Path) -> None:
     child.kill()
 
 
-async def test_a_question_gets_its_answer(tmp_path: Path) -> None:
-    child, events = await start(tmp_path)
-    question = asyncio.create_task(child.request(Resync(1), timeout_s=30))
-    child.answered(await until(events, Answer))
-    assert await question == {"heard": {"op": "resync", "vbid": 1}}
-    child.answered(Answer(999))
-    child.send(StopWork())
-    assert (await until_gone(events)).status == 0
-
-
 async def test_a_question_to_the_dead_fails_at_once(tmp_path: Path) -> None:
     child, events = await start(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
@@ -96,14 +86,3 @@ async def test_a_child_that_talks_garbage_is_killed() -> None:
 async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
     with pytest.raises(FileNotFoundError):
         await spawn(0, (0,), Heartbeat(0), lambda descriptor: ["/nonexistent/python"])
-
-
-async def test_facts_are_what_the_plan_needs(tmp_path: Path) -> None:
-    child, events = await start(tmp_path)
-    child.phase = ProcessPhase.RUNNING
-    child.heartbeat.beat(1_000)
-    assert not child.facts(1_001).overdue
-    assert child.facts(10_000_000).overdue
-    assert child.facts(1_001).groups == (0, 1)
-    child.kill()
-    await until_gone(events)

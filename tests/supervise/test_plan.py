@@ -33,14 +33,6 @@ def test_every_group_has_one_slot_and_the_load_is_even(group_count: int, worker_
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_first_start_starts_all() -> None:
-    assert decide({0: (0, 2), 1: (1,)}, []) == [StartProcess(0, (0, 2)), StartProcess(1, (1,))]
-
-
-def test_what_runs_as_it_should_is_left_alone() -> None:
-    assert decide({0: (0, 1)}, [WorkerFacts(0, (0, 1), ProcessPhase.RUNNING)]) == []
-
-
 def test_a_dead_worker_comes_back_after_its_pause() -> None:
     dead = WorkerFacts(0, (), ProcessPhase.ABSENT, not_before_ms=500)
     assert decide({0: (0,)}, [dead], 499) == []
@@ -61,23 +53,6 @@ def test_a_group_moves_only_when_its_holder_is_gone() -> None:
     assert decide(desired, leaving) == []
     gone = [WorkerFacts(0, (), ProcessPhase.ABSENT)]
     assert decide(desired, gone) == [StartProcess(0, (0,)), StartProcess(1, (1,))]
-
-
-def test_a_slot_that_is_not_needed_any_more_is_stopped() -> None:
-    actual = [WorkerFacts(0, (0,), ProcessPhase.RUNNING), WorkerFacts(1, (1,), ProcessPhase.RUNNING)]
-    assert decide({0: (0,)}, actual) == [StopProcess(1, "its groups move")]
-
-
-def test_changed_settings_stop_a_worker_so_that_it_starts_with_them() -> None:
-    assert decide({0: (0,)}, [WorkerFacts(0, (0,), ProcessPhase.RUNNING, outdated=True)]) == [
-        StopProcess(0, "the settings changed")
-    ]
-
-
-def test_a_worker_that_does_not_stop_in_time_is_killed() -> None:
-    slow = WorkerFacts(0, (0,), ProcessPhase.STOPPING, stopping_since_ms=100)
-    assert decide({}, [slow], 100 + GRACE_MS) == []
-    assert decide({}, [slow], 101 + GRACE_MS) == [KillProcess(0, "did not stop in time")]
 
 
 @pytest.mark.parametrize("phase", [ProcessPhase.STARTING, ProcessPhase.RUNNING])

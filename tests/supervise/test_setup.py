@@ -10,7 +10,6 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import (
-    AuthRejected,
     BucketChanged,
     ConfigError,
     ConnectFailed,
@@ -34,15 +33,6 @@ from tests.supervise.service import (
 
 def digest(group: str) -> bytes:
     return hashlib.sha256((Path(group) / "data.mdb").read_bytes()).digest()
-
-
-async def test_a_refusal_at_start_ends_the_service_and_leaves_no_mirror(tmp_path: Path) -> None:
-    async def refuse(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        raise AuthRejected("wrong password for demo")
-
-    with pytest.raises(AuthRejected):
-        await service_of(tmp_path, look_up=refuse).run()
-    assert not directory.exists(str(tmp_path))
 
 
 async def test_a_source_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -82,15 +72,6 @@ async def test_known_data_is_served_while_the_source_is_silent(tmp_path: Path) -
     async with serving(service_of(tmp_path, look_up=silent, settings=settings)) as service:
         await eventually(lambda: set(service.status_document()["listeners"]) == {"kv", "http"})
         assert service.status_document()["workers"] == [], "nothing is opened before it is known whose bucket it is"
-
-
-async def test_somebody_waiting_for_the_end_is_not_kept_for_ever(tmp_path: Path) -> None:
-    async def away(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        raise ConnectFailed("nobody there")
-
-    settings = settings_for(tmp_path, bootstrap_timeout_s=0.1)
-    with pytest.raises(ConnectFailed):
-        await service_of(tmp_path, settings=settings, until_caught_up=True, look_up=away).run()
 
 
 @pytest.mark.parametrize(

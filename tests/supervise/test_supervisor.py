@@ -8,25 +8,19 @@ import pty
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import (
     ConfigError,
-    ConnectFailed,
     ExitCode,
     SupervisionError,
 )
-from mirror.supervise.setup import Source
-from mirror.supervise.supervisor import Supervisor
 from tests.processes import ProcessGroup, end_group
 from tests.supervise.conftest import eventually, eventually_now
-from tests.supervise.scripted import look_up, settings_for
+from tests.supervise.scripted import settings_for
 from tests.supervise.service import (
     SCRIPTED,
     ask,
@@ -93,25 +87,6 @@ async def test_bad_new_settings_change_nothing(tmp_path: Path) -> None:
         await eventually(lambda: requested)
         assert (await ask(tmp_path, {"op": "status"}))["ok"]
         assert pids(service) == before
-
-
-async def test_interrupting_the_way_to_caught_up_is_no_success(tmp_path: Path) -> None:
-    async def never(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        raise ConnectFailed("nobody there")
-
-    service = service_of(tmp_path, until_caught_up=True, look_up=never)
-    task = asyncio.create_task(service.run())
-    await eventually(lambda: service.status_document()["source_error"])
-    os.kill(os.getpid(), signal.SIGINT)
-    assert await task == ExitCode.INTERRUPTED
-
-
-@pytest.mark.parametrize("missing", ["data", "source"])
-def test_what_is_not_said_is_requested(tmp_path: Path, missing: str) -> None:
-    without: dict[str, Any] = {missing: None}
-    settings = replace(settings_for(tmp_path), **without)
-    with pytest.raises(ConfigError, match=missing):
-        Supervisor(settings, look_up, clock=SystemClock())
 
 
 def started(data: Path) -> ProcessGroup:

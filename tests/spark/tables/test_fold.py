@@ -44,15 +44,6 @@ def test_a_restoration_has_the_last_word_over_its_retraction_though_its_seqno_is
     assert words(folded) == {"a": (True, 3), "gone": (False, 8)}
 
 
-def test_the_same_key_in_two_collections_is_two_documents() -> None:
-    events = [event("mutation", "a", (1, 1)), event("deletion", "a", (1, 2), collection="s.c")]
-    folded, _ = fold(table_of(events))
-    assert sorted((row["collection"], row["live"]) for row in folded.to_pylist()) == [
-        ("_default._default", True),
-        ("s.c", False),
-    ]
-
-
 def test_a_dropped_collection_takes_what_came_before_it_and_leaves_what_comes_after() -> None:
     history = History()
     history.write("early", b"", "s.c")
@@ -82,11 +73,6 @@ def test_keys_that_are_no_text_are_distinguished() -> None:
     column = pa.Array.from_buffers(pa.string(), 3, pa.array(strange, pa.binary()).buffers())
     folded, _ = fold(rows.set_column(0, "key", column))
     assert folded.column("seqno").to_pylist() == [2, 3]
-
-
-def test_an_empty_batch_folds_to_nothing() -> None:
-    folded, _ = fold(table_of([]))
-    assert folded.num_rows == 0
 
 
 def test_files_that_share_a_vbucket_are_refused_as_their_order_is_not_known() -> None:
