@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +18,7 @@ from cli import options, output
 from cli.exits import Absent
 from mirror.errors import ConfigError
 from mirror.serve.access.auth import EVERYTHING, entry_of, new_salt_key, parse_users, read_users
+from storage.env.directory import replace_file
 
 app = typer.Typer(
     name="user",
@@ -90,13 +90,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _save(file: Path, document: dict[str, Any]) -> None:
     parse_users(document, file)
-    unfinished = file.with_name(f".{file.name}.new")
     try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as out:
-            json.dump(document, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(unfinished, file)
+        replace_file(str(file.absolute()), json.dumps(document, indent=1).encode())
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}", setting="users_file") from None

@@ -57,7 +57,6 @@ class FailoverLog(tuple[FailoverEntry, ...]):
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> FailoverLog:
-        """Make a log of (vbuuid, seqno) pairs, newest first."""
         return cls([FailoverEntry(Vbuuid(vbuuid), Seqno(seqno)) for vbuuid, seqno in pairs])
 
     @property
@@ -118,8 +117,6 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Scopes and collections of a vbucket from some seqno on."""
-
     uid: ManifestUid
     scopes: dict[int, str] = field(default_factory=dict)
     collections: dict[int, Collection] = field(default_factory=dict)
@@ -131,7 +128,6 @@ class Manifest:
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
     def names(self) -> dict[int, str]:
-        """Return `scope.collection` by collection id."""
         return {
             each.collection_id: f"{self.scopes.get(each.scope_id, '?')}.{each.name}"
             for each in self.collections.values()
@@ -193,12 +189,10 @@ class ManifestChange:
         return ManifestChange(after.uid, scopes, collections, emptied)
 
     def as_whole(self, after: Manifest) -> ManifestChange:
-        """Return the same change as a whole one."""
         return replace(self, scopes=dict(after.scopes), collections=dict(after.collections), whole=True)
 
     @property
     def byte_count(self) -> int:
-        """A rough estimate of its memory."""
         return 256 * (1 + len(self.scopes) + len(self.collections))
 
 
@@ -271,7 +265,6 @@ class VbucketState(NamedTuple):
 
     @property
     def purge_seqno(self) -> int:
-        """The purge seqno of the served copy, unless it is being resynced."""
         return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 
     @property
@@ -313,7 +306,6 @@ class Document(NamedTuple):
 
     @property
     def deleted(self) -> bool:
-        """True for tombstones (deletions and expirations)."""
         return self.kind is not Kind.MUTATION
 
 

@@ -46,8 +46,6 @@ class Violation(Exception):
 
 
 class Assembler:
-    """Assembles the snapshots of one vbucket, over any number of streams."""
-
     def __init__(self, vbid: int) -> None:
         self._vbid = vbid
         self._collections = True
@@ -112,7 +110,6 @@ class Assembler:
     # --- messages of the stream ---
 
     def marker(self, event: SnapshotMarker, out: list[Instruction]) -> None:
-        """Open a snapshot, or go on with the open one."""
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
         if end_seqno < self.position_seqno:
             raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")

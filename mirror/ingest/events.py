@@ -36,7 +36,6 @@ class Start:
     """The node is a mirror: it may be behind what is held here, and will catch up."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
-    """The filter of the streams; None: the whole bucket."""
     scope_names: Mapping[int, str] = field(default_factory=dict)
     """By id, for streams of single collections, which bring no scope's events."""
 

@@ -1,13 +1,12 @@
 """The handshake: from a stream request to its acceptance, with rollbacks, resyncs and the store's answers between.
 
-A handshake is a chain of requests until one is accepted. In it, each ROLLBACK must be to less than what was requested,
-and so to less than the one before, because what is requested next is at or below it. If not, or if it is to 0, the
-source's failover log is searched for common history, once, and a stream requested there. Only after that a resync
-begins, next to the old copy (docs/protocol.md 2.5).
+A handshake is a chain of requests until one is accepted. Each ROLLBACK must name a seqno below the requested one. If it
+does not, or names 0, the machine asks once for the source's failover log, looks for common history in it, and requests
+a stream there. Only then does it begin a resync, next to the old copy (docs/protocol.md 2.5).
 
-Each function takes the machine's state and an event, appends instructions, and returns the next phase. Of their order:
-a stream is requested only when the store holds exactly what the request says; the failover log is saved before the
-first row of its stream is staged.
+Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
+stream is requested only when the store holds exactly what the request says; the failover log is saved before the first
+row of its stream is staged.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
 
 
 def _filter_continues(machine: MachineState) -> bool:
-    """Return True if a stream may continue: its filter selects no row that the stored one left out."""
     requested, stored = machine.features.filter, machine.stored_filter
     if not machine.assembler.position_seqno:
         return True
@@ -78,7 +76,7 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
-        # Not between snapshots: a consumer at a boundary below the purge lacks deletions in any case.
+        # Only here: between snapshots a consumer below the purge seqno lacks deletions in any case.
         if machine.features.sends_purge_seqno and machine.source_purge_seqno:
             purge_seqno = machine.source_purge_seqno
     machine.offset = offset
@@ -173,7 +171,6 @@ def _roll_back(machine: MachineState, seqno: int, why: str, cause: str, out: lis
 
 
 def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
-    """Search for common history, once, before a resync."""
     machine.handshake.next_vbuuid = None
     if machine.handshake.common_tried:
         return _resync(machine, why, out)
@@ -188,20 +185,20 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
     if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]:
-        # Every history that it knows is known here, so what it lacks is not lost.
+        # It is behind: every history that it knows is known here.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
-    # Without the source's high seqno: one that was polled earlier may be below what we hold, and would take back what
-    # is not lost. Asking again with the common vbuuid has the source say it.
+    # The source's polled high seqno is not used: it may be older than rows that we hold, and would take them back. The
+    # next request names the common vbuuid, and its answer says the true seqno.
     common = common_history(machine.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
     machine.handshake.next_vbuuid = common.vbuuid
-    # The log is cut only when nothing newer is held any more. Cut before, a crash in between would leave rows with a
-    # history that they are not of, and the source would take them for its own.
+    # The log is cut only once no newer row is held. After an earlier cut, a crash would leave rows under a wrong
+    # history, and the source would take them for its own.
     if common.seqno < boundary_seqno:
         return _roll_back(machine, common.seqno, cause, cause, out)
     if machine.assembler.holds_part:

@@ -24,8 +24,6 @@ from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, Snapshot
 
 
 class VbucketStatus(StrEnum):
-    """The state of a vbucket, in one word for people."""
-
     WAITING = "waiting"
     REQUESTING = "requesting"
     BACKFILLING = "backfilling"
@@ -119,8 +117,6 @@ class StageRows(InstructionFields):
 
 @dataclass(slots=True)
 class Advance(InstructionFields):
-    """Move the staged position without a row."""
-
     seqno: Seqno
     open_snapshot: SnapshotRange | None
 

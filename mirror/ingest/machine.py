@@ -105,7 +105,7 @@ _BROKEN = (Phase.ABANDONING, Phase.WAITING)
 
 
 def _always(phase: Phase) -> dict[type, Move]:
-    """Events that are legal in every phase. The store's answer is waited for whatever happens to the connection."""
+    """Return the events that are legal in every phase. A store phase ends only with the store's answer."""
     stays = phase in STORE_PHASES
     idle = Move(_disconnected, (phase,) if stays or phase in (Phase.REFUSED, Phase.FINISHED) else (Phase.IDLE,))
     return {
@@ -158,4 +158,4 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
 TRANSITIONS: Mapping[Phase, Mapping[type, Move]] = {
     phase: {**_always(phase), **_ROWS.get(phase, {})} for phase in Phase
 }
-"""What is legal: phase -> event -> decision and next phases. Anything absent is stale or illegal, and ignored."""
+"""The legal events by phase, each with its decision and the phases that may follow. Others are ignored."""

@@ -18,8 +18,6 @@ from mirror.wire.constants import Status, StreamEndReason, status_name
 
 
 class Action(Enum):
-    """The machine's reaction, before or instead of asking again."""
-
     RETRY = auto()
     REFRESH_MAP = auto()
     REOPEN = auto()

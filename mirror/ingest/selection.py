@@ -33,8 +33,6 @@ class MalformedManifest(Exception): ...
 
 @dataclass(frozen=True, slots=True)
 class SourceManifest:
-    """The source's scopes and collections, by name."""
-
     uid: int
     scopes: dict[str, int]
     collections: dict[tuple[str, str], int]
@@ -64,8 +62,6 @@ class SourceManifest:
 
 @dataclass(frozen=True, slots=True)
 class StreamFilter:
-    """The filter of stream requests: a scope by id, or collections by id."""
-
     scope_id: int | None = None
     collection_ids: tuple[int, ...] = ()
 
@@ -78,7 +74,6 @@ class StreamFilter:
 
     @staticmethod
     def parse(text: str) -> StreamFilter | None:
-        """Read `text`; return None if it says nothing that is known."""
         kind, _, ids = text.partition(" ")
         try:
             if kind == "scope":
@@ -91,7 +86,6 @@ class StreamFilter:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The JSON value of a stream request."""
         if self.scope_id is not None:
             return {"scope": f"{self.scope_id:x}"}
         return {"collections": [f"{each:x}" for each in self.collection_ids]}
@@ -125,8 +119,6 @@ class StreamFilter:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A selection in terms of a manifest."""
-
     uid: int
     filter: StreamFilter | None
     """None: the whole bucket, or (with `missing`) nothing that exists."""

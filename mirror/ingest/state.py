@@ -35,8 +35,6 @@ _STREAMING_TEXTS = {
 
 
 class Phase(StrEnum):
-    """Whose turn it is."""
-
     IDLE = auto()  # no connection: waiting for Start
     REQUESTING = auto()  # a stream was requested: waiting for its answer
     STREAMING = auto()  # the stream is open: waiting for its messages
@@ -55,8 +53,6 @@ STORE_PHASES = frozenset((Phase.ROLLING_BACK, Phase.ABANDONING, Phase.OPENING_RE
 
 @dataclass(slots=True)
 class Shown:
-    """The figures and texts of a vbucket for status."""
-
     status: VbucketStatus = VbucketStatus.WAITING
     text: str = "not started"
     failing_text: str | None = None
@@ -67,8 +63,6 @@ class Shown:
 
 @dataclass(slots=True)
 class HandshakeState:
-    """A chain of stream requests until one is accepted."""
-
     rollback_rounds: int = 0
     common_tried: bool = False
     """The source's failover log was searched for common history, which is done once."""
@@ -77,8 +71,6 @@ class HandshakeState:
 
 
 class MachineState:
-    """The state that one vbucket's decisions share."""
-
     def __init__(self, vbid: int, state: VbucketState) -> None:
         self.vbid = vbid
         self.phase = Phase.IDLE
@@ -118,7 +110,6 @@ class MachineState:
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
     def is_stale(self, opaque: int) -> bool:
-        """Return True, and count it, if the opaque is not that of the stream."""
         if opaque == self.opaque:
             return False
         self.shown.ignored_count += 1

@@ -66,7 +66,6 @@ def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[In
 
 
 def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -> Phase:
-    """Take any other message that carries a seqno."""
     if machine.is_stale(event.opaque):
         return Phase.STREAMING
     if machine.marker_purge_seqno:

@@ -108,7 +108,6 @@ class ClusterMap:
         return [vbid for vbid, index in enumerate(self.active) if index != NO_NODE and self.nodes[index] == node]
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the map as plain values, for another process of this service."""
         return asdict(self)
 
     @staticmethod
@@ -176,7 +175,6 @@ class NewestMap:
         return replace(found, replaces=True) if gone and all(map(away, gone)) else found
 
     def take(self, found: ClusterMap) -> bool:
-        """Make a map the current one if it is newer; return whether it was."""
         if self.judge(found) is not MapVerdict.NEWER:
             return False
         self.current = found

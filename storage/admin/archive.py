@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from storage.admin.backup import MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart
-from storage.env.directory import sync_directory
+from storage.env.directory import replace_file, sync_directory
 from storage.errors import CorruptedError, StorageError
 
 _NOT_COMPLETE = "make the backup again, or take another one"
@@ -33,15 +33,9 @@ class FolderSink:
             raise StorageError(f"is not empty: it holds {names[0]}", path=path, hint=hint)
 
     def put(self, part: BackupPart) -> None:
-        """Write a file and sync it."""
         target = os.path.join(self._path, part.name)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-        descriptor = os.open(target + ".new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(part.data)
-            file.flush()
-            os.fsync(descriptor)
-        os.rename(target + ".new", target)
+        replace_file(target, part.data)
         if part.name == MANIFEST:
             for folder, _, _ in os.walk(self._path):
                 sync_directory(folder)

@@ -236,8 +236,6 @@ def _prepare(
 
 
 class _Files:
-    """Data files that parts are appended to, in order."""
-
     def __init__(self, work: str) -> None:
         self._work = work
         self._descriptor = -1
@@ -307,7 +305,6 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
 
 
 def _check(work: str, identity: Identity, group: int) -> None:
-    """Raise CorruptedError if a walk over the group, as `check` does it, finds damage."""
     report = CheckReport()
     if directory.group_vbids(identity, group):
         check_group(work, group, identity, report)

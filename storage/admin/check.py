@@ -112,7 +112,6 @@ def _check_pages(folder: str, group: int, report: CheckReport) -> bool:
 
 
 def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckReport) -> None:
-    """Report rows of shared trees that belong to vbuckets of other groups."""
     for name in keys.SHARED_DBS:
         if name == keys.DB_META:
             continue
@@ -123,8 +122,6 @@ def _check_strays(txn: Transaction, vbids: set[int], group: int, report: CheckRe
 
 
 class _VbucketCheck:
-    """The walk over one vbucket, in one transaction."""
-
     def __init__(self, txn: Transaction, vbid: int, report: CheckReport) -> None:
         self.txn = txn
         self.vbid = vbid
@@ -228,7 +225,6 @@ class _VbucketCheck:
                 before, row_bytes = boundary, 0
 
     def _check_spans(self) -> None:
-        """Look for boundaries inside of spans."""
         rows = self.txn.cursor(keys.rows_db(self.vbid))
         for key, value in self.txn.of_vbucket(keys.DB_SPAN, self.vbid):
             _, branch, end_seqno = keys.SPAN_KEY.unpack(key)

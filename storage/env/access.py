@@ -22,7 +22,7 @@ LOCK_MODE = 0o660
 
 
 def group_id(name: str) -> int:
-    """The number of a group, by its name or number, that this user may give files to. Raises StorageError."""
+    """Return the number of a group (by name or number) that this user may give files to. Raises StorageError."""
     try:
         found = grp.getgrnam(name).gr_gid
     except KeyError:
@@ -48,14 +48,13 @@ def share(path: str, gid: int) -> None:
 
 
 def share_group(folder: str, gid: int) -> None:
-    """Let a group of the system read the environment in the folder of a group of vbuckets."""
     _give(folder, gid, DIRECTORY_MODE)
     _give(os.path.join(folder, DATA_FILE), gid, READ_MODE)
     _give(os.path.join(folder, LOCK_FILE), gid, LOCK_MODE)
 
 
 def _give(path: str, gid: int, mode: int) -> None:
-    """By its path: LMDB's locks of this process end when any descriptor of the lock file is closed."""
+    """Set group and mode by path: closing any descriptor of the lock file would end LMDB's locks of this process."""
     try:
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):

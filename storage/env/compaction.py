@@ -77,7 +77,7 @@ class Compaction:
         )
 
     def _read(self, number: int, kind: int) -> bytes:
-        """A page that something refers to, for the first time."""
+        """Read a page at its first reference; a second one is damage."""
         if not 2 <= number < len(self._kinds) or self._kinds[number]:
             raise self._damaged(number, "is referred to twice, or is none")
         self._kinds[number] = kind
@@ -121,7 +121,7 @@ class Compaction:
                 raise self._damaged(number, f"is of no known kind ({flags:#x})")
 
     def _keep_extent(self, number: int, size: int) -> None:
-        """The pages of a large value; more than it needs, if it replaced a larger one."""
+        """Keep the pages of a large value: more than it needs if it replaced a larger one."""
         page = self._read(number, _VERBATIM)
         count = _EXTENT.unpack_from(page)[0]
         if _PAGE.unpack_from(page)[2] != _OVERFLOW or count * self.page_bytes < _PAGE.size + size:
@@ -134,7 +134,7 @@ class Compaction:
     def pages(self) -> Iterator[bytes]:
         kinds = self._kinds
         numbers = array("Q", accumulate((kind > 0 for kind in kinds), initial=2))
-        """By the number of a page, that of its copy."""
+        """The number of each page's copy."""
         yield from self._meta_pages(numbers)
         for number, kind in enumerate(kinds):
             if not kind:
@@ -161,7 +161,7 @@ class Compaction:
                     _NUMBER.pack_into(page, reference_at, numbers[target])
 
     def _meta_pages(self, numbers: array[int]) -> Iterator[bytes]:
-        """The two meta pages: of an empty file, and of transaction 1, which wrote all there is."""
+        """Yield the two meta pages: of an empty file, and of transaction 1, which wrote everything."""
         _, _, _, map_size, _, main, _, _ = self._meta
         no_tree = (0, 0, 0, 0, 0, _NO_ROOT)
         free = _TREE.pack(self.page_bytes, _INTEGER_KEY, *no_tree)

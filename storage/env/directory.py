@@ -11,6 +11,7 @@ import glob
 import json
 import os
 import shlex
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -105,13 +106,7 @@ def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
 
 def write_description(path: str, identity: Identity) -> None:
     """Write `mirror.json`, the last step of making a mirror. Raises OSError."""
-    temporary = os.path.join(path, FILE + ".new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(description(identity), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, os.path.join(path, FILE))
-    sync_directory(path)
+    replace_file(os.path.join(path, FILE), json.dumps(description(identity), indent=1).encode(), mode=0o666)
 
 
 def description(identity: Identity) -> dict[str, object]:
@@ -130,7 +125,7 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
                 row = records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms, history_ids=history_ids)
                 first = records.encode_branch(row)
                 txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
-                txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*records.Pub(1, 0, 0, 0, 0)), db=pub)
+                txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*records.Pub(branch=1, seqno=0, floor_seqno=0)), db=pub)
                 empty = records.encode_state(records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
                 txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
             meta = environment.db(keys.DB_META)
@@ -141,7 +136,7 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
 
 
 def identity_bytes(identity: Identity, group: int, stored_format: int = FORMAT) -> bytes:
-    """The value of `identity` in `meta`: it must be equal to this, byte for byte, or the file is another mirror's."""
+    """Return the value of `identity` in `meta`. A file with another value belongs to another mirror."""
     return bytes(msgpack.packb([stored_format, group, *_fields(identity).values()]))
 
 
@@ -250,12 +245,30 @@ def set_aside(path: str) -> str:
 
 
 def sync_directory(path: str) -> None:
-    """Have the names in a directory survive a power cut."""
+    """Sync a directory, so that its names survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
+    """Replace a file whole; it is on the disk when this returns. Raises OSError.
+
+    It is as readable as the file `like`, if there is one, else by `mode` and the process's mask.
+    """
+    with open(os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        if like is not None and os.path.exists(like):
+            found = os.stat(like)
+            if os.fstat(file.fileno()).st_gid != found.st_gid:
+                os.fchown(file.fileno(), -1, found.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+        os.fsync(file.fileno())
+    os.rename(path + ".new", path)
+    sync_directory(os.path.dirname(path))
 
 
 def group_path(path: str, group: int) -> str:

@@ -63,7 +63,6 @@ DAMAGE = (
 
 
 def storage_error(error: Exception, path: str) -> StorageError:
-    """Map an LMDB or operating system error to an error of this program."""
     code = getattr(error, "errno", None)
     text = str(error)
     if isinstance(error, StorageError):
@@ -226,9 +225,9 @@ class Environment:
         self._file = _identity_of(self.path)
         self._look_interval_s = UNREGISTERED_LOOK_INTERVAL_S if self._unregistered else LOOK_INTERVAL_S
         self.look_at = time.monotonic() + self._look_interval_s
-        """When `look` is due, by `time.monotonic`; 0: always."""
+        """The next time for `look`, by `time.monotonic`; 0: always."""
         self.replaced = False
-        """The group's folder or file was moved, removed or replaced: what is open is not read any more."""
+        """The group's folder or file was moved, removed or replaced; the open file is not read any more."""
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
@@ -271,7 +270,7 @@ class Environment:
             raise found from error
 
     def _settle_meta_pages(self) -> None:
-        """Have both meta pages on the disk as they are in memory, before anything is written on top of them.
+        """Write both meta pages to the disk as they are in memory, before any other write.
 
         LMDB writes over pages of older commits because the meta page of a newer one was synced. After a sync that
         failed this is not so: the kernel counts the page as written and never writes it again. Everything that the meta
@@ -290,12 +289,12 @@ class Environment:
             raise storage_error(error, self.path) from error
 
     def look_now(self) -> bool:
-        """`look`, whenever the last one was."""
+        """Call `look` without regard to the last one."""
         self.look_at = 0.0
         return self.look()
 
     def look(self) -> bool:
-        """True once the file that is open is not the one at its path any more. Looks once a second at most.
+        """Return True once the open file is no longer the one at its path. Looks once a second at most.
 
         Raises ReadOnly once a writer runs and the reader cannot be registered.
         """
@@ -403,7 +402,7 @@ class Environment:
 
     @contextlib.contextmanager
     def read(self, *, buffers: bool = False) -> Iterator[Transaction]:
-        """A read transaction as a context; LMDB errors, and those of damaged records, leave it by their names here."""
+        """Open a read transaction; errors of LMDB and of damaged records leave it as StorageError."""
         txn = self.begin(buffers=buffers)
         try:
             yield Transaction(self, txn)

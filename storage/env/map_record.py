@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from dataclasses import asdict, dataclass
 
 from storage.env import directory
-from storage.env.directory import sync_directory
 from storage.env.environment import storage_error
 from storage.errors import CorruptedError
 
@@ -22,8 +20,6 @@ HINT = "remove the file: the next start follows the newest map of all nodes that
 
 @dataclass(frozen=True, slots=True)
 class MapRecord:
-    """The newest map that was followed, by the bucket it is of and by its place among that bucket's maps."""
-
     bucket_uuid: str
     rev_epoch: int
     rev: int
@@ -34,7 +30,7 @@ class MapRecord:
 
 
 def load(path: str, bucket_uuid: str) -> MapRecord | None:
-    """The record in the mirror at `path`; None where there is none of this bucket. Raises StorageError."""
+    """Return the record in the mirror at `path`; None if it has none of this bucket. Raises StorageError."""
     file_path = os.path.join(path, FILE)
     try:
         with open(file_path, encoding="utf-8") as file:
@@ -56,23 +52,8 @@ def save(path: str, record: MapRecord) -> None:
     """Replace the record in the mirror at `path`; it is on the disk when this returns. Raises StorageError."""
     file_path = os.path.join(path, FILE)
     try:
-        with open(file_path + ".new", "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file)
-            file.flush()
-            _as_readable_as(os.path.join(path, directory.FILE), file.fileno())
-            os.fsync(file.fileno())
-        os.rename(file_path + ".new", file_path)
-        sync_directory(path)
+        directory.replace_file(
+            file_path, json.dumps(asdict(record)).encode(), mode=0o666, like=os.path.join(path, directory.FILE)
+        )
     except OSError as error:
         raise storage_error(error, file_path) from error
-
-
-def _as_readable_as(pattern: str, descriptor: int) -> None:
-    """Give a file the group and mode of another one."""
-    try:
-        found = os.stat(pattern)
-    except FileNotFoundError:  # a mirror that is being made
-        return
-    if os.fstat(descriptor).st_gid != found.st_gid:
-        os.fchown(descriptor, -1, found.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(found.st_mode))

@@ -34,16 +34,16 @@ class Transaction:
         return self.environment.path
 
     def get(self, tree: bytes, key: bytes) -> bytes | None:
-        """The value of a key; the first one where a key has several."""
+        """Return the value of a key, the first one if it has several."""
         value: bytes | None = self.raw.get(key, db=self.environment.db(tree))
         return value
 
     def put(self, tree: bytes, key: bytes, value: bytes) -> None:
-        """Write a value, in place of the one that is there (in a tree of key rows: next to it)."""
+        """Write a value; it replaces the old one, but in a tree of key rows stands next to it."""
         self.raw.put(key, value, db=self.environment.db(tree))
 
     def delete(self, tree: bytes, key: bytes, value: bytes = b"") -> bool:
-        """Remove a key, or one of its values; False where it is not there."""
+        """Remove a key, or one of its values; return False if it is not there."""
         removed: bool = self.raw.delete(key, value, db=self.environment.db(tree))
         return removed
 

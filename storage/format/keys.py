@@ -51,12 +51,10 @@ SHARED_DBS = (DB_BRANCH, DB_PUB, DB_STATE, DB_MANIFEST, DB_ROLLBACK, DB_PURGE, D
 
 
 def rows_db(vbid: int) -> bytes:
-    """Return the name of a vbucket's tree of rows."""
     return b"v%d" % vbid
 
 
 def keys_db(vbid: int) -> bytes:
-    """Return the name of a vbucket's tree of key references."""
     return b"k%d" % vbid
 
 

@@ -63,13 +63,13 @@ MUTATION, DELETION, SYSTEM_EVENT = int(Kind.MUTATION), int(Kind.DELETION), int(K
 
 
 ROW_KEY = slice(0, keys.ROW_KEY_SIZE)
-"""Where the row's key stands in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
+"""The row's key in a reference (a dup of `k<vbid>`), and in the key of a boundary."""
 KIND = keys.ROW_KEY_SIZE
-"""Where the kind of the row stands in a reference."""
+"""The kind of the row in a reference."""
 BRANCH, SEQNO = slice(0, 4), slice(4, keys.ROW_KEY_SIZE)
-"""Where branch and seqno stand in the same, as bytes that sort like the numbers."""
+"""Branch and seqno in both, as bytes that sort like the numbers."""
 AFTER_BRANCH = slice(4, None)
-"""What stays when a row or reference becomes another branch's (`merge`)."""
+"""The part of a row key or reference that a merge keeps."""
 
 
 def row_key(prefix: bytes, seqno: int) -> bytes:
@@ -214,7 +214,7 @@ def body_or_all(value: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def value_problem(document: Document) -> str | None:
-    """Return why the value of a document that was requested without `raw` is as it is stored; None: it is the body."""
+    """Return the reason why a document read without `raw` has its stored value; None: it has its body."""
     if document.datatype & (DATATYPE_SNAPPY | DATATYPE_XATTR):
         try:
             body_of(document.value, document.datatype)
@@ -280,7 +280,6 @@ def encode_mutation(
 def encode_deletion(
     key: bytes, seqno: int, *, collection_id: int = 0, rev_seqno: int = 2, cas: int = 1, expired: bool = False
 ) -> bytes:
-    """Return a stored tombstone without value, for the same."""
     wire_key = keys.encode_collection_id(collection_id) + key
     extras = _EXPIRATION.pack(seqno, rev_seqno, 0) if expired else _DELETION_V1.pack(seqno, rev_seqno, 0)
     opcode = Kind.EXPIRATION if expired else Kind.DELETION
@@ -292,7 +291,7 @@ _T = TypeVar("_T")
 
 
 def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
-    """Turn what the fields of a damaged record raise in their reader into a CorruptedError that names the record."""
+    """Turn errors of the decorated reader into a CorruptedError that names the record."""
 
     def wrap(read: Callable[[bytes | None], _T]) -> Callable[[bytes | None], _T]:
         @wraps(read)
@@ -343,9 +342,9 @@ class Pub(NamedTuple):
     seqno: int
     floor_seqno: int
     """The oldest kept boundary."""
-    manifest_branch: int
+    manifest_branch: int = 0
     """0: the initial manifest, for which there is no row."""
-    manifest_seqno: int
+    manifest_seqno: int = 0
     flags: int = 0
 
     @property
@@ -370,14 +369,12 @@ def decode_pub(data: bytes | None) -> Pub:
 
 
 class BranchRow(NamedTuple):
-    """A row of `branch`."""
-
     parent: int | None
     base_seqno: int
     vbuuid: int
     reason: int
     time_ms: int
-    """When readers first saw it, milliseconds since 1970; 0: a copy that they have not seen."""
+    """Time at which readers first saw it, milliseconds since 1970; 0: they have not."""
     kept_seqno: int = SEQNO_MAX
     """Rows of this branch above it are dead, and the purger has begun to remove them."""
     history_ms: int = 0
@@ -398,7 +395,7 @@ def decode_branch(data: bytes | None) -> BranchRow:
 
 
 class StateRow(NamedTuple):
-    """A row of `state`: what the writer goes on from. `VbucketState` explains the fields."""
+    """A row of `state`, from which a writer continues. `VbucketState` explains the fields."""
 
     staging_branch: int
     staged_seqno: int
@@ -432,7 +429,7 @@ def decode_state(data: bytes | None) -> StateRow:
 
 
 _MANIFEST_UID_END = 16
-"""The uid ends before it in a row of `manifest`: it has at most 9 bytes, behind two others."""
+"""The first bytes of a row of `manifest`, which hold its uid: at most 9 bytes, behind two others."""
 
 
 def encode_manifest(change: ManifestChange) -> bytes:
@@ -479,7 +476,7 @@ def encode_rollback(
     time_ms: int,
     reached_seqno: int | None = None,
 ) -> bytes:
-    """Return a row of `rollback`; `reached_seqno` is where readers went to in one step by a deferred one."""
+    """Return a row of `rollback`; `reached_seqno` is the seqno that a deferred one took readers to."""
     reached = () if reached_seqno is None else (reached_seqno,)
     return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
 

@@ -41,7 +41,6 @@ class Time:
     ms: int
 
     def __str__(self) -> str:
-        """Return the ISO 8601 text, or the number if no date is so far away."""
         try:
             return datetime.fromtimestamp(self.ms / 1000, UTC).isoformat(timespec="milliseconds")
         except (OverflowError, ValueError):
@@ -67,7 +66,6 @@ class Token:
     """
 
     def __str__(self) -> str:
-        """Return `vbid:branch:seqno:history`, the last in hexadecimal."""
         return f"{self.vbid}:{self.branch}:{self.seqno}:{self.history_id:016x}"
 
     @staticmethod
@@ -97,5 +95,4 @@ class Pin:
     """The moment that decides expiry, milliseconds since 1970."""
 
     def __str__(self) -> str:
-        """Return the text of its `Token`."""
         return str(Token(self.vbid, self.branch, self.seqno, self.history_id))

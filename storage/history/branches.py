@@ -41,8 +41,6 @@ _manifests: dict[int, Manifest] = {}
 
 
 class Moment(NamedTuple):
-    """A time by both clocks."""
-
     wall_ms: int
     """Milliseconds since 1970, for people and for reads as of a time."""
     history_ms: int
@@ -84,7 +82,7 @@ class LoadedVbucket:
     manifest_keys: list[ManifestKey]
     """Of the manifests of the staging branch above what is published, rising."""
     manifest_depth: int
-    """How many rows the manifest of the state is made of."""
+    """The number of rows that the manifest of the state is made of."""
     counters: BoundaryCounters
     """Of the newest published boundary of the staging branch."""
 
@@ -147,7 +145,14 @@ def load(txn: Transaction, vbid: int, known: Mapping[ManifestKey, Manifest] | No
         boundary = chain.newest_boundary(txn, vbid, links, staging_published)
         if boundary is not None:
             counters = BoundaryCounters(boundary.ordinal, boundary.row_bytes)
-    return LoadedVbucket(state, row.indexed_seqno, manifest_key, above, depth, counters)
+    return LoadedVbucket(
+        state=state,
+        indexed_seqno=row.indexed_seqno,
+        manifest_key=manifest_key,
+        manifest_keys=above,
+        manifest_depth=depth,
+        counters=counters,
+    )
 
 
 def purge_row(txn: Transaction, vbid: int) -> PurgeRow:
@@ -167,7 +172,6 @@ def draw_chain_id(txn: Transaction, vbid: int) -> None:
 
 
 def purge_state(txn: Transaction, vbid: int) -> tuple[int, int]:
-    """Return the floor and the newest tombstone that the purger took."""
     return txn.pub(vbid).floor_seqno, purge_row(txn, vbid).local_purge_seqno
 
 
@@ -350,7 +354,16 @@ def put_published(
             purged = purge_row(txn, state.vbid)
             put_purge_row(txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))
     floor = state.history_floor_seqno if state.staging_published_seqno else seqno
-    txn.put_pub(state.vbid, records.Pub(branch, seqno, floor, *manifest_key))
+    txn.put_pub(
+        state.vbid,
+        records.Pub(
+            branch=branch,
+            seqno=seqno,
+            floor_seqno=floor,
+            manifest_branch=manifest_key[0],
+            manifest_seqno=manifest_key[1],
+        ),
+    )
     if state.rollback_deferred and seqno == state.staging_published_seqno:
         return counters  # its boundary is there since the branch was opened
     if not seqno and branch == state.branch:
@@ -414,7 +427,7 @@ def _open_branch(
 
 
 def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: int) -> records.HistoryIds:
-    """The ids of a branch whose positions above a seqno are of another history from now on."""
+    """Return the ids of a branch whose positions above a seqno belong to another history from now on."""
     kept = [*history_ids[:1], *(each for each in history_ids[1:] if each[1] < above_seqno)]
     return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 
@@ -468,7 +481,16 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     served = chain.load(txn, vbid, state.branch, at)
     manifest_key = manifest_key_on(txn, vbid, served)
     branch = _open_branch(txn, vbid, state.branch, at, to_vbuuid, BranchReason.ROLLBACK, now)
-    txn.put_pub(vbid, records.Pub(branch, at, min(state.history_floor_seqno, at), *manifest_key))
+    txn.put_pub(
+        vbid,
+        records.Pub(
+            branch=branch,
+            seqno=at,
+            floor_seqno=min(state.history_floor_seqno, at),
+            manifest_branch=manifest_key[0],
+            manifest_seqno=manifest_key[1],
+        ),
+    )
     _copy_boundary(txn, vbid, branch, boundary, to_vbuuid)
     _put_rollback(txn, state, branch, at, to_vbuuid, now.wall_ms)
     # The filter and the missing_seqno of the served copy were forgotten when the resync began. The latter lies below
@@ -564,7 +586,7 @@ def _boundary_at(txn: Transaction, state: VbucketState, seqno: int) -> Boundary:
 
 
 def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> bool:
-    """Have readers of a vbucket that is being resynced refused, or not; False when nothing had to be changed."""
+    """Refuse readers of a vbucket that is being resynced, or let them in; return False if nothing changed."""
     pub = txn.pub(vbid)
     if not pub.is_stale or pub.is_unavailable == unavailable:
         return False

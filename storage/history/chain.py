@@ -65,7 +65,7 @@ def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
 
 
 def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
-    """The row of the branch that took the place of a forgotten one (see `branches.abandon`), None where there is none.
+    """Return the row of the branch that took the place of a forgotten one (see `branches.abandon`), or None.
 
     Both have the same parent and base; nothing was ever published on the forgotten one.
     """
@@ -77,7 +77,6 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 
 def recut(chain: Chain, cut: int) -> Chain:
-    """Return the same chain as seen at seqno `cut`."""
     if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
         return chain if cut >= chain[0].cut else (_cut_at(chain[0], cut), *chain[1:])
     return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
@@ -95,7 +94,6 @@ def same(one: Chain, other: Chain) -> bool:
 
 
 def sees(chain: Chain, branch: int, seqno: int) -> bool:
-    """Return True if the position (branch, seqno) is on the chain's history."""
     at = _link_of(chain, branch, 0)
     if at < len(chain) and chain[at].branch == branch:
         return seqno <= chain[at].cut
@@ -110,7 +108,7 @@ def common_seqno(served: Chain, other: Chain) -> int | None:
 
 
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
-    """The newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
+    """Return the newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
 
     Cost: a seek for each branch that has versions of the key which are not visible, whatever the length of the chain.
     """
@@ -141,7 +139,7 @@ def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
 
 
 def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
-    """A boundary row as a Boundary; without the link of its branch, of no known history."""
+    """Decode a boundary row; its history is unknown without the link of its branch."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)

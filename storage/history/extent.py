@@ -15,11 +15,9 @@ from storage.model import Seqno
 
 
 class History(NamedTuple):
-    """The past of one vbucket, and the size of its trees."""
-
     floor_seqno: Seqno
     floor_ms: int | None
-    """When the floor's boundary was published; None: nothing was."""
+    """Time of the floor's boundary, milliseconds since 1970; None: nothing was published."""
     boundaries: int | None
     """Kept boundaries, those of branches that a rollback left included; and each drop or creation of a collection. None
     while staged rows wait for their key rows: only a walk would tell.
@@ -35,11 +33,9 @@ class History(NamedTuple):
     local_purge_seqno: Seqno
     """The newest tombstone that the purger took."""
     resync_count: int
-    """How many copies that were read again from 0 have replaced an older one."""
+    """Copies read again from 0 that replaced an older one."""
     resyncs_ms: tuple[int, ...]
-    """When readers first saw such a copy, milliseconds since 1970, oldest first: the one that is served, and those
-    whose old copies are still there.
-    """
+    """Times at which readers first saw such a copy, if it is still stored: milliseconds since 1970, oldest first."""
 
     @property
     def last_resync_ms(self) -> int | None:
@@ -47,7 +43,6 @@ class History(NamedTuple):
 
 
 def of(txn: Transaction, vbid: int) -> History:
-    """Return the history of a vbucket as of the transaction."""
     pub, state = txn.pub(vbid), txn.state_row(vbid)
     boundary = None
     if pub.floor_seqno:

@@ -32,8 +32,6 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """Positions held until `until_ms` of the history clock."""
-
     positions: Mapping[int, Position]
     until_ms: int
 
@@ -82,7 +80,6 @@ class Leases:
         return boundary.seqno if boundary is not None else 0
 
     def held_rows(self, txn: Transaction, vbid: int, now_ms: int) -> Iterator[chain.ChainLink]:
-        """Return the branches and cuts whose rows a lease holds."""
         for branch, seqno in self.of(vbid, now_ms):
             yield from chain.load(txn, vbid, branch, seqno)
 

@@ -1,17 +1,17 @@
 """History: raise the floor, and remove rows that no boundary at or above it sees, in small steps.
 
-Knows boundaries, versions, branches, and time only as `history_clock`. The group's writer calls it when it has no other
-work. Cost is proportional to what changed, never to the size of the bucket: rows are
-visited once, in seqno order, after the floor has passed them. Invariants:
+Knows boundaries, versions, branches, and time only as `history_clock`. The group's writer calls it when idle. Its work
+follows what changed, not the size of the bucket: it visits each row once, in seqno order, after the floor has passed
+it. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
   below it (`vbucket_reader` and `validity` refuse);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
   the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
 - rows of a dropped or flushed collection go when that event is at or below the floor;
-- rows that a rollback retracted go when the rollback is older than the window or the floor has passed its boundary
-  (till then, readers may not have been sent them yet); rows that were never published go at once;
+- rows that a rollback retracted go once the rollback is older than the window or the floor has passed its boundary:
+  until then a reader of changes may still need them; rows that were never published go at once;
 - what a lease holds stays until the lease ends (`leases`);
-- a link of the chain goes when the floor has passed it, one of many (`merge`);
+- of many links of a chain that the floor has passed, one goes at a time (`merge`);
 - every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
 """
 
@@ -48,7 +48,6 @@ class Window:
     time_ms: int | None = None
     """Readers can go back at least this long, if the mirror is that old."""
     boundaries: int | None = None
-    """Kept boundaries of a vbucket."""
     size_bytes: int | None = None
     """Bytes of rows of a vbucket above its floor."""
 
@@ -262,8 +261,8 @@ class Purger:
     def _of_dropped_collections(
         self, txn: Transaction, vbid: int, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`; and the
-        key to go on from (empty: that was all).
+        """Return the key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`;
+        and the key to go on from (empty: the end).
 
         Only memory has the walk's position: a process that starts in the middle begins the walk again.
         """
@@ -457,9 +456,9 @@ def is_unseen(row: records.BranchRow) -> bool:
 
 
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Branches whose rows in `branch` nobody needs: none of their own rows is left (`with_rows`), and either readers
-    never saw them, or nothing was published on them and a later one has taken their place (`branches.abandon`), or a
-    resync has. Newest first: they may go in several steps, and a parent is older than what goes on from it.
+    """Return the branches whose rows in `branch` are not needed: none of their own rows is left (`with_rows`), and
+    readers never saw them, a later branch took their place before a publish (`branches.abandon`), or a resync replaced
+    them. Newest first, so that a child goes before its parent.
     """
     found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -477,8 +476,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Branches of copies that a resync has taken the place of, once no row of any branch of that copy is left: until
-    then it takes all of them to know what of it is there still (`storage.read.validity`).
+    """Return the branches of copies that a resync replaced and that have no row left in any branch: readers of such a
+    copy need all its branches to know what is still there (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():

@@ -23,7 +23,6 @@ from storage.format.records import SYSTEM_EVENT
 RUN_ROWS = 400_000
 """Rows whose key rows are removed in one pass over the key tree: some 40 MB."""
 BATCH_ROWS = 4_000
-"""Key rows that are sorted at once."""
 SAMPLES_PER_BATCH = 16
 DEAL_SLICES = 8
 """Slices that are handed out to batches in one step."""

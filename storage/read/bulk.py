@@ -47,7 +47,6 @@ _TOMBSTONES = {b"\x58\x12", b"\x58\x15", b"\x59\x14"}
 _MAGIC = 0x80
 """A row begins with it, a boundary, which may be as long as a row, with a seqno."""
 _KEYS = [slice(55, 55 + length) for length in range(256)]
-"""The key in a mutation, by its length."""
 
 
 class KeyRange(NamedTuple):
@@ -62,8 +61,6 @@ EVERY_KEY = KeyRange()
 
 
 class Chunk(NamedTuple):
-    """Rows of documents of one collection."""
-
     collection_id: int
     stored: list[bytes]
     """Each a message and its checksum (`seal.SIZE` bytes), which was compared if the view verifies reads."""
@@ -311,7 +308,6 @@ class _Read:
 
 
 def collection_names(view: View, pin: Pin) -> dict[int, str]:
-    """Return `scope.collection` of each collection that `pin` sees, by id."""
     reader = view.reader(pin.vbid)
     with reader.environment.read() as txn:
         return reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key).names()

@@ -69,8 +69,6 @@ class Change:
 
 
 class Range(NamedTuple):
-    """The way from one position to another."""
-
     served: Served
     """The end: what is served now, or a position."""
     lost: chain.Chain

@@ -18,8 +18,6 @@ from storage.read.vbucket_reader import VbucketReader
 
 
 class Groups:
-    """Opens groups when they are first read. `close` releases them."""
-
     def __init__(self, path: str, *, map_size: int, stale_reads: bool, verify_reads: bool) -> None:
         self.path = path
         self.identity: Identity = directory.load(path)

@@ -34,7 +34,6 @@ class LargeDocument:
     document: Document
     """Without its value; `datatype` is that of the value as it is stored."""
     stored_bytes: int
-    """Length of the stored value."""
     value_bytes: int
     """Length that the value claims to have when decompressed, with its xattrs."""
     _reader: VbucketReader
@@ -104,7 +103,6 @@ def large_row(reader: VbucketReader, row_key: bytes, stored: memoryview, bytes_m
 
 
 def _value_of(head: bytes, size: int, reader: VbucketReader) -> tuple[int, int]:
-    """Return the begin and the end of a row's value. Raises CorruptedError."""
     body_length = int.from_bytes(head[8:12], "big")
     value_at = 24 + head[4] + int.from_bytes(head[2:4], "big")
     value_end = size - seal.SIZE - int.from_bytes(head[_META_LENGTH], "big")

@@ -42,13 +42,10 @@ class Found(NamedTuple):
     """False: the key's collection is unknown, or was dropped."""
     published_seqno: int
     stale: bool
-    """True while the vbucket is being resynced next to what is served."""
     manifest: Manifest
 
 
 class _Options(NamedTuple):
-    """The arguments of `get`, besides the key."""
-
     collection: CollectionName | None
     as_of: AsOf
     now: float | None
@@ -168,8 +165,6 @@ def _plain(
 
 
 class PointReads:
-    """The part of a `View` that reads documents by their keys."""
-
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.reader = groups.reader
@@ -338,7 +333,6 @@ class PointReads:
         return None if expiry and expiry <= found[2] else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
-        """Return True if `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:

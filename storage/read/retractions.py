@@ -37,7 +37,6 @@ class Undone(NamedTuple):
 
 
 def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
-    """Return what `View.retracted_by` does."""
     with reader.environment.read() as txn:
         served = reader.served(txn)
         boundary = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)

@@ -22,7 +22,6 @@ from storage.read.point_reads import document_or_large
 from storage.read.vbucket_reader import KINDS, Served, VbucketReader
 
 CHUNK_ROWS = 2_000
-"""Rows that a scan reads in one transaction."""
 CHUNK_BYTES = 8 * 1024 * 1024
 """Row bytes that a scan holds at once; a single document may be larger."""
 
@@ -55,7 +54,6 @@ class WireRange(NamedTuple):
     end: bytes | None
     begin_seqno: int
     skip: int
-    """Length of the collection id."""
 
 
 def documents(
@@ -92,7 +90,6 @@ def page(
     bytes_max: int | None,
     path: str,
 ) -> tuple[list[Document], bytes]:
-    """Return a page of documents and the key to go on from (`View.scan_page`)."""
     served, wire_range = _pinned(reader, at, collection, selection, path)
     if wire_range is None:
         return [], b""

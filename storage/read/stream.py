@@ -1,9 +1,8 @@
-"""Rows of a vbucket in the order of seqnos, for sending them on: as stored, one version of each key, up to a boundary.
+"""Rows of a vbucket in the order of seqnos, as stored, for followers: one version of each key up to a boundary.
 
-Knows both trees of a vbucket, its chain and its state; never who reads. Each call reads in one transaction and holds
-nothing afterwards. Invariants: the rows of a range up to a boundary are every system event, and those rows whose key
-has no later version that is visible there; their seqnos rise; the work of a call is bounded; ViewInvalidated says that
-the rest of a range is gone, before a row was given that contradicts the others.
+Knows both trees of a vbucket, its chain and its state; never who reads. Each call does bounded work in a transaction of
+its own. Invariants: the rows up to a boundary are every system event, and each row whose key has no later version that
+is visible there; their seqnos rise; ViewInvalidated is raised before a row is returned that contradicts earlier ones.
 
 Tombstones at or below `ServedState.purge_seqno` may be missing (docs/protocol.md 4.6).
 """
@@ -35,8 +34,6 @@ Row = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedState(Served):
-    """A vbucket's served state, for followers."""
-
     failover_log: FailoverLog
     purge_seqno: int
     """A follower that holds less than this may hold documents whose deletion it will never be sent."""
@@ -45,7 +42,6 @@ class ServedState(Served):
     """False during the first fill and during a resync."""
 
     def has(self, branch: int, seqno: int) -> bool:
-        """Return True if a position is on the served history."""
         return chain.sees(self.links, branch, seqno)
 
 
@@ -117,12 +113,12 @@ def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, 
 
 
 def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno: int) -> int:
-    """Return the last position, or 0 if it is unknown, of a follower that holds more than `seqno` of the history
-    `vbuuid`, which the served history shares up to there.
+    """Return the boundary to which a follower must go back, or 0 if it is unknown. The follower holds rows above
+    `seqno` of the history `vbuuid`, which the served history shares only up to there.
 
-    It is the boundary that the mirror went back to from that history. A mirror that did not go back had not sent what
-    was lost: then it is the newest kept boundary of that history. It is 0 if the follower may have been sent a snapshot
-    across it: on a branch without that boundary, as a first snapshot (`next_ends`), or of a copy that was replaced.
+    If this mirror went back from that history, it is the boundary that it went back to; else the mirror never sent the
+    lost rows, and it is the newest kept boundary of that history. It is 0 if the follower may hold a snapshot across
+    it: of a branch without that boundary, a first snapshot (`next_ends`), or a copy that a resync replaced.
     """
     if seqno < pinned.floor_seqno:
         return 0
@@ -221,7 +217,6 @@ def rows(
     """
 
     def checked(txn: Transaction, found: list[Row], *, whole: bool) -> list[Row]:
-        """Return the selected rows that no later version replaces."""
         validity.check(reader, txn, pinned)
         if tombstones_from is not None:
             validity.check_tombstones(reader, txn, pinned, tombstones_from)
@@ -340,7 +335,6 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
 
 
 def _is_selected(row: Row, begins: Mapping[int, int]) -> bool:
-    """Return True for system events and rows of selected collections."""
     key, frame = row
     if frame[1] == SYSTEM_EVENT:
         return True

@@ -1,9 +1,9 @@
 """Promises to reads of several transactions, and the checks that keep them.
 
-A reader of documents sees one boundary. A reader that applies every change ends with the documents of the last boundary
-that it reads. Rollbacks, resyncs, merges and the purger can make either impossible between two
-transactions; ViewInvalidated tells the reader. Every transaction of a read begins with `check`; one of a read of
-changes then calls `check_tombstones`. Knows chains, boundaries, the floor and how far tombstones were purged; never
+A reader of documents sees one boundary. A reader of changes that applies all of them has the documents of the boundary
+at which its read ends. A rollback, resync, merge or purge between two transactions can break either promise; then
+ViewInvalidated is raised. Every transaction of a read begins with `check`; a read of changes then calls
+`check_tombstones`. Knows chains, boundaries, the floor and how far tombstones were purged; never
 what is read. Invariants:
 - after a check that did not raise, a transaction reads the rows that the first transaction would have seen;
 - a reader of changes holds no version of a key whose tombstone was purged unread.

@@ -52,7 +52,7 @@ _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
 
 
 def end_of_references(branch: int, seqno: int) -> bytes:
-    """Return what sorts behind each reference to a row of a branch at or below a seqno, and before those above it."""
+    """Return a value that sorts between the references of a branch at or below a seqno and those above it."""
     return keys.DUP.pack(branch, seqno, 0xFF)
 
 
@@ -184,7 +184,6 @@ class VbucketReader:
         return links
 
     def chain_at(self, txn: Transaction, branch: int, seqno: int) -> chain.Chain:
-        """Return the chain of a branch, cut at a seqno."""
         return chain.recut(self.whole_chain(txn, branch), seqno)
 
     def chain_of_position(self, txn: Transaction, branch: int, seqno: int, history_id: int) -> chain.Chain:
@@ -203,7 +202,6 @@ class VbucketReader:
         return chain.recut(whole, seqno)
 
     def manifest(self, txn: Transaction, key: tuple[int, int]) -> Manifest:
-        """Return the manifest of a row of `manifest`."""
         manifests = self.remembered(txn).manifests
         manifest = manifests.get(key)
         if manifest is None:
@@ -214,7 +212,6 @@ class VbucketReader:
         return manifest
 
     def manifest_on(self, txn: Transaction, links: chain.Chain) -> Manifest:
-        """Return the newest manifest that a chain sees."""
         return self.manifest(txn, branches.manifest_key_on(txn, self.vbid, links))
 
     def state(self, txn: Transaction) -> VbucketState:

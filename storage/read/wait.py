@@ -39,7 +39,6 @@ class MutationToken:
     seqno: Seqno
 
     def __str__(self) -> str:
-        """Return `vbid:vbuuid:seqno`."""
         return f"{self.vbid}:{self.vbuuid}:{self.seqno}"
 
     @staticmethod
@@ -111,5 +110,4 @@ def wait_for(
 
 
 def next_delay_s(delay_s: float) -> float:
-    """Return the pause after this one; the first is `POLL_MIN_S`."""
     return min(POLL_MAX_S, delay_s * 1.5)

@@ -27,7 +27,6 @@ class Background:
     purger: Purger
 
     def __init__(self, owner: GroupOwner, vbuckets: Mapping[int, PendingVbucket]) -> None:
-        """`vbuckets` is the writer's own mapping."""
         self.window = owner.options.window
         self.leases = Leases()
         self.jobs: list[PendingVbucket] = []
@@ -112,7 +111,6 @@ class Background:
         return True
 
     def purge(self, vbid: int, now_ms: int) -> None:
-        """Do a bounded part of a vbucket's purge."""
         purger = self.purger
         removed_rows = self.owner.write(lambda txn: purger.step(txn, vbid, now_ms))
         purger.settle(removed_rows, self.owner.clock.now_ms() - now_ms)

@@ -68,13 +68,13 @@ def _put_key_rows(txn: Transaction, vbucket: PendingVbucket, rows: Rows) -> int:
         )
         key_rows = earlier + key_rows
         row_bytes += earlier_bytes
-    index.sort_key_rows(key_rows)
+    key_rows.sort(key=index.BY_KEY)
     index.put_key_rows(txn, vbid, key_rows)
     return row_bytes
 
 
 def _staged_on_disk(vbucket: PendingVbucket, row_count: int) -> tuple[int, SnapshotRange | None]:
-    """The staged seqno and the open snapshot after this commit: rows that stay in memory do not count as staged."""
+    """Return the staged seqno and the open snapshot after this commit; rows left in memory do not count."""
     if row_count == len(vbucket.rows):
         return vbucket.staged_seqno, vbucket.open_snapshot
     if vbucket.complete_seqno is not None and vbucket.complete_seqno >= vbucket.flushed_seqno:

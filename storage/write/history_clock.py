@@ -32,9 +32,9 @@ class HistoryClock:
         now_ms, wall_now_ms = monotonic_ms(), wall_ms()
         self._ahead_ms = wall_now_ms - now_ms
         self.step_count = 0
-        """How often the wall clock was seen to be set."""
+        """Times that the wall clock was set."""
         self.last_step_ms = 0
-        """By how much the last time; below 0: it went back."""
+        """Size of the last step; below 0: it went back."""
         downtime_ms = wall_now_ms - stored_wall_ms
         if not stored_ms:
             self._last_ms = wall_now_ms

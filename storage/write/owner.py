@@ -45,7 +45,6 @@ class WriterOptions:
     vbids: Sequence[int]
     identity: Identity
     clock_ms: Callable[[], int]
-    """The wall clock."""
     monotonic_ms: Callable[[], int] | None = None
     """A clock that is never set. Without it steps of `clock_ms` ahead age history."""
     sync: str = "safe"
@@ -106,7 +105,7 @@ class GroupOwner:
     ) -> None:
         """Take the group's lock; `open` follows.
 
-        `load` reads the states from the environment, and returns True where they are older than those in memory.
+        `load` reads the states from the environment, and returns True if they are older than those in memory.
         `forget` drops everything that is pending.
         """
         self.path = path
@@ -119,13 +118,13 @@ class GroupOwner:
         """The environment was closed after a failed commit and cannot be opened."""
         self.closed = False
         self.unsynced_since: int | None = None
-        """When the first commit was made that is not synced; None: all are."""
+        """Time of the first unsynced commit, by the history clock; None: all are synced."""
         self.fence = 0
         self.durability = options.sync
         self._load = load
         self._forget = forget
         self.check_readers_ms = 0
-        """When readers that were killed are searched for next, by the history clock."""
+        """Next search for killed readers, by the history clock."""
         self._lock = directory.GroupLock(path)
 
     # -- opening and closing --------------------------------------------------------------------------------------
@@ -196,7 +195,6 @@ class GroupOwner:
         self.lost = False
 
     def release(self) -> None:
-        """Close without another write, and release the lock."""
         self.closed = True
         if not self.lost:
             SHARED.release(self.environment)

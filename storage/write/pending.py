@@ -43,8 +43,6 @@ class Plan(NamedTuple):
 
 
 class PendingBytes:
-    """Bytes of a group that wait in memory."""
-
     __slots__ = ("count",)
 
     def __init__(self) -> None:
@@ -136,7 +134,7 @@ class PendingVbucket:
 
     @property
     def publishable(self) -> bool:
-        """True when the next commit makes a complete snapshot visible, or begins to make its key rows."""
+        """True if the next commit makes a complete snapshot visible, or begins its key rows."""
         return self.complete_seqno is not None and self.job is None
 
     @property
@@ -270,14 +268,13 @@ class PendingVbucket:
         return True
 
     def begin_job(self) -> None:
-        """Have the key rows of the complete snapshot made, in slices."""
         assert self.complete_seqno is not None
         self.job = index.IndexJob(
             self.owner.environment, self.vbid, self.prefix, self.indexed_seqno, self.complete_seqno
         )
 
     def end_job(self) -> None:
-        """Take the job's key rows for written. Few rows came while it ran: commit indexes them, or begins another."""
+        """Note that the job's key rows are written. Rows that came meanwhile are indexed by a commit or another job."""
         assert self.job is not None
         self.indexed_seqno = self.job.to_seqno
         self.indexed_bytes += self.job.row_bytes
@@ -286,7 +283,7 @@ class PendingVbucket:
         self.dirty = True
 
     def cancel_job(self) -> None:
-        """Give up the key rows that are being made; those that are written stay, unseen."""
+        """Give up the job; key rows that it wrote stay, unseen."""
         if self.job is not None:
             self.job.close()
             self.job = None
@@ -302,7 +299,7 @@ class PendingVbucket:
     # -- what a commit wrote --------------------------------------------------------------------------------------
 
     def manifest_key_at(self, seqno: int) -> branches.ManifestKey:
-        """The newest manifest row at or below a seqno, of those on the disk and those that are pending."""
+        """Return the newest manifest row at or below a seqno, stored or pending."""
         if not self.manifest_keys and not self.manifest_changes:
             return self.manifest_key
         branch = self.base.staging_branch
@@ -317,7 +314,6 @@ class PendingVbucket:
             self.manifest_key = (moved[1], self.manifest_key[1])
 
     def settle(self, plan: Plan) -> None:
-        """Follow a commit."""
         self.counters = plan.counters
         if plan.manifest_count:
             self._settle_manifests(plan.manifest_count)

@@ -133,7 +133,6 @@ class GroupWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of rows and manifests that wait in memory."""
         return self._bytes.count
 
     @property

@@ -14,7 +14,7 @@ import lmdb
 
 from storage.env import directory
 from storage.format import keys, records, seal
-from storage.history.index import SLICE_ROWS, sort_key_rows
+from storage.history.index import BY_KEY, SLICE_ROWS
 
 Row = tuple[bytes, bytes]
 
@@ -55,7 +55,7 @@ def write(path: Path, rows: Mapping[int, list[Row]]) -> Timing:
         for first in range(0, len(each), SLICE_ROWS):
             with env.begin(write=True) as txn:
                 txn.cursor(row_trees[vbid]).putmulti(each[first : first + SLICE_ROWS], append=True)
-        sort_key_rows(key_rows[vbid])
+        key_rows[vbid].sort(key=BY_KEY)
         for first in range(0, len(each), SLICE_ROWS):
             with env.begin(write=True) as txn:
                 txn.cursor(key_trees[vbid]).putmulti(key_rows[vbid][first : first + SLICE_ROWS], dupdata=False)

@@ -25,7 +25,7 @@ import pytest
 from storage.admin.check import check
 from storage.env import directory
 from storage.env.environment import Environment
-from storage.format import keys, records
+from storage.format import keys, records, runs
 from storage.history import branches, index, purge, removal
 from storage.history.purge import Window
 from storage.model import FailoverLog, Seqno, SnapshotRange, Vbuuid
@@ -355,7 +355,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "PURGE_INTERVAL_MS", 0)
     monkeypatch.setattr(index, "SLICE_ROWS", 3)
     monkeypatch.setattr(index, "RUN_ROWS", 5)
-    monkeypatch.setattr(index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(runs, "_CHUNK_ROWS", 2)
     monkeypatch.setattr(purge, "STEP_ROWS", 8)
     monkeypatch.setattr(removal, "RUN_ROWS", 6)
     monkeypatch.setattr(removal, "BATCH_ROWS", 3)

@@ -1,16 +1,222 @@
-"""Which cluster map is followed: never an older one, nor that of another bucket; the rest is the user's to do."""
+"""Which cluster map is followed: never an older one, nor that of another bucket; every node is asked, and whichever
+answers first ends no round.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from mirror.errors import OlderMap
-from mirror.feed.connection.connection_string import parse
-from mirror.ingest.topology import ClusterMap
-from tests.feed.consumer_rig import write
-from tests.feed.test_map_poll import followed, half_of
+import pytest
+
+from mirror.clock import Clock, SystemClock
+from mirror.errors import MirrorError, OlderMap
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.sandbox.cluster import SandboxCluster
+from mirror.wire import codec_kv
+from mirror.wire import frame as fr
+from mirror.wire.constants import Feature, Opcode, Status
+from tests.feed.consumer_rig import VBUCKETS, write
+from tests.feed.harness import Mirror
+from tests.feed.scripted_node import ScriptedNode, refuse, silent
+from tests.feed.test_bootstrap import access_to
+from tests.feed.test_discovery import map_of
 from tests.feed.test_topology_followed import source_of
+
+
+class Polling(MapFollower):
+    """A follower that runs, beginning with the map of `first`, and is its own user."""
+
+    def __init__(self, path: Path, first: ScriptedNode, clock: Clock | None = None, **settings: Any) -> None:
+        access = access_to(first, path, **{"map_poll_interval_s": 0.05, "retry_delay_max_ms": 100, **settings})
+        super().__init__(access, clock or SystemClock(), NewestMap(), self, lambda task: None)
+        self.received: list[tuple[int, int]] = []
+
+    def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
+        self.received.append((address.port, found.rev))
+        super().on_map(address, found)
+
+    def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None: ...
+
+    def on_newer_map(self, found: ClusterMap) -> None:
+        self.take(found)
+
+    def on_map_refused(self, error: MirrorError) -> None:
+        raise error
+
+    async def __aenter__(self) -> Polling:
+        self.task = asyncio.create_task(self.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def until(self, holds: Any) -> None:
+        async with asyncio.timeout(30):
+            while not holds():  # noqa: ASYNC110 - looks on from outside
+                await asyncio.sleep(0.01)
+
+
+async def test_a_round_ends_with_no_answer_but_the_last(tmp_path: Path) -> None:
+    """The host of the source answers at once, with an old map; one that it names is silent, another knows better."""
+    async with ScriptedNode() as stale, ScriptedNode({Opcode.HELLO: silent}) as dead, ScriptedNode() as newer:
+        stale.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, stale, dead, newer)
+        newer.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, newer)
+        async with Polling(tmp_path, stale, connect_timeout_s=600) as polling:
+            await polling.until(lambda: polling.maps.floor == (2, 8))
+            assert polling.error is None
+            # The host of the source is queried further, and its old map does not come back.
+            before = len(stale.received_requests(Opcode.GET_CLUSTER_CONFIG))
+            await polling.until(lambda: len(stale.received_requests(Opcode.GET_CLUSTER_CONFIG)) > before + 2)
+            assert polling.maps.floor == (2, 8)
+            assert (stale.connections, newer.connections) == (1, 1), "connections stay open"
+            assert len(newer.received_requests(Opcode.SASL_AUTH)) == 1
+
+
+async def test_a_map_that_a_node_sent_before_is_not_read_again(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node) as polling:
+            await polling.until(lambda: len(node.received_requests(Opcode.GET_CLUSTER_CONFIG)) > 5)
+            assert polling.received == [(node.port, 7)]
+
+
+async def test_who_asks_for_a_newer_map_again_and_again_is_served_with_growing_pauses(tmp_path: Path) -> None:
+    """The vbuckets of a mirror that is still filling are refused until they are complete, and no map says more."""
+    pauses: list[float] = []
+
+    class Recorded(SystemClock):
+        async def sleep(self, seconds: float) -> None:
+            pauses.append(seconds)
+            await super().sleep(0.001)
+
+    async with ScriptedNode() as node:
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node, Recorded(), map_poll_interval_s=600) as polling:
+
+            async def woken_until(holds: Callable[[], bool]) -> None:
+                async with asyncio.timeout(30):
+                    while not holds():
+                        polling.wake()
+                        await asyncio.sleep(0.001)
+
+            await woken_until(lambda: polling.maps.floor == (2, 7))
+            before = len(pauses)
+            await woken_until(lambda: len(pauses) >= before + 20)
+            found = pauses[before + 1 :]
+            assert found == sorted(found)
+            assert sum(found) > 10
+            assert max(found) <= 1.0
+            before = len(pauses)
+            node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(8, node)
+            await woken_until(lambda: polling.maps.floor == (2, 8))
+            taken = len(pauses)
+            await woken_until(lambda: len(pauses) >= taken + 3)
+            assert min(pauses[before:]) <= 0.05, "a newer map may be the first of several"
+
+
+async def test_a_node_that_refuses_us_is_tried_with_growing_pauses_and_said(tmp_path: Path) -> None:
+    async with ScriptedNode({Opcode.SASL_STEP: refuse(Status.AUTH_ERROR)}) as node:
+        settings: dict[str, Any] = {"retry_delay_min_ms": 60_000, "retry_delay_max_ms": 600_000}
+        async with Polling(tmp_path, node, **settings) as polling:
+            await polling.until(lambda: polling.error is not None)
+            for _ in range(3):
+                polling.wake()
+                await asyncio.sleep(0.1)
+            assert node.connections == 1
+            assert "wrong user or password" in str(polling.error)
+
+
+async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> None:
+    async with ScriptedNode() as node:
+        node.features |= {Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF}
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        async with Polling(tmp_path, node, map_poll_interval_s=600) as polling:
+            polling.wake()
+            await polling.until(lambda: polling.maps.floor == (2, 7))
+            node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(9, node)
+            node.send(fr.encode(codec_kv.clustermap_notification(2, 6, b"")))
+            node.send(fr.encode(codec_kv.clustermap_notification(2, 9, b"b")))
+            await polling.until(lambda: polling.maps.floor == (2, 9))
+            assert polling.error is None
+
+
+# -- a consumer that is connected to a stale node alone --------------------------------------------------------------
+
+
+def half_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    """A mirror whose vbuckets all lie on node 1."""
+    return Mirror(
+        path,
+        bucket="demo",
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=VBUCKETS,
+        password="demo",
+        groups=2,
+        own_groups=[1],
+        settings=settings,
+    )
+
+
+async def followed(mirror: Mirror, cluster: SandboxCluster) -> None:
+    highs = {vbid: cluster.vbucket(vbid) for vbid in range(1, VBUCKETS, 2)}
+    await mirror.until(
+        lambda: all(
+            mirror.row(vbid)["published_seqno"] == vbucket.high_seqno and mirror.row(vbid)["vbuuid"] == vbucket.vbuuid
+            for vbid, vbucket in highs.items()
+        ),
+        "what the cluster has",
+    )
+
+
+@pytest.mark.parametrize("profile", ["6.6", "7.2", "8.0"])
+async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
+    """It is the only node that the consumer is connected to; the other one is queried all the same."""
+    async with source_of(profile=profile) as cluster:
+        write(cluster, 100)
+        mirror = half_of(cluster, tmp_path)
+        mirror.start(cluster.connection_string)
+        await followed(mirror, cluster)
+        alone = cluster.split_off(1)
+        await cluster.failover_node(1)
+        for vbid in range(1, VBUCKETS, 2):
+            alone.set("stale", {}, vbid=vbid)
+        write(cluster, 100, "good")
+        await followed(mirror, cluster)
+        streams = [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)]
+        for vbid in range(1, VBUCKETS, 2):
+            alone.set("stale again", {}, vbid=vbid)
+        write(cluster, 100, "later")
+        await followed(mirror, cluster)
+        assert [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)] == streams
+        await mirror.stop()
+
+
+async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
+    """The consumer has no session at all, and the nodes that announce maps are none of its own."""
+    async with source_of(profile="8.0") as cluster:
+        write(cluster, 50)
+        mirror = half_of(cluster, tmp_path)
+        consumer = mirror.start(cluster.connection_string)
+        await followed(mirror, cluster)
+        ours = range(1, VBUCKETS, 2)
+        for vbid in ours:
+            cluster.bucket.map.owners[vbid] = -1
+        cluster.bucket.map_changed(*ours)
+        await mirror.until(lambda: not consumer.connections.ready_sessions(), "no session")
+        await asyncio.sleep(0.5)  # the requests for a map that this led to are over
+        for vbid in ours:
+            cluster.bucket.map.owners[vbid] = 0
+        cluster.bucket.map.bump()  # silently
+        write(cluster, 50, "after")
+        await followed(mirror, cluster)
+        assert consumer.connections.ready_sessions()
+        await mirror.stop()
 
 
 async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_path: Path) -> None:

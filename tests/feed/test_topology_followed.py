@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
-from mirror.feed.cluster.map_poll import MapPoller
+from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
@@ -187,7 +187,7 @@ async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
     Anyone who reconnects sees it: the look at the map that a lost connection brings about may come too late.
     """
 
-    monkeypatch.setattr(MapPoller, "wake", lambda _poller: None)
+    monkeypatch.setattr(MapFollower, "wake", lambda _follower: None)
     async with source_of() as cluster:
         write(cluster, 50)
         mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)

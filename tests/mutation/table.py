@@ -593,10 +593,10 @@ MUTATIONS = (
     Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
-        "mirror/feed/cluster/map_poll.py",
+        "mirror/feed/cluster/map_follower.py",
         "asyncio.timeout(interval_s)",
         "asyncio.timeout(None)",
-        "tests/feed/test_map_poll.py -k alone_that_gets",
+        "tests/feed/test_map_follower.py -k alone_that_gets",
     ),
     # --- who may read an answer is judged when it is made
     Mutation(

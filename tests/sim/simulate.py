@@ -29,6 +29,7 @@ from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
 from storage.errors import StorageError
 from storage.format import keys as storage_keys
+from storage.format import runs
 from storage.history import chain, index, merge, purge, removal
 from storage.read import bulk, scan, vbucket_reader
 from storage.write import background
@@ -83,7 +84,7 @@ def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
     patch.setattr(background, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
     patch.setattr(index, "SLICE_ROWS", rng.choice((1, 2, 5, 20_000)))
     patch.setattr(index, "RUN_ROWS", rng.choice((1, 3, 8, 200_000)))
-    patch.setattr(index, "_CHUNK_ROWS", rng.choice((1, 2, 2_000)))
+    patch.setattr(runs, "_CHUNK_ROWS", rng.choice((1, 2, 2_000)))
     patch.setattr(purge, "STEP_ROWS", rng.choice((1, 2, 5, 1_000)))
     patch.setattr(purge, "LOOK_VBUCKETS", rng.choice((1, 8)))
     patch.setattr(merge, "LINKS_MAX", rng.choice((0, 0, 1)))

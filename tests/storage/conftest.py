@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import storage.format.runs
 import storage.history.index
 import storage.history.purge
 import storage.read.scan
@@ -51,7 +52,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 3)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 2)
     monkeypatch.setattr(storage.history.index, "RUN_ROWS", 5)
-    monkeypatch.setattr(storage.history.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.format.runs, "_CHUNK_ROWS", 2)
     monkeypatch.setattr(storage.read.scan, "CHUNK_ROWS", 3)
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 2)
     monkeypatch.setattr(storage.history.purge, "LOOK_VBUCKETS", 10)

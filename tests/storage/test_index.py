@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import storage.format.runs
 import storage.history.index
 from storage.env import directory
 from storage.env.environment import Environment
@@ -72,7 +73,7 @@ def test_a_job_makes_every_key_row_once(
 ) -> None:
     monkeypatch.setattr(storage.history.index, "RUN_ROWS", run_rows)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 4)
-    monkeypatch.setattr(storage.history.index, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(storage.format.runs, "_CHUNK_ROWS", 2)
     rows = fill(environment, count)
     assert run(environment, 0, count) == count // 4 + 1
     assert stored(environment) == sorted(records.key_rows(rows))

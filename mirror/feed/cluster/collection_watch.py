@@ -29,12 +29,9 @@ HIDDEN = (
     "leaves them out; grant it the privilege SystemCollectionLookup if they are needed (role data_dcp_reader)"
 )
 PAUSE_MIN_S = 0.2
-"""Pause between two looks at the manifest."""
 
 
 class CollectionWatch:
-    """Follows the source's manifest for one selection."""
-
     def __init__(
         self,
         selection: Selection,

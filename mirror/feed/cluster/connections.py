@@ -30,16 +30,12 @@ log = get_logger("feed")
 
 
 class ConnectionsOwner(SessionOwner, Protocol):
-    """The user of the sessions."""
-
     def on_node_ready(self, keeper: NodeKeeper) -> None: ...
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None: ...
 
 
 class Connections:
-    """The sessions of one consumer or reader."""
-
     def __init__(
         self,
         access: Access,
@@ -55,7 +51,6 @@ class Connections:
         self.opaques = Opaques()
         self.acks_held = False
         self.with_history = False
-        """`NodeSession.with_history` of new sessions."""
         self._access = access
         self._clock = clock
         self._owner = owner
@@ -143,8 +138,6 @@ def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError 
 
 
 class NodeKeeper:
-    """Keeps one node's session."""
-
     def __init__(
         self,
         address: NodeAddress,

@@ -29,8 +29,6 @@ SURVEY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The answers of the nodes that could be reached."""
-
     newest: ClusterMap
     answers: dict[NodeAddress, ClusterMap]
 
@@ -43,7 +41,6 @@ async def discover(
     network: str | None = None,
     bucket_uuid: str | None = None,
 ) -> ClusterMap:
-    """Return the newest cluster map of all reachable nodes; see `survey`."""
     found = await survey(access, clock, addresses=addresses, network=network, bucket_uuid=bucket_uuid)
     return found.newest
 

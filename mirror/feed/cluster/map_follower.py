@@ -1,9 +1,14 @@
 """The follower of cluster maps: the first map, newer ones from any node, and the one that is followed.
 
-Knows maps as they arrive (`discovery`, `map_poll`, sessions), the newest one, and the address of a vbucket's node; must
-never know streams or the store, which are its user's. Invariants: no map is followed that is older than one followed
-before, or than the floor (`NewestMap`); a node that sends the map of another bucket is refused before anything is
-requested of it (docs/protocol.md 2.5), unless it is no member of the cluster; the user gets each newer map once.
+Knows nodes, the hosts of the connection string, the newest map and the address of a vbucket's node; must never know
+streams or the store, which are its user's. A node that was failed over while it was stopped still announces and answers
+its old map. A worker may be connected to such a node alone, so nodes without a session are queried, too.
+
+Invariants: no map is followed that is older than one followed before, or than the floor (`NewestMap`); a node that
+sends the map of another bucket is refused before anything is requested of it (docs/protocol.md 2.5), unless it is no
+member of the cluster; the user gets each newer map once. Each round queries every node of the followed map and every
+host of the source, over its open session, else over a connection that stays open for announcements; a slow node delays
+no other; a node that failed is tried again with growing pauses.
 """
 
 from __future__ import annotations
@@ -11,24 +16,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, MirrorError, OlderMap
+from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
 from mirror.feed.cluster.connections import pause_s
 from mirror.feed.cluster.discovery import discover
-from mirror.feed.cluster.map_poll import MapPoller
-from mirror.feed.connection.bootstrap import Access
+from mirror.feed.cluster.srv import first_addresses
+from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import NodeSession
+from mirror.feed.connection.transport import Link
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Node
 from mirror.log import get_logger
+from mirror.wire.codec_kv import decode_clustermap_notification
+from mirror.wire.constants import ServerOpcode
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
 """Time for the user to follow a map that it was given; after that a first map is looked for again."""
+ROUND_PAUSE_S = 0.05
+"""Minimal pause between two rounds: a thousand vbuckets that ask for a newer map cause one round."""
+ROUND_PAUSE_MAX_S = 1.0
+"""The pause doubles up to this while no requested newer map appears: the vbuckets of a source that is a mirror and not
+filled yet are refused for minutes.
+"""
+MAP_TIMEOUT_S = 2.0
+"""Timeout for a node's map; it is queried again in the next round."""
 
 
 class MapUser(Protocol):
@@ -47,6 +65,24 @@ class MapUser(Protocol):
         ...
 
 
+class _Node:
+    def __init__(self, address: NodeAddress) -> None:
+        self.address = address
+        self.task: asyncio.Task[None] | None = None
+        self.link: Link | None = None
+        self.handshake = Handshake(frozenset())
+        self.config = b""
+        """The node's last answer: servers before 7.6 send the whole map each time."""
+        self.failures = 0
+        self.not_before_s = 0.0
+        self.error: str | None = "not queried yet"
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
 class MapFollower:
     """Follows the cluster map of one bucket. `begin` or `find_first`, then `run`."""
 
@@ -58,7 +94,9 @@ class MapFollower:
         user: MapUser,
         on_defect: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        """`maps` names the bucket, and which maps are too old. `on_defect`: see MapPoller."""
+        """`maps` names the bucket, and which maps are too old. `on_defect` is called with the task of each request that
+        ended, for those that ended in a defect.
+        """
         self.maps = maps
         self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
         self._access = access
@@ -66,7 +104,10 @@ class MapFollower:
         self._user = user
         self._search_error: str | None = None
         self._has_map = asyncio.Event()
-        self._poller = MapPoller(self, maps, access, clock, on_defect)
+        self._on_defect = on_defect
+        self._nodes: dict[NodeAddress, _Node] = {}
+        self._hosts: tuple[NodeAddress, ...] = ()
+        self._wake = asyncio.Event()
 
     @property
     def current(self) -> ClusterMap | None:
@@ -85,7 +126,8 @@ class MapFollower:
     @property
     def error(self) -> str | None:
         """The reason why no node gives a map; None if one does, or if none was queried yet."""
-        return self._search_error or self._poller.error
+        errors = [node.error for node in self._nodes.values() if node.failures or node.error is None]
+        return self._search_error or (None if None in errors or not errors else errors[-1])
 
     def address_of(self, vbid: int) -> NodeAddress | None:
         """Return the address of the vbucket's node; None if the map names none, or none that can be reached as
@@ -132,10 +174,6 @@ class MapFollower:
         if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
             raise OlderMap.of(found.revision, self.maps.floor)
 
-    async def run(self) -> None:
-        """Ask all nodes for newer maps, until cancelled."""
-        await self._poller.run()
-
     # -- maps that come -------------------------------------------------------------------------------------------
 
     def offer(self, found: ClusterMap) -> MapVerdict:
@@ -166,15 +204,13 @@ class MapFollower:
     def refresh_map(self, config: bytes, vbid: int) -> None:
         """Read the map that came with a node's refusal of the vbucket, or ask other nodes for one."""
         address = self.address_of(vbid)
-        if not config or address is None or not self._poller.on_sent(config, address):
-            self._poller.wake()
+        if not config or address is None or not self._on_sent(config, address):
+            self.wake()
 
-    def wake(self) -> None:
-        self._poller.wake()
-
-    # -- what the poller and the sessions call --------------------------------------------------------------------
+    # -- what nodes and sessions bring ----------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
+        """Take a node's map, which may be older than the one that is followed, or of another bucket."""
         found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
@@ -188,7 +224,8 @@ class MapFollower:
 
     def _is_away(self, node: Node) -> bool:
         address = self._access.address_of(node)
-        return address is not None and self._poller.is_away(address)
+        known = None if address is None else self._nodes.get(address)
+        return known is not None and known.failures > 0
 
     def on_first_map(self, found: ClusterMap) -> None:
         """Take the map of a node that a session is opened to, before anything is requested of it."""
@@ -199,4 +236,130 @@ class MapFollower:
             raise
 
     def on_push(self, session: NodeSession, frame: Frame) -> None:
-        self._poller.on_notice(session.address, frame)
+        self._on_notice(session.address, frame)
+
+    def _on_notice(self, address: NodeAddress, frame: Frame) -> None:
+        """Take a node's announcement of a map, perhaps with the map (SDK RFC 75)."""
+        if frame.opcode != ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION:
+            return
+        try:
+            epoch, rev, bucket, config = decode_clustermap_notification(frame)
+        except RemoteProtocolError as error:
+            log.warning("map-announcement-invalid", node=str(address), error=str(error))
+            return
+        if bucket not in (b"", self._access.source.bucket.encode()):
+            return
+        if config:
+            self._on_sent(config, address)
+        elif self.current is None or (epoch, rev) > self.current.revision:
+            self.wake()
+
+    def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
+        """Hand on a map that came unasked; return False if it is not newer than the one that is followed."""
+        try:
+            found = self._read(config, address)
+        except HandshakeFailed as error:
+            log.warning("map-invalid", node=str(address), error=str(error))
+            return False
+        if self.maps.judge(found) not in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
+            return False
+        # Not from within: the vbucket that was refused is in the middle of performing its instructions.
+        asyncio.get_running_loop().call_soon(self.on_map, address, found)
+        return True
+
+    def _read(self, config: bytes, address: NodeAddress) -> ClusterMap:
+        return read_map(config, address, self._access.settings, network=self.network)
+
+    # -- asking all nodes -----------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Ask now instead of at the end of the interval."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Ask all nodes every `map_poll_interval_s`, and when woken."""
+        interval_s = self._access.settings.map_poll_interval_s
+        pause_s, known = ROUND_PAUSE_S, self.current
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(interval_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pause_s = ROUND_PAUSE_S
+                self._wake.clear()
+                await self._find_hosts()
+                self._begin_round()
+                if self.current is not known:
+                    pause_s, known = ROUND_PAUSE_S, self.current
+                await self._clock.sleep(pause_s)
+                pause_s = min(pause_s * 2, max(min(ROUND_PAUSE_MAX_S, interval_s), ROUND_PAUSE_S))
+        finally:
+            tasks = [node.task for node in self._nodes.values() if node.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for node in self._nodes.values():
+                node.close()
+
+    async def _find_hosts(self) -> None:
+        """Look the source's name up again while no node answers: it may stand for other hosts by now."""
+        if not self._hosts or all(node.error is not None for node in self._nodes.values()):
+            with contextlib.suppress(ConfigError):
+                self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
+
+    def _begin_round(self) -> None:
+        followed = self.current
+        members = map(self._access.address_of, followed.nodes) if followed is not None else ()
+        targets = {address for address in (*members, *self._hosts) if address is not None}
+        gone = [self._nodes.pop(address) for address in self._nodes.keys() - targets]
+        for node in gone:
+            node.close()
+            if node.task is not None:
+                node.task.cancel()
+        now_s = self._clock.monotonic()
+        for address in targets:
+            node = self._nodes.setdefault(address, _Node(address))
+            if node.task is None and now_s >= node.not_before_s:
+                node.task = asyncio.create_task(self._ask(node), name=f"map of {address}")
+                node.task.add_done_callback(partial(self._answered, node))
+
+    def _answered(self, node: _Node, task: asyncio.Task[None]) -> None:
+        node.task = None
+        self._on_defect(task)
+
+    async def _ask(self, node: _Node) -> None:
+        settings = self._access.settings
+        try:
+            link, handshake = await self._connection(node)
+            some_away = any(each.failures for each in self._nodes.values())
+            known = None if some_away else self.current  # theirs may be of equal revision and name other nodes
+            config = await fetch_newer_config(link, handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
+            found = self._read(config, node.address) if config and (some_away or config != node.config) else None
+        except (ClusterError, ConfigError) as error:
+            log.debug("no-map", node=str(node.address), error=str(error))
+            node.close()
+            node.error = str(error)
+            node.failures += 1
+            node.not_before_s = self._clock.monotonic() + pause_s(
+                node.failures - 1, settings, self._clock.jitter(), error
+            )
+            return
+        node.error, node.failures = None, 0
+        if found is not None:
+            node.config = config
+            self.on_map(node.address, found)
+
+    async def _connection(self, node: _Node) -> tuple[Link, Handshake]:
+        """Return the node's session, or else a connection of its own."""
+        session = self.session_at(node.address)
+        if session is not None:
+            node.close()
+            return session.link, session.handshake
+        if node.link is None or node.link.closed:
+            node.link, node.handshake = await enter(self._access, node.address, self._clock)
+            node.link.on_push = partial(self._on_notice, node.address)
+            node.config = b""
+            if node.link.closed:
+                raise HandshakeFailed(f"{node.address} hung up after the login")
+        return node.link, node.handshake

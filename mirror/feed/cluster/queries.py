@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 
 class SourceQueries:
-    """Asks the nodes of one reader."""
-
     def __init__(
         self, maps: MapFollower, connections: Connections, settings: Settings, clock: Clock, timeout_s: float
     ) -> None:
@@ -70,7 +68,6 @@ class SourceQueries:
         )
 
     async def failover_log(self, vbid: int) -> FailoverLog:
-        """Ask the vbucket's node."""
         if not 0 <= vbid < self._maps.vbucket_count:
             raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
 
@@ -89,7 +86,6 @@ class SourceQueries:
         return await self._until(attempt)
 
     async def collection_names(self) -> dict[int, str]:
-        """Ask any node."""
 
         async def attempt() -> dict[int, str]:
             session = self._any_session()

@@ -103,8 +103,6 @@ class Access:
 
 
 class Handshake:
-    """The features that a node granted."""
-
     def __init__(self, features: frozenset[int]) -> None:
         self.features = features
         self.collections = Feature.COLLECTIONS in features

@@ -43,8 +43,6 @@ class NodeAddress:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionString:
-    """The source and its bucket."""
-
     tls: bool
     user: str | None
     addresses: tuple[NodeAddress, ...]

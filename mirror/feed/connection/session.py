@@ -55,8 +55,6 @@ Accepted = bool
 
 
 class StreamOwner(Protocol):
-    """The vbucket that a stream was requested for."""
-
     vbid: int
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
@@ -67,9 +65,7 @@ class StreamOwner(Protocol):
         """Take any other message of the stream; after StreamEnd its opaque is dead."""
         ...
 
-    def on_answer(self, answer: StreamAnswer) -> None:
-        """Take the answer to the stream request."""
-        ...
+    def on_answer(self, answer: StreamAnswer) -> None: ...
 
 
 class SessionOwner(Protocol):
@@ -79,8 +75,6 @@ class SessionOwner(Protocol):
 
 
 class MapWatch(Protocol):
-    """The follower of the cluster map."""
-
     @property
     def network(self) -> str | None:
         """The network whose addresses are used; None: no map was seen yet."""
@@ -281,7 +275,6 @@ class NodeSession:
         return len(self._streams)
 
     def request_stream(self, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
-        """Send a stream request and return its opaque."""
         link = self.link
         opaque = link.next_opaque()
         stream_filter = dict(self.stream_filter)

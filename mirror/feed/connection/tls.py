@@ -82,8 +82,6 @@ def _unusable(setting: str, path: object, error: Exception, hint: str) -> Config
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A context, and the settings that it was made from."""
-
     context: ssl.SSLContext
     settings: Settings
 

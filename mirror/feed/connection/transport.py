@@ -36,7 +36,6 @@ NEXT_ADDRESS_DELAY_S = 0.25
 """Delay before a name's next address is tried at the same time (RFC 8305): the first may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
-"""Takes the answer to a request, or the error that ended the wait."""
 
 
 class Tap(Protocol):
@@ -79,8 +78,6 @@ class Opaques:
 
 
 class Link(asyncio.BufferedProtocol):
-    """One connection. Made by `open_link`."""
-
     def __init__(
         self, address: NodeAddress, clock: Clock, opaques: Opaques | None = None, tls: Tls | None = None
     ) -> None:
@@ -123,7 +120,6 @@ class Link(asyncio.BufferedProtocol):
         self.data_received(_read_buffer.memory[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Scan what came; keep the start of an incomplete frame."""
         if self.error is not None:
             return
         self.last_received = self._clock.monotonic()
@@ -245,7 +241,6 @@ class Link(asyncio.BufferedProtocol):
             raise SourceTimeout(f"{self.address} did not answer {opcode_name(opcode)} within {timeout_s:g} s") from None
 
     def close(self, error: ClusterError | None = None) -> None:
-        """End the connection; every request gets the error as its answer."""
         if self.error is not None:
             return
         self.error = error or ConnectFailed(f"the connection to {self.address} was closed by us", hint="")

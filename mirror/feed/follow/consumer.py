@@ -137,7 +137,6 @@ class Consumer:
             self._finished.set()
 
     async def stop(self) -> None:
-        """Let `run` commit what is complete and return."""
         self._stop_requested = True
         if self._ending is None:
             return
@@ -236,7 +235,6 @@ class Consumer:
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        """Let the node's vbuckets ask for their streams, and find out soon how far they are behind."""
         self._was_ready = True
         assert keeper.session is not None
         for vbucket in self.vbuckets_at(keeper.address):

@@ -1,10 +1,10 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
-Knows groups, writers, vbuckets, due times of commits, and background work of the store; must never know
-connections or maps. Invariants:
-- waiting groups commit in turn: at once while commits take less than their share of the time, after
-  `commit_interval_ms` at the latest, or at once when all groups together have `batch_bytes_max` staged;
-- the vbuckets' machines learn what a commit published before anything else happens to the group;
+Knows groups, writers, vbuckets, due times of commits, and background work of the store; must never know connections or
+maps. Invariants:
+- waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
+  `commit_interval_ms` after they began to wait; when all together hold `batch_bytes_max`, the fullest is written;
+- a commit informs the vbuckets' machines of what it published before it returns;
 - a failure of one group never touches another: its machines are dropped and restarted from the store, later if the disk
   is full, and never if the error is permanent.
 """
@@ -32,7 +32,6 @@ STEP_IDLE_S = 0.1
 late.
 """
 STEP_SHARE_S = 0.002
-"""Pause between two slices of background work, for the sockets."""
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
 REOPEN_FACTOR_MAX = 16
@@ -66,8 +65,6 @@ class CommitPace:
 
 
 class Group:
-    """A group environment of this worker, and its waiting commit."""
-
     def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
         self.commits = commits
@@ -95,7 +92,6 @@ class Group:
             self.commits.enqueue(self)
 
     def commit(self, *, flush_open: bool = False) -> None:
-        """Commit now. Raises what the store raises."""
         result = self.writer.commit(flush_open=flush_open)
         self.count += 1
         self.full_count = 0
@@ -228,7 +224,6 @@ class GroupCommits:
                 fullest.failed(error)
 
     def close(self) -> None:
-        """Commit whole snapshots, and cancel all timers."""
         if self._timer is not None:
             self._timer.cancel()
         for group in self.groups:

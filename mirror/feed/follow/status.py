@@ -39,7 +39,6 @@ class ConsumerStatus:
         self._clock_step_count = 0
 
     def standing(self) -> tuple[bool, bool]:
-        """Return whether every vbucket streams, and whether every one has caught up."""
         vbuckets = self._consumer.vbuckets.values()
         streaming = all(vbucket.streaming and vbucket.in_contact for vbucket in vbuckets)
         return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)

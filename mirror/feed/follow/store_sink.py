@@ -27,13 +27,9 @@ Parameters = ParamSpec("Parameters")
 
 
 class StoreOwner(Protocol):
-    def commit(self) -> None:
-        """Commit what the group has pending, and report to the machines what was published."""
-        ...
+    def commit(self) -> None: ...
 
-    def branch_changed(self) -> None:
-        """Make the rows of the live stream for the new staging branch."""
-        ...
+    def branch_changed(self) -> None: ...
 
 
 class StoreSink:
@@ -79,7 +75,6 @@ class StoreSink:
     # -- publishing -----------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: ins.PublishSnapshot) -> None:
-        """Publish with the group's next commit, or hold the end back until it is persisted."""
         if self.gate is not None:
             self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
         else:
@@ -96,7 +91,6 @@ class StoreSink:
         return self.gate is not None and self.gate.drop()
 
     def forget(self) -> None:
-        """Forget what the machine decided to be done later."""
         self.abandon_due = False
         self.drop_held()
 

@@ -41,16 +41,12 @@ POLLS_MIN = 2
 
 
 class ReceiveBudget(Protocol):
-    """The bytes that all groups of the worker may receive before rows are written down."""
-
     free_bytes: int
 
     def flush_over_budget(self) -> None: ...
 
 
 class VbucketGroup(Protocol):
-    """The group that the vbucket is in."""
-
     writer: GroupWriter
     commit_waits: bool
     error: StorageError | None
@@ -60,9 +56,7 @@ class VbucketGroup(Protocol):
 
     def schedule(self) -> None: ...
 
-    def commit(self) -> None:
-        """Commit now. Raises what the store raises."""
-        ...
+    def commit(self) -> None: ...
 
     def failed(self, error: StorageError) -> None: ...
 
@@ -162,7 +156,6 @@ class MirroredVbucket(VbucketHost):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def guarded(self, work: Callable[[], None]) -> None:
-        """Do something that may fail as the store fails."""
         try:
             work()
         except StorageError as error:
@@ -252,7 +245,6 @@ class MirroredVbucket(VbucketHost):
         self.group.commit()
 
     def branch_changed(self) -> None:
-        """Make the rows of the live stream for the present staging branch."""
         self.group.schedule()
         if self.session is not None and self.opaque is not None:
             self.session.set_row_prefix(self.opaque, self.sink.row_prefix())

@@ -66,7 +66,6 @@ class SourceWatch:
         self._wake = asyncio.Event()
 
     def look(self) -> None:
-        """Poll soon the nodes whose session is new."""
         self._wake.set()
 
     async def run(self) -> None:

@@ -172,7 +172,6 @@ class SourceReader:
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
-        """Return the source's histories of a vbucket, newest first."""
         return self._call(self._core.queries.failover_log(vbid))
 
     def collection_names(self) -> dict[int, str]:
@@ -250,8 +249,6 @@ class SourceReader:
 
 
 class _Core:
-    """The reader inside its loop: the map, the connections, and the read that is under way."""
-
     def __init__(
         self,
         access: Access,
@@ -287,7 +284,6 @@ class _Core:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Find the newest map, and connect to all nodes that it names."""
         followed = self._followed
         found = await discover(self._access, self.clock, bucket_uuid=followed.bucket_uuid if followed else None)
         if not found.vbucket_count:

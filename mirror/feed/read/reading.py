@@ -202,8 +202,6 @@ class ReadVbucket(VbucketHost):
 
 
 class BoundedRead:
-    """A read of some vbuckets, each from its position to its end."""
-
     def __init__(
         self,
         services: ReadServices,
@@ -221,7 +219,6 @@ class BoundedRead:
         self.outbox = Outbox(memory_bytes, on_half_empty)
         self.services = services
         self.active: dict[int, ReadVbucket] = {}
-        """The vbuckets that are streamed now."""
         self._spill_at = memory_bytes // 2
         self._open_bytes = 0
         self._waiting = deque(sorted(positions))
@@ -275,7 +272,6 @@ class BoundedRead:
             self.services.connections.hold_acks()  # the source waits, because nobody takes what is complete
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        """Return the function to be called when the reader is done with a snapshot."""
         return lambda: self.outbox.gave_back(memory_bytes, disk_bytes)
 
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
@@ -285,7 +281,6 @@ class BoundedRead:
         asyncio.get_running_loop().call_soon(self.fill_up)
 
     def fill_up(self) -> None:
-        """Stream as many vbuckets as may be at a time."""
         while self._waiting and len(self.active) < self._parallel and not self._ended:
             vbid = self._waiting.popleft()
             until = None if self._until is None else self._until[vbid]

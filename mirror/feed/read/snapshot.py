@@ -59,7 +59,6 @@ class Snapshot:
 
     @property
     def position(self) -> Position:
-        """The position after this snapshot."""
         return Position(self.vbuuid, self.end_seqno)
 
     @property
@@ -72,7 +71,6 @@ class Snapshot:
         return self._open.byte_count
 
     def frames(self) -> Iterator[bytes]:
-        """Yield the rows as they are stored."""
         return self._open.frames()
 
     def documents(self, *, raw: bool = False) -> Iterator[Document]:

@@ -88,8 +88,6 @@ class SpoolFile:
 
 
 class Spool:
-    """The frames of one snapshot."""
-
     __slots__ = ("_blocks", "_file", "_frames", "disk_bytes", "frame_count", "memory_bytes")
 
     def __init__(self, file: SpoolFile) -> None:

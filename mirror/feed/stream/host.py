@@ -52,13 +52,11 @@ class VbucketHost(ABC):
     # -- what a subclass decides ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def start_event(self, session: NodeSession) -> events.Start:
-        """Return the event with which the machine asks for streams over a session."""
+    def start_event(self, session: NodeSession) -> events.Start: ...
 
     @property
     @abstractmethod
-    def stream_filter(self) -> dict[str, Any]:
-        """The JSON value of stream requests."""
+    def stream_filter(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def refresh_map(self, config: bytes) -> None: ...
@@ -92,13 +90,11 @@ class VbucketHost(ABC):
         self._cancel_retry()
 
     def attach(self, session: NodeSession) -> None:
-        """Ask for a stream over the session of the vbucket's node."""
         self.session = session
         self.opaque = None
         self.handle(self.start_event(session))
 
     def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
-        """Leave a session that is over, or no longer the right one."""
         if self.session is None and not isinstance(event, events.NoActiveNode):
             return
         self._cancel_retry()
@@ -186,7 +182,6 @@ class VbucketHost(ABC):
         return self.machine.handle(answer) if self.machine is not None else ()
 
     def request_stream(self, request: ins.RequestStream) -> int | None:
-        """Send a stream request; return its opaque, or None without a connection."""
         session = self.session
         if session is None or not session.ready:
             return None
