@@ -90,11 +90,7 @@ def explain(
 
 
 def facts(setting: Description) -> dict[str, str]:
-    return {
-        "values": setting.values,
-        "default": setting.default or "not set",
-        "takes effect": EFFECTS[setting.name],
-    }
+    return {"values": setting.values, "default": setting.default or "not set", "takes effect": EFFECTS[setting.name]}
 
 
 def markdown_page(settings: list[Description]) -> str:

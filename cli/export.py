@@ -37,8 +37,7 @@ STDOUT = "-"
 
 def export(
     to: Annotated[
-        str,
-        typer.Option("--to", metavar="FILE", help="-: stdout; a directory: one file for each vbucket."),
+        str, typer.Option("--to", metavar="FILE", help="-: stdout; a directory: one file for each vbucket.")
     ] = STDOUT,
     file_format: Annotated[str, typer.Option("--format", metavar="jsonl", help="One JSON object a line.")] = "jsonl",
     data: options.DataOption = None,

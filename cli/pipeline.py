@@ -61,9 +61,7 @@ PLAIN_INTERVAL_S = 5.0
 ToOption = Annotated[
     str,
     options.optional(
-        "--to",
-        metavar="DIR|URL",
-        help="Destination: a path, file:///path, s3://bucket/prefix, gs:// or abfss://.",
+        "--to", metavar="DIR|URL", help="Destination: a path, file:///path, s3://bucket/prefix, gs:// or abfss://."
     ),
 ]
 MasterOption = Annotated[
@@ -120,8 +118,7 @@ MisfitsOption = Annotated[
     ),
 ]
 ProcessesOption = Annotated[
-    int | None,
-    typer.Option("--processes", min=1, max=1024, help="Processes of this machine; default: its cores."),
+    int | None, typer.Option("--processes", min=1, max=1024, help="Processes of this machine; default: its cores.")
 ]
 
 
@@ -345,8 +342,7 @@ def sync(
         int, typer.Option("--keep-hours", min=0, help="Time to keep files of older versions of changes.")
     ] = 168,
     keep_documents_hours: Annotated[
-        int,
-        typer.Option("--keep-documents-hours", min=0, help="The same for documents, which each merge copies."),
+        int, typer.Option("--keep-documents-hours", min=0, help="The same for documents, which each merge copies.")
     ] = 1,
     rewrite_rate: Annotated[
         str,
@@ -357,8 +353,7 @@ def sync(
         ),
     ] = "1m",
     table_per_collection: Annotated[
-        bool,
-        typer.Option("--table-per-collection", help="Write TO/collections/SCOPE.NAME, not TO/documents."),
+        bool, typer.Option("--table-per-collection", help="Write TO/collections/SCOPE.NAME, not TO/documents.")
     ] = False,
     schema: Annotated[
         list[str] | None,
@@ -566,8 +561,7 @@ def backfill(
         int | None, typer.Option("--groups", help="Groups of vbuckets, a task each. Fixed once DIR exists.")
     ] = None,
     scratch: Annotated[
-        str | None,
-        typer.Option("--scratch", metavar="DIR", help="Local directory; default: the temporary folder."),
+        str | None, typer.Option("--scratch", metavar="DIR", help="Local directory; default: the temporary folder.")
     ] = None,
     processes: ProcessesOption = None,
     master: MasterOption = None,

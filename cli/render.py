@@ -278,11 +278,7 @@ def processes_text(document: Mapping[str, Any]) -> Table:
 
 
 def status_view(
-    document: Mapping[str, Any],
-    *,
-    every_vbucket: bool = False,
-    brief: bool = False,
-    troubles_max: int = TROUBLES_MAX,
+    document: Mapping[str, Any], *, every_vbucket: bool = False, brief: bool = False, troubles_max: int = TROUBLES_MAX
 ) -> RenderableType:
     """Return the whole status; `brief` leaves out stable facts and sums up processes."""
     parts: list[RenderableType] = [summary(document, brief=brief)]

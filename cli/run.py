@@ -68,8 +68,7 @@ def run(
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
     until_caught_up: Annotated[
-        bool,
-        typer.Option("--until-caught-up", help="End once everything the source had at the start is published."),
+        bool, typer.Option("--until-caught-up", help="End once everything the source had at the start is published.")
     ] = False,
     replace_bucket: Annotated[
         bool,

@@ -270,8 +270,7 @@ LOOKING
 @app.command(help="\b\n" + FAULT_HELP.replace("\n\n", "\n\n\b\n"))
 def fault(
     kind: Annotated[
-        str,
-        typer.Argument(metavar="KIND", help="What is to happen; the list is above.", autocompletion=fault_kinds),
+        str, typer.Argument(metavar="KIND", help="What is to happen; the list is above.", autocompletion=fault_kinds)
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
     source: Annotated[

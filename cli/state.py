@@ -103,9 +103,7 @@ PLAIN_INTERVAL_S = 5.0
 
 
 def check(
-    data: options.DataOption = None,
-    config: options.ConfigOption = None,
-    as_json: options.JsonOption = False,
+    data: options.DataOption = None, config: options.ConfigOption = None, as_json: options.JsonOption = False
 ) -> None:
     """Check every invariant of the stored data. Exit code 3 if one is broken."""
     path = str(options.data_directory(data, config))

@@ -55,8 +55,7 @@ class Recorder:
             raise ConfigError(f"{path} exists already", hint="name a new file") from None
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be created: {error.strerror}",
-                hint="choose a writable directory",
+                f"{path} cannot be created: {error.strerror}", hint="choose a writable directory"
             ) from None
         self._file = os.fdopen(descriptor, "w", encoding="ascii")
         self._write({"format": FORMAT, "version": VERSION, "time_ms": clock.wall_ms()})

@@ -74,13 +74,7 @@ def _wait(view: View, target_branches: dict[int, int], timeout_s: float, progres
 
 
 async def _resync_here(
-    path: str,
-    source: str,
-    settings: Settings,
-    vbids: Sequence[int],
-    timeout_s: float,
-    progress: Progress,
-    clock: Clock,
+    path: str, source: str, settings: Settings, vbids: Sequence[int], timeout_s: float, progress: Progress, clock: Clock
 ) -> None:
     identity = directory.load(path)
     groups = sorted({vbid % identity.group_count for vbid in vbids})

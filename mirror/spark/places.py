@@ -80,10 +80,7 @@ class Folder(ABC):
     def error(self, error: Exception) -> MirrorError:
         """Return the error of a folder that cannot be used, with the name of this machine."""
         why = (error.strerror if isinstance(error, OSError) else None) or plain(error)
-        return MirrorError(
-            f"{self.url}: cannot be written on {os.uname().nodename}: {why}",
-            hint=self.remedy,
-        )
+        return MirrorError(f"{self.url}: cannot be written on {os.uname().nodename}: {why}", hint=self.remedy)
 
     @property
     @abstractmethod

@@ -40,11 +40,7 @@ OWNER_TIMEOUT_S = 25.0
 
 class Commands:
     def __init__(
-        self,
-        context: ServiceContext,
-        processes: Processes,
-        reports: Reports,
-        signalled: Callable[[int], None],
+        self, context: ServiceContext, processes: Processes, reports: Reports, signalled: Callable[[int], None]
     ) -> None:
         """`signalled` queues a signal as if the service had received it."""
         self._context = context

@@ -82,8 +82,7 @@ class LeaseBook:
         seconds, name = request.seconds, request.name
         if not SECONDS_MIN <= seconds <= self._seconds_max:
             raise ConfigError(
-                f"a lease cannot last {seconds!r} s",
-                hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s",
+                f"a lease cannot last {seconds!r} s", hint=f"ask for {SECONDS_MIN:g} to {self._seconds_max:g} s"
             )
         if not 0 < len(name) <= NAME_LENGTH_MAX:
             raise ConfigError("a lease needs a name", hint=f"a name has 1 to {NAME_LENGTH_MAX} characters")

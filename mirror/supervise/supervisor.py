@@ -128,10 +128,7 @@ class Supervisor:
             stop=self.stop,
         )
         self._commands = Commands(
-            self._context,
-            self._processes,
-            self._reports,
-            lambda number: self._events.put_nowait(Signalled(number)),
+            self._context, self._processes, self._reports, lambda number: self._events.put_nowait(Signalled(number))
         )
         self._background: set[asyncio.Task[None]] = set()
         self._started_s = clock.monotonic()

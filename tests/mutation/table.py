@@ -151,12 +151,7 @@ MUTATIONS = (
         "if event.start_seqno > current.end_seqno:",
         _OF_ASSEMBLER,
     ),
-    Mutation(
-        _ASSEMBLER,
-        "if isinstance(event, Commit):",
-        "if False:",
-        _OF_ASSEMBLER,
-    ),
+    Mutation(_ASSEMBLER, "if isinstance(event, Commit):", "if False:", _OF_ASSEMBLER),
     Mutation(
         "mirror/wire/scan.py", "and 0 < key_length <= 251", "and 0 < key_length", "tests/wire/test_scan.py -k key_that"
     ),
@@ -168,10 +163,7 @@ MUTATIONS = (
         _OF_MACHINE,
     ),
     Mutation(
-        _HANDSHAKE,
-        "if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:",
-        "if seqno == 0:",
-        _OF_MACHINE,
+        _HANDSHAKE, "if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:", "if seqno == 0:", _OF_MACHINE
     ),
     Mutation(_HANDSHAKE, "if machine.handshake.common_tried:", "if True:", _OF_MACHINE),
     Mutation(_HANDSHAKE, "if common.seqno < boundary_seqno:", "if False:", _OF_MACHINE),
@@ -271,10 +263,7 @@ MUTATIONS = (
         _OWNER, 'if txn.get(keys.DB_META, b"fence") != fence:', "if False:", "tests/storage/test_owner.py -k overtaken"
     ),
     Mutation(
-        _LEAVING,
-        "if keep_complete and self.complete_seqno is not None:",
-        "if False:",
-        f"{_OF_LEAVING} -k complete_one",
+        _LEAVING, "if keep_complete and self.complete_seqno is not None:", "if False:", f"{_OF_LEAVING} -k complete_one"
     ),
     Mutation(
         _OWNER,
@@ -296,12 +285,7 @@ MUTATIONS = (
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
     Mutation(_BRANCHES, "log = own_log.pruned(at, boundary.vbuuid)", "log = own_log", _OF_LEAVING),
-    Mutation(
-        _BRANCHES,
-        "pub._replace(flags=pub.flags | flags)",
-        "pub",
-        "tests/storage/test_resync_reads.py",
-    ),
+    Mutation(_BRANCHES, "pub._replace(flags=pub.flags | flags)", "pub", "tests/storage/test_resync_reads.py"),
     Mutation(_PURGE, "target = max(floor, min(target, base))", "pass", _OF_GATE),
     Mutation(_PURGE, "target = max(floor, min(target, held))", "pass", "tests/storage/test_leases.py"),
     Mutation(
@@ -345,10 +329,7 @@ MUTATIONS = (
     ),
     # --- what was found by breaking it: maps, files, readers, clocks, disks
     Mutation(
-        _MAPS,
-        "if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:",
-        "if False:",
-        _OF_MAPS,
+        _MAPS, "if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:", "if False:", _OF_MAPS
     ),
     Mutation(_MAPS, "None if accept_older else map_record.load(data, bucket_uuid)", "None", _OF_MAPS),
     Mutation(
@@ -583,12 +564,7 @@ MUTATIONS = (
     Mutation(_CHANGES, "        check_kept(reader, txn, way)\n", "", _OF_CHANGES),
     Mutation(_READER, "if commit != (seen := txn.raw.id()):", "if (seen := txn.raw.id()) and commit < 0:", _OF_CHANGES),
     Mutation(_VALIDITY, "return SEQNO_MAX if kept is None else int(kept.seqno)", "return 0", _OF_CHANGES),
-    Mutation(
-        _CHANGES,
-        "validity.check_tombstones(reader, txn, served, position, purged_before)",
-        "pass",
-        _OF_CHANGES,
-    ),
+    Mutation(_CHANGES, "validity.check_tombstones(reader, txn, served, position, purged_before)", "pass", _OF_CHANGES),
     Mutation(_CHANGES, "if start.seqno < lost[0].base_seqno:", "if False:", _OF_CHANGES),
     Mutation(_VALIDITY, "    check(reader, txn, pinned)\n    return pinned", "    return pinned", _OF_SCAN),
     # --- a vbucket without a node gets one as soon as there is one
@@ -669,16 +645,10 @@ MUTATIONS = (
     Mutation(_READER, "if reference[KIND] not in KINDS:", "if False:", _OF_BIT_FLIPS),
     Mutation(_READER, "if cursor.value() >= reference:", "if False:", _OF_BIT_FLIPS),
     Mutation(
-        _READER,
-        'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), behind, reference)',
-        "pass",
-        _OF_BIT_FLIPS,
+        _READER, 'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), behind, reference)', "pass", _OF_BIT_FLIPS
     ),
     Mutation(
-        _READER,
-        'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), before, reference)',
-        "pass",
-        _OF_BIT_FLIPS,
+        _READER, 'self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), before, reference)', "pass", _OF_BIT_FLIPS
     ),
     Mutation(
         _READER, "if stored[start : start + (stored[2] << 8 | stored[3])] != wire_key:", "if False:", _OF_BIT_FLIPS

@@ -185,12 +185,7 @@ def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: P
     """Those of source, mirror and both health checks, with the variables of image and compose file and no others."""
     http, source_port, kv = (str(free_port()) for _ in range(3))
     given = given_to_compose(tmp_path)
-    there = {
-        "8080": http,
-        "11310": source_port,
-        "11410": kv,
-        "/data": f"{tmp_path}/mirror",
-    }
+    there = {"8080": http, "11310": source_port, "11410": kv, "/data": f"{tmp_path}/mirror"}
     found = containers(there)
     assert set(re.findall(r"\b\d{4,5}\b", " ".join([*found.source[1:4], *found.mirror_check]))) == {http, source_port}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -26,10 +26,7 @@ from tests.crash.service import until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-FAST = {
-    "spark.driver.memory": "1g",
-    "spark.sql.shuffle.partitions": "1",
-}
+FAST = {"spark.driver.memory": "1g", "spark.sql.shuffle.partitions": "1"}
 QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+IgnoreUnrecognizedVMOptions"
 """Less code is compiled, and simpler: tests are over before the better compiler pays."""
 STARTUP = Path(__file__).with_name("startup")

@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 
 from mirror.client import ServiceSaidNo
-from mirror.errors import (
-    ExitCode,
-)
+from mirror.errors import ExitCode
 from mirror.lease import Lease
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
-from tests.supervise.service import (
-    ask,
-    pids,
-    running,
-    service_of,
-    serving,
-)
+from tests.supervise.service import ask, pids, running, service_of, serving
 
 
 async def test_commands_arrive(tmp_path: Path) -> None:

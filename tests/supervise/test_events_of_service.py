@@ -84,12 +84,7 @@ async def test_settings_that_are_read_again_are_said_one_by_one(
     in_process.use(monkeypatch, lambda groups: {"vbuckets": [vbucket(vbid) for vbid in vbids_of(groups)]})
     found: list[Settings | ConfigError] = [
         settings_for(
-            tmp_path,
-            workers=1,
-            source="couchbase://demo@elsewhere/demo",
-            http="0",
-            lease_max_s=10,
-            on_event="true",
+            tmp_path, workers=1, source="couchbase://demo@elsewhere/demo", http="0", lease_max_s=10, on_event="true"
         ),
         settings_for(tmp_path, workers=1),
         ConfigError("the file is no TOML"),

@@ -12,12 +12,7 @@ import pytest
 from mirror.supervise.processes.table import exit_words
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for, worker_command
-from tests.supervise.service import (
-    pids,
-    running,
-    service_of,
-    serving,
-)
+from tests.supervise.service import pids, running, service_of, serving
 
 
 async def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:

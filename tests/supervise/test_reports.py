@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from mirror.client import SOCKET_NAME
-from mirror.errors import (
-    ExitCode,
-    MirrorError,
-)
+from mirror.errors import ExitCode, MirrorError
 from mirror.health import SILENT_S
 from mirror.messages import Turned
 from mirror.supervise.processes.life import Send
@@ -23,14 +20,7 @@ from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import vbids_of, vbucket
-from tests.supervise.service import (
-    ask,
-    phases,
-    pids,
-    running,
-    service_of,
-    serving,
-)
+from tests.supervise.service import ask, phases, pids, running, service_of, serving
 
 
 async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> None:

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.errors import (
-    BucketChanged,
-    ConfigError,
-    ConnectFailed,
-    ExitCode,
-    MirrorError,
-)
+from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, MirrorError
 from mirror.supervise.setup import Source
 from storage.env import directory
 from storage.errors import CorruptedError
@@ -23,12 +17,7 @@ from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
-from tests.supervise.service import (
-    SOURCE,
-    running,
-    service_of,
-    serving,
-)
+from tests.supervise.service import SOURCE, running, service_of, serving
 
 
 def digest(group: str) -> bytes:

@@ -13,25 +13,11 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.errors import (
-    ConfigError,
-    ExitCode,
-    SupervisionError,
-)
+from mirror.errors import ConfigError, ExitCode, SupervisionError
 from tests.processes import ProcessGroup, end_group
 from tests.supervise.conftest import eventually, eventually_now
 from tests.supervise.scripted import settings_for
-from tests.supervise.service import (
-    SCRIPTED,
-    ask,
-    ask_now,
-    children_of,
-    phases,
-    pids,
-    running,
-    service_of,
-    serving,
-)
+from tests.supervise.service import SCRIPTED, ask, ask_now, children_of, phases, pids, running, service_of, serving
 
 
 async def test_a_second_interrupt_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,7 @@ def compare_task(task: CompareTask) -> list[VbucketResult]:
     with (
         open_view(task.data, stale_reads=True) as view,
         SourceReader(
-            task.source,
-            settings=from_wire(task.settings),
-            followed=map_record.load(task.data, task.bucket_uuid),
+            task.source, settings=from_wire(task.settings), followed=map_record.load(task.data, task.bucket_uuid)
         ) as reader,
     ):
         if reader.bucket_uuid and reader.bucket_uuid != task.bucket_uuid:

@@ -382,8 +382,7 @@ def read_changes(options: Options, work: ChangesTask) -> Iterator[tuple[Any, ...
             way = ways[item.vbid]
             if isinstance(item, SourceRolledBack):
                 raise LostHistory(
-                    f"vbucket {item.vbid}: the source went back to seqno {item.seqno} while it was read",
-                    hint=AGAIN,
+                    f"vbucket {item.vbid}: the source went back to seqno {item.seqno} while it was read", hint=AGAIN
                 )
             if way.again and way.vbid not in begun:
                 begun.add(way.vbid)

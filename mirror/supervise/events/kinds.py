@@ -114,9 +114,7 @@ class SourceLost(_OfVbuckets, name="source-lost", level="error"):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceBack(
-    _OfVbuckets,
-    name="source-back",
-    sentence="{0.counted} regained contact with the source after {0.away_s:.1f} s",
+    _OfVbuckets, name="source-back", sentence="{0.counted} regained contact with the source after {0.away_s:.1f} s"
 ):
     away_s: float
 

@@ -205,9 +205,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     writers: list[GroupWriter] = []
     failures: dict[int, tuple[range, StorageError]] = {}
     window = Window(
-        time_ms=settings.history_s * 1000,
-        boundaries=settings.history_boundaries,
-        size_bytes=settings.history_bytes,
+        time_ms=settings.history_s * 1000, boundaries=settings.history_boundaries, size_bytes=settings.history_bytes
     )
     gid = readers_gid(settings)
     mark = GroupMark(start.group_mark)

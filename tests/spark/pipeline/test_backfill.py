@@ -171,12 +171,7 @@ def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settin
     expected = {f"line::{number:03}".encode() for number in range(400)}
     assert found == {key for key in expected if 4 <= vbucket_of(key, VBUCKETS) <= 11}
     with pytest.raises(ConfigError, match="the bucket has 16"):
-        backfill(
-            source.connection_string,
-            tmp_path / "more",
-            replace(settings, vbuckets="4-99"),
-            LocalRunner(1),
-        )
+        backfill(source.connection_string, tmp_path / "more", replace(settings, vbuckets="4-99"), LocalRunner(1))
 
 
 def test_what_cannot_be_is_said_at_once(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
