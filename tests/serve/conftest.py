@@ -1,13 +1,15 @@
-"""Fixtures: an empty store with its writers, and a server over it."""
+"""Empty stores with their writers, and servers over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.serve.dcp_rig import DcpEndpoint, serving_dcp
 from tests.serve.http_site import Site, Source, made, running
+from tests.serve.kv_rig import Endpoint, Store, serving, with_users
 
 
 @pytest.fixture
@@ -20,6 +22,33 @@ def source(tmp_path: Path) -> Iterator[Source]:
 def site(source: Source, tmp_path: Path) -> Iterator[Site]:
     with running(tmp_path / "data", source) as served:
         yield served
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """Of as many vbuckets as the module says (16), each empty, with an accepted stream."""
+    made = Store(tmp_path, vbuckets=getattr(request.module, "VBUCKETS", 16))
+    made.logs()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
+    async with serving(store.path) as served:
+        yield served
+
+
+@pytest.fixture
+async def dcp(store: Store) -> AsyncIterator[DcpEndpoint]:
+    async with serving_dcp(store.path) as served:
+        yield served
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Path:
+    """One user, ann, whose password is pw."""
+    return with_users(tmp_path / "users.json", {"ann": "pw"})
 
 
 @pytest.fixture

@@ -51,7 +51,14 @@ class Source:
             path = directory.group_path(self.path, group)
             writer = GroupWriter(
                 path,
-                WriterOptions(group=group, vbids=vbids, identity=self.identity, clock_ms=self.clock, map_size=1 << 28),
+                WriterOptions(
+                    group=group,
+                    vbids=vbids,
+                    identity=self.identity,
+                    sync="unsafe",
+                    clock_ms=self.clock,
+                    map_size=1 << 28,
+                ),
             )
             for vbid in vbids:
                 writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(VBUUID, 0)]))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +15,15 @@ from typing import Any, TypeVar
 
 from mirror.clock import SystemClock
 from mirror.sandbox import SandboxThread
-from mirror.serve.access.auth import Reader, SourceUser, Users
+from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
+from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
+from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
+from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
+from mirror.serve.turns import Turns
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
@@ -41,6 +46,30 @@ DEFAULT = Collection(0, 0, "_default", Seqno(0))
 
 def users() -> Users:
     return SourceUser(USER, lambda: PASSWORD)
+
+
+class NoStrangers(SourceUser):
+    """Users of which everybody has to log in."""
+
+    def __init__(self) -> None:
+        super().__init__(USER, lambda: PASSWORD)
+
+    @property
+    def anonymous(self) -> Reader | None:
+        return None
+
+
+def with_users(file: Path, entries: Mapping[str, Any], anonymous: Sequence[str] = ()) -> Path:
+    """Write a file of users: a password, or a whole entry, for each name."""
+    users = {name: entry_of(entry) if isinstance(entry, str) else entry for name, entry in entries.items()}
+    file.write_text(json.dumps({"users": users} | ({"anonymous": {"read": anonymous}} if anonymous else {})))
+    return file
+
+
+def session_of(bucket: KvBucket, reader: Reader | None = None) -> KvSession:
+    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
+    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
+    return KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
 
 
 class Store:
@@ -171,10 +200,14 @@ class Client:
                 self.buffer.feed(data)
             return frame
 
-    async def ask(self, frame: Frame) -> Frame:
-        await self.send(frame)
+    async def answer(self) -> Frame:
         answer = await self.receive()
         assert answer is not None, "the server hung up"
+        return answer
+
+    async def ask(self, frame: Frame) -> Frame:
+        await self.send(frame)
+        answer = await self.answer()
         assert (answer.opcode, answer.opaque) == (frame.opcode, frame.opaque)
         return answer
 
@@ -197,6 +230,10 @@ class Client:
             await self.writer.wait_closed()
         except ConnectionError:
             return
+
+
+def get(key: bytes = b"a", opaque: int = 0) -> Frame:
+    return fr.request(Opcode.GET, key=key, opaque=opaque)
 
 
 class Endpoint:
@@ -335,6 +372,3 @@ class MirrorThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-
-
-__all__ = ["Client", "Endpoint", "MirrorThread", "Reader", "Store", "serving", "users"]

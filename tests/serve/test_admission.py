@@ -11,7 +11,6 @@ import resource
 import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +29,33 @@ from mirror.serve.access.admission import (
     peer_of,
     raise_descriptor_limit,
 )
-from mirror.serve.access.auth import Reader, SourceUser
 from mirror.serve.access.tls import server_tls
 from mirror.serve.listener import Address, Limits
 from mirror.serve.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
+from tests.serve.kv_rig import WAIT_S, Client, Endpoint, NoStrangers, Store, serving
 
+Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
 LIMITS = Limits(connections_max=40)
 BEGUN = b"\x16\x03\x01\x02\x00"
 """The first bytes of a TLS handshake."""
 
 
-class NoStrangers(SourceUser):
-    """Users of which everybody has to log in."""
-
-    def __init__(self) -> None:
-        super().__init__("demo", lambda: "demo")
-
-    @property
-    def anonymous(self) -> Reader | None:
-        return None
+@pytest.fixture
+def store(store: Store) -> Store:
+    store.put(b"a", b"value", 1)
+    return store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path)
-    made.logs()
-    made.put(b"a", b"value", 1)
-    yield made
-    made.close()
+def certificate(tmp_path: Path) -> Contexts:
+    """Contexts of the server and of a client that trusts it."""
+    cert, key = make_certificate(tmp_path)
+    context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    assert context is not None
+    return context, ssl.create_default_context(cafile=cert)
 
 
 async def silent(endpoint: Endpoint, count: int) -> list[Client]:
@@ -121,10 +115,9 @@ async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Sto
         assert await asking.alive()
 
 
-async def test_connections_are_counted_before_their_tls_handshake(store: Store, tmp_path: Path) -> None:
+async def test_connections_are_counted_before_their_tls_handshake(store: Store, certificate: Contexts) -> None:
     """A handshake's buffers are 300 KiB: 20,000 silent connections once took 6.2 GB."""
-    cert, key = make_certificate(tmp_path)
-    tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    tls, trusting = certificate
     limits = Limits(connections_max=40, login_timeout_s=0.5)
     async with serving(store.path, addresses=(Address(tls=True),), limits=limits, tls=tls) as endpoint:
         await silent(endpoint, 100)
@@ -132,18 +125,15 @@ async def test_connections_are_counted_before_their_tls_handshake(store: Store, 
         admission = endpoint.server.admission
         assert len(admission._open) == admission.pending_count == 16
         assert not endpoint.server.connections
-        trusting = ssl.create_default_context(cafile=cert)
-        trusting.check_hostname = False
-        newest = await endpoint.connect(ssl=trusting)
+        newest = await endpoint.connect(ssl=trusting, server_hostname="localhost")
         assert await newest.alive()
         await until(lambda: len(admission._open) == 1)
         assert await newest.alive()
 
 
-async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, tmp_path: Path) -> None:
+async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, certificate: Contexts) -> None:
     """Without garbage collection, which comes too late: half a gigabyte of buffers was waiting for it."""
-    cert, key = make_certificate(tmp_path)
-    tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
+    tls, _ = certificate
     async with serving(store.path, addresses=(Address(tls=True),), limits=LIMITS, tls=tls) as endpoint:
         gc.collect()
         gc.disable()
@@ -177,10 +167,8 @@ async def test_handshakes_begin_one_in_each_turn_and_peers_take_turns() -> None:
     assert "".join(begun) == "abcabaaa"
 
 
-async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: Store, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path)
-    context = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
-    assert context is not None
+async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: Store, certificate: Contexts) -> None:
+    context, trusting = certificate
     wrap = context.wrap_bio
     begun: list[None] = []
 
@@ -197,7 +185,6 @@ async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: St
         silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(10)]
         await until(lambda: admission.accepted_count == 20 and len(admission._open) == 10)
         assert not begun
-        trusting = ssl.create_default_context(cafile=cert)
         client = await endpoint.connect(ssl=trusting, server_hostname="localhost")
         assert await client.login() == 0
         assert len(begun) == 1

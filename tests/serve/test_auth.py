@@ -44,10 +44,7 @@ def scram(users: Users, mechanism: str, name: str, password: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    users = {
-        "ann": entry_of("one"),
-        "bob": entry_of("two", ("shop.items", "stock.*")),
-    }
+    users = {"ann": entry_of("one"), "bob": entry_of("two", ("shop.items", "stock.*"))}
     return written(tmp_path / "users.json", {"users": users})
 
 
@@ -121,6 +118,14 @@ async def test_an_event_loop_does_not_wait_for_a_long_file(file: Path, monkeypat
     assert threads[0] is not threading.current_thread()
 
 
+def with_verifiers(verifiers: object) -> object:
+    return {"users": {"a": {"read": [], "verifiers": verifiers}}}
+
+
+def with_sha1(**fields: object) -> object:
+    return with_verifiers({"SCRAM-SHA1": {"salt": "AA==", "stored_key": "AA==", "server_key": "AA=="} | fields})
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -135,34 +140,10 @@ async def test_an_event_loop_does_not_wait_for_a_long_file(file: Path, monkeypat
         ({"users": {"a": {"read": ["x"], "verifiers": {}}}}, "neither"),
         ({"users": {"a": {"read": ["*.x"], "verifiers": {}}}}, "neither"),
         ({"users": {"a": {"read": []}}}, "verifiers"),
-        ({"users": {"a": {"read": [], "verifiers": {"MD5": {}}}}}, "verifiers"),
-        ({"users": {"a": {"read": [], "verifiers": {"SCRAM-SHA1": {}}}}}, "invalid verifier"),
-        (
-            {
-                "users": {
-                    "a": {
-                        "read": [],
-                        "verifiers": {
-                            "SCRAM-SHA1": {"salt": "AA==", "stored_key": "A", "server_key": "", "iterations": 4096}
-                        },
-                    }
-                }
-            },
-            "invalid verifier",
-        ),
-        (
-            {
-                "users": {
-                    "a": {
-                        "read": [],
-                        "verifiers": {
-                            "SCRAM-SHA1": {"salt": "AA==", "stored_key": "AA==", "server_key": "AA==", "iterations": 1}
-                        },
-                    }
-                }
-            },
-            "invalid verifier",
-        ),
+        (with_verifiers({"MD5": {}}), "verifiers"),
+        (with_verifiers({"SCRAM-SHA1": {}}), "invalid verifier"),
+        (with_sha1(stored_key="A", server_key="", iterations=4096), "invalid verifier"),
+        (with_sha1(iterations=1), "invalid verifier"),
         ({"anonymous": 1}, "`anonymous`"),
         ({"salt_key": 1}, "`salt_key`"),
         ({"salt_key": "AAAA"}, "`salt_key`"),

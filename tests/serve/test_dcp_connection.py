@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,33 +19,20 @@ from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
 from tests.serve.kv_rig import Store
 
+VBUCKETS = 1
 LARGE = 40_000
 STREAM = fr.request(Opcode.DCP_STREAM_REQ, extras=bytes(16) + b"\xff" * 8 + bytes(24), opaque=3)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path, vbuckets=1)
-    made.logs(77)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
-    async with serving_dcp(store.path) as served:
-        yield served
-
-
-async def test_garbage_ends_its_own_connection_only(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_garbage_ends_its_own_connection_only(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"1", 1)
-    good = await endpoint.client(name="good")
+    good = await dcp.client(name="good")
     assert (await good.stream(0)).status == 0
     await good.until_end(1)
     rng = random.Random(7)
     for opened in (False, True):
         for number in range(15):
-            bad = await (endpoint.client(name=f"bad{number}") if opened else endpoint.connect())
+            bad = await (dcp.client(name=f"bad{number}") if opened else dcp.connect())
             bad.writer.write(rng.randbytes(rng.choice([1, 23, 24, 500])) + b"\xff" * 30)
             with contextlib.suppress(ConnectionError):
                 await bad.reader.read()  # to its end; what begins like HTTP is answered in HTTP
@@ -56,8 +41,8 @@ async def test_garbage_ends_its_own_connection_only(store: Store, endpoint: DcpE
     await good.until_end(2)
 
 
-async def test_truncated_and_misshapen_requests_are_refused(endpoint: DcpEndpoint) -> None:
-    client = await endpoint.client()
+async def test_truncated_and_misshapen_requests_are_refused(dcp: DcpEndpoint) -> None:
+    client = await dcp.client()
     for opcode in (Opcode.DCP_CLOSE_STREAM, Opcode.DCP_BUFFER_ACK, Opcode.DCP_OPEN):
         answer = await client.ask(fr.request(opcode, extras=bytes(3), key=b"odd", value=b"x"))
         assert answer.status == Status.EINVAL, opcode
@@ -69,40 +54,40 @@ async def test_truncated_and_misshapen_requests_are_refused(endpoint: DcpEndpoin
     assert await client.receive() is None
 
 
-async def test_a_plain_client_is_served_as_on_the_kv_port(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_plain_client_is_served_as_on_the_kv_port(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"1", 1)
-    client = await endpoint.connect()
+    client = await dcp.connect()
     assert (await client.get(b"a")).value == b"1"
     assert (await client.ask(codec_kv.select_bucket(b"nobody's"))).status == Status.EACCESS
 
 
-async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store: Store, dcp: DcpEndpoint) -> None:
     for seqno in range(1, 601):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    client = await endpoint.client()
+    client = await dcp.client()
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(STREAM)
-    (connection,) = endpoint.server.connections
+    (connection,) = dcp.server.connections
     await until(lambda: connection.paused_s is not None)
     assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
-    sent = endpoint.server.dcp_counters.sent_bytes
+    sent = dcp.server.dcp_counters.sent_bytes
     await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
-    assert endpoint.server.dcp_counters.sent_bytes == sent
+    assert dcp.server.dcp_counters.sent_bytes == sent
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     await client.until_end(600)
 
 
 async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
-    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_connection, "ANSWERS_BYTES_MAX", 10_000)
     for seqno in range(1, 301):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    client = await endpoint.client()
+    client = await dcp.client()
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await client.send(STREAM)
-    (connection,) = endpoint.server.connections
+    (connection,) = dcp.server.connections
     await until(lambda: connection.paused_s is not None)
     held = connection.unsent.unsent_bytes
     for _ in range(40):
@@ -124,30 +109,30 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
 async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
     for seqno in range(1, 301):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    async with serving_dcp(store.path, limits=Limits(send_timeout_s=0.5)) as endpoint:
-        client = await endpoint.client()
+    async with serving_dcp(store.path, limits=Limits(send_timeout_s=0.5)) as dcp:
+        client = await dcp.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.send(STREAM)
-        await until(lambda: endpoint.server.status()["dcp_dropped"] > 0)
-        await until(lambda: not endpoint.server.connections)
-        assert endpoint.server.status()["dcp_dropped"] == 1
+        await until(lambda: dcp.server.status()["dcp_dropped"] > 0)
+        await until(lambda: not dcp.server.connections)
+        assert dcp.server.status()["dcp_dropped"] == 1
         client.writer.transport.abort()
 
 
 async def test_who_listens_without_noops_is_not_idle_and_who_has_no_stream_is(store: Store) -> None:
-    async with serving_dcp(store.path, limits=Limits(idle_timeout_s=0.5)) as endpoint:
-        listener = await endpoint.client(name="listener", noop=False, flags=1)
+    async with serving_dcp(store.path, limits=Limits(idle_timeout_s=0.5)) as dcp:
+        listener = await dcp.client(name="listener", noop=False, flags=1)
         assert (await listener.stream(0)).status == 0
-        idler = await endpoint.client(name="idler")
+        idler = await dcp.client(name="idler")
         assert await idler.receive() is None
         store.put(b"a", b"1", 1)
         await listener.until_end(1)
 
 
 async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
-    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await endpoint.client()
+    client = await dcp.client()
 
     def broken(*_: object) -> bytes:
         raise ZeroDivisionError("a defect")

@@ -15,7 +15,7 @@ from mirror.server.controls import Controls
 from mirror.wire import codec_dcp, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import DcpOpenFlag, Opcode
+from mirror.wire.constants import Opcode
 from mirror.wire.system_events import decode_system_event, encode_system_event
 from storage.model import Collection, Manifest, ManifestUid, Seqno
 from tests.recordings import frames
@@ -165,22 +165,3 @@ def test_changed_settings_exist_in_one_form_only() -> None:
         made = encoder(Controls(ABILITIES, True, True, 0x5, flat_events=flat))
         made.manifest = CARTS
         assert made.encode(row) == expected
-
-
-def test_stream_ids_stand_in_the_framing() -> None:
-    row = ev.Mutation(0, b"\0k", 5, 1, 9, value=b"v")
-    framed = encoder(Controls(ABILITIES, True, True, 0x5), ServedFilter(stream_id=5)).encode(codec_dcp.encode(row))
-    assert codec_dcp.decode(fr.decode(framed)[0]) == replace(row, stream_id=5)
-    assert framed == fr.with_stream_id(codec_dcp.encode(row), 5)
-
-
-def test_a_value_that_cannot_be_taken_apart_is_sent_as_it_is_stored() -> None:
-    bare = encoder(Controls(ABILITIES, True, False, int(DcpOpenFlag.PRODUCER)))
-    broken = (
-        ev.Mutation(0, b"\0k", 5, 1, 9, datatype=SNAPPY, value=b"\xff" * 20),
-        ev.Mutation(0, b"\0k", 5, 1, 9, datatype=XATTR, value=b"\xff" * 20),
-    )
-    for row in broken:
-        message = codec_dcp.decode(fr.decode(bare.encode(codec_dcp.encode(row)))[0])
-        assert isinstance(message, ev.Mutation)
-        assert (message.value, message.datatype) == (row.value, row.datatype)

@@ -43,42 +43,6 @@ def test_what_passes(value: bytes, begins: dict[int, int] | None) -> None:
     assert made(value).begins(MANIFEST) == begins
 
 
-@pytest.mark.parametrize(
-    ("value", "status"),
-    [
-        (b"{}", Status.EINVAL),
-        (b'{"other":1}', Status.EINVAL),
-        (b"[1]", Status.EINVAL),
-        (b"\xff", Status.EINVAL),
-        (b"[" * 100_000, Status.EINVAL),
-        (b'{"collections":[]}', Status.EINVAL),
-        (b'{"collections":"9"}', Status.EINVAL),
-        (b'{"collections":[9]}', Status.EINVAL),
-        (b'{"collections":["0x9"]}', Status.EINVAL),
-        (b'{"uid":7}', Status.EINVAL),
-        (b'{"scope":"8","collections":["9"]}', Status.EINVAL),
-        (b'{"purge_seqno":5}', Status.EINVAL),
-        (b'{"purge_seqno":"x"}', Status.EINVAL),
-        (b'{"collections":["b"]}', Status.UNKNOWN_COLLECTION),
-        (b'{"scope":"b"}', Status.UNKNOWN_SCOPE),
-        (b'{"sid":5}', Status.DCP_STREAM_ID_INVALID),
-    ],
-)
-def test_what_is_refused(value: bytes, status: Status) -> None:
-    with pytest.raises(Refused) as caught:
-        made(value)
-    assert caught.value.status == status
-
-
-@pytest.mark.parametrize("sid", [b"0", b"65536", b'"5"', b"true", b"null"])
-def test_stream_ids_are_numbers_of_16_bits(sid: bytes) -> None:
-    with pytest.raises(Refused) as caught:
-        made(b'{"sid":' + sid + b"}", sids=True)
-    assert caught.value.status == Status.DCP_STREAM_ID_INVALID
-    assert made(b'{"sid":5,"purge_seqno":"12"}', sids=True).stream_id == 5
-    assert made(b'{"purge_seqno":"12"}').purge_seqno == 12
-
-
 def test_a_client_without_collections_sees_the_default_one_alone() -> None:
     found = made(b"", collections=False)
     assert found.legacy

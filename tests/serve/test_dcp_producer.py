@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import MarkerVersion, Opcode, SnapshotFlag, Status, StreamEndReason
 from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
-from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event, until
+from tests.serve.dcp_rig import DcpClient, DcpEndpoint, serving_dcp, system_event
 from tests.serve.kv_rig import DEFAULT, Store
 
+VBUCKETS = 1
 UUID = 77
 DISK, MEMORY = int(SnapshotFlag.DISK | SnapshotFlag.CHECKPOINT), int(SnapshotFlag.MEMORY | SnapshotFlag.CHECKPOINT)
 
@@ -24,26 +24,12 @@ BOMB = b"\xff\xff\xff\xff\x0f"
 """Snappy that claims to be 4 GiB."""
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path, vbuckets=1)
-    made.logs(UUID)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-async def endpoint(store: Store) -> AsyncIterator[DcpEndpoint]:
-    async with serving_dcp(store.path) as served:
-        yield served
-
-
 @pytest.mark.usefixtures("all_settled")
-async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"old", 1)
     store.put(b"b", b"2", 2)
     store.put(b"a", b"new", 3)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     marker, b, a = await client.events(3)
     assert marker == ev.SnapshotMarker(0, 0, 3, DISK, opaque=0x77)
@@ -59,10 +45,10 @@ async def test_a_backfill_and_then_each_publish_as_it_comes(store: Store, endpoi
     assert await client.silent()
 
 
-async def test_nothing_that_is_not_published_is_sent(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_nothing_that_is_not_published_is_sent(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"1", 1)
     store.put(b"b", b"2", 2, publish=False)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 1]
     assert await client.silent()
@@ -71,10 +57,10 @@ async def test_nothing_that_is_not_published_is_sent(store: Store, endpoint: Dcp
     assert [getattr(each, "seqno", 0) for each in await client.events(2)] == [0, 2]
 
 
-async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_rollback_ends_the_streams_that_were_sent_what_is_gone(store: Store, dcp: DcpEndpoint) -> None:
     for seqno in (1, 2, 3):
         store.put(b"k%d" % seqno, b"x", seqno)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(3)
     store.writer.vbuckets[0].rollback(2)
@@ -116,15 +102,13 @@ class KeepingClient:
         return rollbacks
 
 
-async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(
-    store: Store, endpoint: DcpEndpoint
-) -> None:
+async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(store: Store, dcp: DcpEndpoint) -> None:
     """So no failover ends inside of one that a client got, and its deletion at 81 cannot be passed over."""
     for seqno in (79, 80):
         store.put(b"k", b"x", seqno)
     store.delete(b"k", 81)
     store.put(b"k", b"again", 82)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0, 80, vbuuid=UUID)).status == 0
     found = await client.events(4)
     assert [each.end_seqno for each in found if isinstance(each, ev.SnapshotMarker)] == [81, 82]
@@ -136,12 +120,12 @@ async def test_a_backlog_comes_in_the_snapshots_that_the_mirror_had_published(
 
 
 async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
-    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("storage.read.stream.SETTLED_MS", 0)
     for seqno in (80, 81, 82):
         store.put(b"k", b"x", seqno)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(82)
     store.writer.vbuckets[0].rollback(81)
@@ -152,7 +136,7 @@ async def test_a_client_whose_first_snapshot_was_lost_in_part_begins_again(
 
 @pytest.mark.parametrize("lagging", [False, True])
 async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_left_out(
-    store: Store, endpoint: DcpEndpoint, lagging: bool
+    store: Store, dcp: DcpEndpoint, lagging: bool
 ) -> None:
     """a is deleted at 6 and written again at 9, which is lost: the client was sent 9 alone, and the failover is at 7.
 
@@ -163,7 +147,7 @@ async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_l
     store.put(b"c", b"1", 4)
     store.put(b"a", b"lost", 9, publish=False)
     store.put(b"d", b"lost", 10)
-    client = KeepingClient(await endpoint.client())
+    client = KeepingClient(await dcp.client())
     assert await client.follow(0, 10) == []
     store.writer.vbuckets[0].rollback(4)
     assert isinstance(await client.client.event(), ev.StreamEnd)
@@ -172,18 +156,16 @@ async def test_a_client_that_goes_back_misses_no_deletion_that_a_lost_snapshot_l
     if not lagging:  # else what is published ends below the failover
         store.put(b"e", b"new", 8)
     rollbacks = await client.follow(UUID, 6 if lagging else 8)
-    served = {b"\0" + each.key: each.seqno for each in endpoint.bucket.view.scan(0)}
+    served = {b"\0" + each.key: each.seqno for each in dcp.bucket.view.scan(0)}
     client.held.pop(b"\0d")  # what is lost and in no history afterwards is the client's to remove
     assert client.held == served
     assert rollbacks == [4]
 
 
-async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(
-    store: Store, endpoint: DcpEndpoint
-) -> None:
+async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(store: Store, dcp: DcpEndpoint) -> None:
     """Or the client would call what comes by the old history's name."""
     store.put(b"a", b"1", 1)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(1)
     store.log(0, (UUID + 1, 1), (UUID, 0))
@@ -194,10 +176,10 @@ async def test_a_new_history_ends_the_streams_before_anything_of_it_is_sent(
 
 
 async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_history(
-    store: Store, endpoint: DcpEndpoint
+    store: Store, dcp: DcpEndpoint
 ) -> None:
     store.put(b"a", b"1", 5)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0)).status == 0
     await client.until_end(5)
     store.writer.vbuckets[0].begin_resync()
@@ -210,11 +192,11 @@ async def test_a_resync_ends_the_streams_and_its_copy_is_judged_by_its_own_histo
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_the_window_is_overshot_by_one_message_at_most(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_the_window_is_overshot_by_one_message_at_most(store: Store, dcp: DcpEndpoint) -> None:
     for seqno in range(1, 101):
         store.put(b"key%03d" % seqno, b"x" * 300, seqno)
     one = 24 + 31 + 7 + 300
-    client = await endpoint.client(controls={b"connection_buffer_size": b"4096"})
+    client = await dcp.client(controls={b"connection_buffer_size": b"4096"})
     assert (await client.stream(0)).status == 0
     while not await client.silent():
         assert client.counted < 4096 + one
@@ -237,9 +219,9 @@ def ack(count: int) -> fr.Frame:
     return fr.request(Opcode.DCP_BUFFER_ACK, extras=count.to_bytes(4))
 
 
-async def test_a_window_may_be_smaller_than_a_message_and_change(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_a_window_may_be_smaller_than_a_message_and_change(store: Store, dcp: DcpEndpoint) -> None:
     store.put(b"a", b"x" * 1000, 1)
-    client = await endpoint.client(controls={b"connection_buffer_size": b"1"})
+    client = await dcp.client(controls={b"connection_buffer_size": b"1"})
     assert (await client.stream(0)).status == 0
     marker = await client.receive()
     assert marker is not None
@@ -254,8 +236,8 @@ async def test_a_window_may_be_smaller_than_a_message_and_change(store: Store, e
     await client.until_end(2)
 
 
-async def test_noops_are_sent_while_a_stream_is_open(store: Store, endpoint: DcpEndpoint) -> None:
-    client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
+async def test_noops_are_sent_while_a_stream_is_open(store: Store, dcp: DcpEndpoint) -> None:
+    client = await dcp.client(controls={b"set_noop_interval": b"0.1"})
     assert await client.silent(), "no stream, no noop"
     assert (await client.stream(0)).status == 0
     opaques = set()
@@ -270,10 +252,10 @@ async def test_noops_are_sent_while_a_stream_is_open(store: Store, endpoint: Dcp
 
 
 async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
-    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer, "IDLE_TIMEOUT_S", 0.5)
-    client = await endpoint.client(controls={b"set_noop_interval": b"0.1"})
+    client = await dcp.client(controls={b"set_noop_interval": b"0.1"})
     assert (await client.stream(0)).status == 0
     while (noop := await client.receive()) is not None:
         assert noop.opcode == Opcode.DCP_NOOP
@@ -281,7 +263,7 @@ async def test_a_client_that_does_not_answer_noops_is_hung_up_on(
 
 @pytest.mark.usefixtures("all_settled")
 async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_is(
-    store: Store, endpoint: DcpEndpoint
+    store: Store, dcp: DcpEndpoint
 ) -> None:
     carts, items = Collection(9, 8, "carts", Seqno(2)), Collection(10, 8, "items", Seqno(3))
     store.put(b"a", b"default", 1)
@@ -289,7 +271,7 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
     system_event(store, 3, ev.CollectionCreated(3, 8, 10, "items"), DEFAULT, carts, items)
     store.put(b"c", b"cart", 4, cid=9)
     store.put(b"i", b"item", 5, cid=10)
-    client = await endpoint.client()
+    client = await dcp.client()
     assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
     marker, begin, cart, advanced = await client.events(4)
     assert isinstance(marker, ev.SnapshotMarker)
@@ -303,7 +285,7 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
     assert (await client.events(2))[1] == ev.SeqnoAdvanced(0, 6, opaque=0x77)
     system_event(store, 7, ev.CollectionDropped(7, 8, 9), DEFAULT, items)
     assert [type(each) for each in await client.events(3)] == [ev.SnapshotMarker, ev.SystemEvent, ev.StreamEnd]
-    whole = await endpoint.client(name="whole")
+    whole = await dcp.client(name="whole")
     assert (await whole.stream(0)).status == 0
     found = await whole.until_end(7)
     documents = [each.key for each in found if isinstance(each, ev.Mutation)]
@@ -311,7 +293,7 @@ async def test_a_filtered_stream_shows_its_collection_its_events_and_how_far_it_
 
 
 @pytest.mark.usefixtures("all_settled")
-async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoint: DcpEndpoint) -> None:
+async def test_events_that_later_ones_replaced_are_not_sent(store: Store, dcp: DcpEndpoint) -> None:
     """Begin, flush and end of a collection have one key at a server, its settings another, a scope a third."""
     carts, items = Collection(9, 8, "carts", Seqno(1)), Collection(10, 8, "items", Seqno(2))
     flushed = Collection(10, 8, "items", Seqno(5))
@@ -319,7 +301,7 @@ async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoi
     system_event(store, 2, ev.CollectionCreated(2, 8, 10, "items"), DEFAULT, carts, items)
     system_event(store, 3, ev.CollectionModified(3, 8, 10, "items", 60), DEFAULT, carts, items)
     controls = {b"flatbuffers_system_events": b"true"}
-    early = await endpoint.client(name="early", controls=controls)
+    early = await dcp.client(name="early", controls=controls)
     assert (await early.stream(0)).status == 0
     assert [getattr(each, "seqno", None) for each in await early.until_end(3)] == [None, 1, 2, 3]
     system_event(store, 4, ev.CollectionDropped(4, 8, 9), DEFAULT, items)
@@ -327,7 +309,7 @@ async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoi
     system_event(store, 6, ev.CollectionModified(6, 8, 10, "items", 70), DEFAULT, flushed)
     system_event(store, 7, ev.ScopeCreated(7, 12, "gone"), DEFAULT, flushed)
     system_event(store, 8, ev.ScopeDropped(8, 12), DEFAULT, flushed)
-    late = await endpoint.client(name="late", controls=controls)
+    late = await dcp.client(name="late", controls=controls)
     assert (await late.stream(0)).status == 0
     assert [getattr(each, "seqno", None) for each in await late.until_end(8)] == [None, 4, 5, 6, 8]
     assert (await late.say(ev.CloseStream(0))).status == 0
@@ -337,13 +319,13 @@ async def test_events_that_later_ones_replaced_are_not_sent(store: Store, endpoi
 
 
 async def test_a_client_without_collections_gets_the_default_one_and_snapshots_that_end_in_a_document(
-    store: Store, endpoint: DcpEndpoint
+    store: Store, dcp: DcpEndpoint
 ) -> None:
     store.put(b"a", b"default", 1)
     system_event(store, 2, ev.CollectionCreated(2, 8, 9, "carts"), DEFAULT, Collection(9, 8, "carts", Seqno(2)))
     for seqno in range(3, 2103):
         store.put(b"c%d" % seqno, b"cart", seqno, cid=9, publish=seqno == 2102)
-    client = await endpoint.client(features=(0x07, 0x08), flags=1)
+    client = await dcp.client(features=(0x07, 0x08), flags=1)
     assert (await client.stream(0)).status == 0
     marker, document = await client.events(2)
     assert isinstance(marker, ev.SnapshotMarker)
@@ -361,11 +343,11 @@ async def test_a_client_without_collections_gets_the_default_one_and_snapshots_t
     [(b"2.2", 3, MarkerVersion.V2_2, 5), (b"2.2", 0, MarkerVersion.V1, 0), (b"2.0", 3, MarkerVersion.V1, 0)],
 )
 async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
-    store: Store, endpoint: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
+    store: Store, dcp: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
 ) -> None:
     store.writer.vbuckets[0].save_failover_log(store.writer.vbuckets[0].state.failover_log, missing_seqno=purged)
     store.put(b"a", b"1", 5)
-    client = await endpoint.client(controls={b"max_marker_version": requested})
+    client = await dcp.client(controls={b"max_marker_version": requested})
     assert (await client.stream(0)).status == 0
     marker = await client.event()
     assert isinstance(marker, ev.SnapshotMarker)
@@ -382,8 +364,8 @@ async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, or
     for seqno in range(1, 401):
         vbid = store.put(b"key%d" % seqno, b"x" * 20_000, seqno)
         last[vbid] = seqno
-    async with serving_dcp(store.path) as endpoint:
-        client = await endpoint.client(controls={b"backfill_order": order})
+    async with serving_dcp(store.path) as dcp:
+        client = await dcp.client(controls={b"backfill_order": order})
         for vbid in last:
             assert (await client.stream(vbid, opaque=vbid)).status == 0
         seen: list[int] = []
@@ -394,7 +376,7 @@ async def test_backfills_come_one_after_the_other_or_in_turns(tmp_path: Path, or
                 seen.append(event.vbid)
         changes = sum(a != b for a, b in itertools.pairwise(seen))
         assert (changes == 3) == (order == b"sequential")
-        status = endpoint.server.status()
+        status = dcp.server.status()
         assert (status["dcp_documents"], status["dcp_snapshots"]) == (400, 4)
     store.close()
 
@@ -406,8 +388,8 @@ async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Pat
     for number in range(2, 600):
         if vbid_of(b"key%d" % number, 2) == large:
             store.put(b"key%d" % number, b"x" * 20_000, number)
-    async with serving_dcp(store.path) as endpoint:
-        client = await endpoint.client(controls={b"connection_buffer_size": b"100000"})
+    async with serving_dcp(store.path) as dcp:
+        client = await dcp.client(controls={b"connection_buffer_size": b"100000"})
         assert (await client.stream(1 - large, opaque=1)).status == 0
         assert (await client.stream(large, opaque=2)).status == 0
         await client.event()
@@ -426,40 +408,26 @@ async def test_what_is_live_comes_between_the_pieces_of_a_backfill(tmp_path: Pat
 
 
 async def test_a_value_that_cannot_be_taken_apart_is_sent_as_it_is_and_the_stream_goes_on(
-    store: Store, endpoint: DcpEndpoint
+    store: Store, dcp: DcpEndpoint
 ) -> None:
     store.put(b"a", BOMB, 1, datatype=2)
     store.put(b"b", b"fine", 2)
-    client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
+    client = await dcp.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
     assert (await client.stream(0)).status == 0
     found = [each for each in await client.until_end(2) if isinstance(each, ev.Mutation)]
     assert [(each.value, each.datatype) for each in found] == [(BOMB, 2), (b"fine", 0)]
 
 
 async def test_a_row_that_cannot_be_read_ends_its_stream_and_no_other(
-    store: Store, endpoint: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
+    store: Store, dcp: DcpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(*_: object) -> bytes:
         raise ValueError("metadata of 9 bytes in 1 byte of value")
 
     monkeypatch.setattr("mirror.serve.dcp.encoder.RowEncoder._document", damaged)
     store.put(b"a", BOMB, 1, datatype=2)
-    client = await endpoint.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
+    client = await dcp.client(features=(0x06, 0x07, 0x08, 0x0B, 0x12))
     assert (await client.stream(0)).status == 0
     _, end = await client.events(2)
     assert end == ev.StreamEnd(0, int(StreamEndReason.BACKFILL_FAIL), opaque=0x77)
     assert await client.alive()
-
-
-async def test_a_stream_goes_on_while_others_come_and_go(store: Store, endpoint: DcpEndpoint) -> None:
-    store.put(b"a", b"1", 1)
-    clients = [await endpoint.client(name=f"c{number}") for number in range(5)]
-    for client in clients:
-        assert (await client.stream(0)).status == 0
-        await client.until_end(1)
-    for client in clients[1:]:
-        client.writer.transport.abort()
-    store.put(b"a", b"2", 2)
-    await clients[0].until_end(2)
-    await until(lambda: len(endpoint.server.connections) == 1)
-    assert endpoint.server.dcp_counters.closed_streams == 4

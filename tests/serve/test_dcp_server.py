@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from pathlib import Path
 
@@ -15,14 +14,13 @@ from storage.model import Collection, Seqno
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event, until
-from tests.serve.kv_rig import DEFAULT, Store
+from tests.serve.kv_rig import DEFAULT, Store, with_users
+
+VBUCKETS = 1
 
 
-async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(tmp_path: Path) -> None:
-    users_file = tmp_path / "users.json"
-    users_file.write_text(json.dumps({"users": {"ann": entry_of("pw", ("shop.carts",))}}))
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
+async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(store: Store, tmp_path: Path) -> None:
+    users_file = with_users(tmp_path / "users.json", {"ann": entry_of("pw", ("shop.carts",))})
     carts = Collection(9, 8, "carts", Seqno(1))
     system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
     store.put(b"c", b"cart", 2, cid=9)
@@ -42,19 +40,15 @@ async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(tmp_
         assert (await client.stream(0)).status == Status.EACCESS
         assert (await client.stream(0, value=b'{"collections":["9"]}')).status == 0
         assert [each.key for each in await client.until_end(2) if isinstance(each, ev.Mutation)] == [b"\x09c"]
-    store.close()
 
 
-async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path: Path) -> None:
-    users_file = tmp_path / "users.json"
+async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(store: Store, users_file: Path) -> None:
     ann, bob = entry_of("pw"), entry_of("pw")
 
     def allow(*patterns: str) -> None:
-        users_file.write_text(json.dumps({"users": {"ann": ann | {"read": patterns}, "bob": bob}}))
+        with_users(users_file, {"ann": ann | {"read": patterns}, "bob": bob})
 
     allow("*")
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
     carts = Collection(9, 8, "carts", Seqno(1))
     system_event(store, 1, ev.CollectionCreated(1, 8, 9, "carts"), DEFAULT, carts)
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
@@ -72,21 +66,17 @@ async def test_what_the_users_file_takes_from_a_reader_his_streams_lose(tmp_path
         store.put(b"c", b"cart", 2, cid=9)
         await clients[1].until_end(2)
         await clients[2].until_end(2)
-        users_file.write_text(json.dumps({"users": {"bob": bob}}))
+        with_users(users_file, {"bob": bob})
         assert await clients[1].event() == ev.StreamEnd(0, 8, opaque=0x77)
         assert (await clients[1].stream(0)).status == Status.EACCESS
         assert await clients[2].login("bob", "wrong") != 0
         assert await clients[2].event() == ev.StreamEnd(0, 8, opaque=0x77), "who failed to log in again is nobody"
         assert (await clients[2].stream(0)).status == Status.EACCESS
-    store.close()
 
 
-async def test_a_name_belongs_to_the_user_who_opened_a_connection(tmp_path: Path) -> None:
+async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, tmp_path: Path) -> None:
     """A user of one collection once cut off another's connection by taking its name."""
-    users_file = tmp_path / "users.json"
-    users_file.write_text(json.dumps({"users": {name: entry_of("pw") for name in ("ann", "bob")}}))
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
+    users_file = with_users(tmp_path / "users.json", {"ann": "pw", "bob": "pw"})
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
         clients = []
         for user in ("ann", "bob", "ann"):
@@ -100,30 +90,22 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(tmp_path: Path
         for client in clients[1:]:
             await client.close()
         await until(lambda: not endpoint.server._names)
-    store.close()
 
 
-async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(tmp_path: Path) -> None:
-    users_file = tmp_path / "users.json"
-    users_file.write_text(json.dumps({"users": {"ann": entry_of("pw")}}))
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
+async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(store: Store, users_file: Path) -> None:
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
         assert await client.login("ann", "pw") == 0
         await client.open("orders", login=False)
-        users_file.write_text(json.dumps({"users": {}}))
+        with_users(users_file, {})
         endpoint.server.sweep()
         assert (await client.stream(0)).status == Status.EACCESS
         endpoint.server.sweep()
         assert await client.receive() is None
         assert endpoint.server.dropped_count == 1
-    store.close()
 
 
-async def test_more_connections_than_allowed_are_closed(tmp_path: Path) -> None:
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
+async def test_more_connections_than_allowed_are_closed(store: Store) -> None:
     async with serving_dcp(store.path, limits=Limits(connections_max=2)) as endpoint:
         first, second = await endpoint.client(name="a"), await endpoint.client(name="b")
         third = await endpoint.connect()
@@ -134,16 +116,12 @@ async def test_more_connections_than_allowed_are_closed(tmp_path: Path) -> None:
         status = endpoint.server.status()
         assert (status["dcp_connections"], status["dcp_accepted"], status["dcp_rejected"]) == (2, 2, 1)
         assert not [name for name in status if name.startswith("kv_")]
-    store.close()
 
 
-async def test_stopping_lets_go_of_everybody(tmp_path: Path) -> None:
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
+async def test_stopping_lets_go_of_everybody(store: Store) -> None:
     async with serving_dcp(store.path) as endpoint:
         client = await endpoint.client()
         assert (await client.stream(0)).status == 0
         await endpoint.server.stop(0.2)
         assert await client.receive() is None
         assert endpoint.server.dcp_counters.closed_streams == 1
-    store.close()

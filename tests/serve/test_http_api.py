@@ -36,6 +36,7 @@ from tests.serve.http_site import (
     running,
     service_report,
 )
+from tests.serve.kv_rig import with_users
 from tests.supervise.conftest import eventually_now
 
 
@@ -43,8 +44,7 @@ from tests.supervise.conftest import eventually_now
 def guarded(source: Source, tmp_path: Path) -> Iterator[Site]:
     """Users: `all` reads everything, `shop` one scope; nobody without a name."""
     users = {"all": entry_of("secret"), "shop": entry_of("secret", ("shop.*",))}
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": users}))
+    file = with_users(tmp_path / "users.json", users)
     for vbid in range(VBUCKETS):
         source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
     source.put("a", b"1")
@@ -134,9 +134,8 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
-    file = tmp_path / "users.json"
     users = {name: entry_of("x") for name in ("ann", "bob")}
-    file.write_text(json.dumps({"users": users}))
+    file = with_users(tmp_path / "users.json", users)
     source.put("a", b"1")
     with running(tmp_path / "data", source, users_file=file) as site:
         for name, change in (("ann", lambda: users.pop("ann")), ("bob", lambda: users["bob"].update(read=["s.*"]))):
@@ -144,7 +143,7 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
                 lines = stream.iter_lines()
                 assert "retry" in next(lines)
                 change()
-                file.write_text(json.dumps({"users": users}))
+                with_users(file, users)
                 text = "\n".join(within(lines))
             assert events(text)[-1]["event"] == "problem"
             assert "was changed" in text
@@ -240,8 +239,7 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
         return after(*arguments, **more)
 
     monkeypatch.setattr(Service, "after", waiting)
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {"ann": entry_of("x")}}))
+    file = with_users(tmp_path / "users.json", {"ann": "x"})
     key = source.key_of(4)
     source.put(key, b"1")
     path = request_line.format(documents="/v1/collections/_default/documents", key=key.decode(), vbuuid=VBUUID)
@@ -253,7 +251,7 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
             f"Authorization: Basic {login}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         assert waits.wait(20)
-        file.write_text(json.dumps({"users": {}}))
+        with_users(file, {})
         source.put(key, b'"written after the removal"')
         answer = line.makefile("rb").read()
         assert answer.startswith(b"HTTP/1.1 403 "), answer
@@ -267,8 +265,7 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
 ) -> None:
     """It went on with the event that it was in, of up to 20 MiB."""
     monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {"ann": entry_of("x")}}))
+    file = with_users(tmp_path / "users.json", {"ann": "x"})
     source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)
     with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
         login = base64.b64encode(b"ann:x").decode()
@@ -278,7 +275,7 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
         )
         (connection,) = eventually_now(lambda: site.server.gate.state.connections)
         eventually_now(lambda: connection.transport.get_write_buffer_size() > 64 * 1024)
-        file.write_text(json.dumps({"users": {}}))
+        with_users(file, {})
         text = line.makefile("rb").read()
         assert len(text) < 15_000_000
         assert b"event: problem" in text[-1000:]
@@ -353,8 +350,7 @@ def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> N
 
 
 def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) -> None:
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {name: entry_of("x") for name in ("ann", "bob")}}))
+    file = with_users(tmp_path / "users.json", {"ann": "x", "bob": "x"})
     with running(tmp_path / "data", source, users_file=file, reader_connections_max=64) as site:
         assert site.server.service.streams_max == 8
         with contextlib.ExitStack() as stack:
@@ -394,8 +390,7 @@ def test_a_website_cannot_have_its_visitors_ask_this_machine(site: Site) -> None
 def test_a_collection_is_judged_by_the_name_that_it_has_where_it_is_read(source: Source, tmp_path: Path) -> None:
     """A collection that was dropped is in history under its number: only for those who could read it."""
     users = {"all": ("*",), "default": ("_default.*",), "shop": ("shop.orders",)}
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {name: entry_of("x", patterns) for name, patterns in users.items()}}))
+    file = with_users(tmp_path / "users.json", {name: entry_of("x", patterns) for name, patterns in users.items()})
     for vbid in range(VBUCKETS):
         source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
     key = source.key_of(0).decode()

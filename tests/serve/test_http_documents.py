@@ -273,15 +273,9 @@ def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
     assert read(start=encoded, key_encoding="base64url") == keys[2:]
     site.get(path, 410, params={"vbid": vbid, "as_of": "2001-01-01T00:00:00Z"})
     queries: tuple[dict[str, str | int], ...] = (
-        {"as_of": 3},
-        {"as_of": "yesterday", "vbid": 1},
-        {"limit": 0},
-        {"limit": 1001},
-        {"vbid": VBUCKETS + 1},
-        {"unknown": 1},
-        {"page": "nonsense"},
-        {"deletions": "maybe"},
-    )
+        {"as_of": 3}, {"as_of": "yesterday", "vbid": 1}, {"limit": 0}, {"limit": 1001}, {"vbid": VBUCKETS + 1},
+        {"unknown": 1}, {"page": "nonsense"}, {"deletions": "maybe"},
+    )  # fmt: skip
     for wrong in queries:
         answer = site.client.get(path, params=wrong)
         assert answer.status_code in (400, 404), wrong
@@ -320,14 +314,16 @@ def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> No
     assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")
 
 
-def test_more_than_one_answer_may_hold_is_refused(site: Site) -> None:
+def test_more_than_one_answer_may_hold_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.serve.http.documents.ANSWER_BYTES_MAX", 8 << 20)
+    monkeypatch.setattr("mirror.serve.http.documents.PAGE_BYTES_MAX", 1 << 20)
     for number in range(4):
-        site.source.put(b"big-%d" % number, b"x" * (17 << 20), datatype=0)
+        site.source.put(b"big-%d" % number, b"x" * (17 << 17), datatype=0)
     site.stands(service_report(site.data))
     query = {"keys": [f"big-{number}" for number in range(4)]}
     answer = site.client.post("/v1/collections/_default/multi-get", json=query)
     assert (answer.status_code, answer.json()["type"]) == (413, "urn:dcp-mirror:too-large")
-    assert len(site.get(site.document("big-1")).content) == 17 << 20
+    assert len(site.get(site.document("big-1")).content) == 17 << 17
     pages = 0
     params: dict[str, str] = {}
     while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from starlette.exceptions import HTTPException
 
 from mirror.serve.http import problems as http_problems
 from mirror.serve.http.problems import Problem
@@ -47,12 +46,6 @@ def test_what_the_store_says_has_a_status_and_no_path(error: errors.StorageError
     problem = http_problems.of_storage(error)
     assert problem.status == status
     assert "secret" not in json.dumps(problem.object())
-
-
-def test_what_no_route_answers() -> None:
-    assert http_problems.of_http(HTTPException(405, headers={"Allow": "GET"})).headers["Allow"] == "GET"
-    assert http_problems.of_http(HTTPException(404)).status == 404
-    assert http_problems.of_http(HTTPException(418, "tea")).object()["detail"] == "tea"
 
 
 def test_a_long_detail_is_cut() -> None:

@@ -11,7 +11,6 @@ import pytest
 from mirror.serve.http.view import Mirror
 from storage.env import directory
 from storage.errors import NotAMirror
-from storage.model import Collection, Seqno
 from tests.serve.http_site import IDENTITY, Source
 
 
@@ -44,11 +43,4 @@ def test_a_group_that_was_recreated_is_read_again(source: Source) -> None:
     assert mirror.view is not before
     assert not mirror.view.exists(key)
     shutil.rmtree(path + ".damaged")
-    mirror.close()
-
-
-def test_collections_of_all_vbuckets(source: Source) -> None:
-    source.collections(5, Collection(9, 8, "orders", Seqno(0)))
-    mirror = Mirror(Path(source.path))
-    assert mirror.collection_names() == {0: ("_default", "_default"), 9: ("shop", "orders")}
     mirror.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ import pytest
 from mirror.clock import SystemClock
 from mirror.document import values
 from mirror.serve.access.auth import Reader
-from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
-from mirror.serve.kv.large import LargeAnswers
-from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
 from mirror.server import dispatch, document_requests
 from mirror.server.session import Reply
 from mirror.wire import frame as fr
@@ -28,19 +22,18 @@ from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame
 from storage.env.environment import Environment
 from storage.model import Collection, Seqno
-from tests.serve.kv_rig import DEFAULT, Store, users
+from tests.serve.kv_rig import DEFAULT, Store, session_of
 
 FEATURES = (Feature.COLLECTIONS, Feature.SNAPPY, Feature.JSON, Feature.TRACING)
 BODY = b'{"n":"' + b"x" * 100 + b'"}'
 VALUES = {b"plain": b"value", b"json": BODY, b"long": b"x" * (BYTES_MAX + 1)}
+VBUCKETS = 1
 READERS = (None, Reader("all"), Reader("some", frozenset({"s.c"})))
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Iterator[KvBucket]:
+def bucket(store: Store) -> Iterator[KvBucket]:
     """A vbucket that has documents of every sort, and one that is resynced."""
-    store = Store(tmp_path, vbuckets=1)
-    store.logs()
     store.collections(1, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(0)), Collection(300, 8, "wide", Seqno(0)))
     store.put(b"plain", b"value", 2, flags=7, cas=99)
     store.put(b"json", BODY, 3, datatype=values.JSON)
@@ -56,24 +49,11 @@ def bucket(tmp_path: Path) -> Iterator[KvBucket]:
     opened = KvBucket(store.path, SystemClock(), stale_allowed=False)
     yield opened
     opened.close()
-    store.close()
 
 
 def requests() -> list[Frame]:
-    keys = [
-        b"plain",
-        b"json",
-        b"snappy",
-        b"xattr",
-        b"old",
-        b"gone",
-        b"none",
-        b"inside",
-        b"k" * 250,
-        b"k" * 251,
-        b"",
-        b"\0",
-    ]
+    names = [b"plain", b"json", b"snappy", b"xattr", b"old", b"gone", b"none", b"inside"]
+    keys = [*names, b"k" * 250, b"k" * 251, b"", b"\0"]
     prefixes = [b"", b"\0", b"\x08", b"\xac\x02", b"\x09", b"\x80"]
     return [
         *(fr.request(Opcode.GET, key=prefix + key, opaque=5) for key in keys for prefix in prefixes),
@@ -92,12 +72,6 @@ def slowly(session: KvSession, frame: Frame) -> Reply | None:
         return None
     assert isinstance(reply, Reply)
     return reply if reply.status == Status.SUCCESS else None
-
-
-def session_of(bucket: KvBucket, reader: Reader | None) -> KvSession:
-    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
-    return KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -125,12 +99,7 @@ def test_the_short_way_says_what_the_long_one_says_or_nothing(
                 reply = slowly(session, frame)
                 assert reply is not None
                 assert bool(sent.framing) is (Feature.TRACING in granted)
-                assert (sent.status, sent.opcode, sent.opaque, sent.key) == (
-                    0,
-                    Opcode.GET,
-                    frame.opaque,
-                    b"",
-                )
+                assert (sent.status, sent.opcode, sent.opaque, sent.key) == (0, Opcode.GET, frame.opaque, b"")
                 assert (sent.extras, sent.value, sent.cas) == (reply.extras, reply.value, reply.cas)
                 assert sent.datatype == reply.datatype
             assert (counters.requests, counters.misses, counters.refused) == (counters.hits, 0, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
+from collections.abc import Awaitable
 
 import cramjam
 import pytest
@@ -23,7 +22,7 @@ from storage.format import keys as keys_module
 from storage.read.large import LargeDocument
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, serving
+from tests.serve.kv_rig import WAIT_S, Client, Endpoint, Store, get, serving
 
 BODY = b'{"a":"' + random.Random(7).randbytes(LARGE_BYTES).hex().encode() + b'","z":[1,2]}'
 XATTRS = b"\0\0\0\x09\0\0\0\x05_x\x001\0"
@@ -36,22 +35,9 @@ def compressed(value: bytes) -> bytes:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store(tmp_path)
-    made.logs()
-    made.put(b"small", b"{}", 1, datatype=1)
-    return made
-
-
-@pytest.fixture
-async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
-    async with serving(store.path) as served:
-        yield served
-    store.close()
-
-
-def get(key: bytes, opaque: int = 0) -> Frame:
-    return fr.request(Opcode.GET, key=key, opaque=opaque)
+def store(store: Store) -> Store:
+    store.put(b"small", b"{}", 1, datatype=1)
+    return store
 
 
 def lookup(key: bytes, *paths: tuple[int, bytes, int], opaque: int = 0) -> Frame:
@@ -67,6 +53,11 @@ VALUES = {
     "well compressed": (compressed(bytes(9 * LARGE_BYTES)), 2, bytes(9 * LARGE_BYTES)),
     "xattrs": (XATTRS + BODY, 5, BODY),
     "both": (compressed(XATTRS + BODY), 7, BODY),
+}
+DAMAGED = {
+    "xattrs": (LIE + BODY, 5),
+    "compressed xattrs": (compressed(LIE + BODY), 7),
+    "cut": (compressed(BODY)[:-9], 3),
 }
 JSON_VALUES = ("json", "compressed", "both")
 
@@ -129,11 +120,7 @@ async def test_metadata_is_answered_without_reading_the_value(
     assert (await client.ask(kv_client.get_meta(0, b"large"))).status == 0
 
 
-@pytest.mark.parametrize(
-    ("value", "datatype"),
-    [(LIE + BODY, 5), (compressed(LIE + BODY), 7), (compressed(BODY)[:-9], 3)],
-    ids=["xattrs", "compressed xattrs", "cut"],
-)
+@pytest.mark.parametrize(("value", "datatype"), DAMAGED.values(), ids=DAMAGED)
 async def test_one_that_cannot_be_taken_apart_is_an_error_of_its_request(
     endpoint: Endpoint, store: Store, value: bytes, datatype: int
 ) -> None:
@@ -217,15 +204,12 @@ async def test_what_else_is_written_meanwhile_comes_behind(endpoint: Endpoint, s
     (connection,) = endpoint.server.connections
     await client.send(get(b"large", 1), lookup(b"large", (Opcode.GET, b"", 0), opaque=2), get(b"small", 3))
     async with asyncio.timeout(WAIT_S):
-        while True:
-            if connection.unsent.is_sending:
-                break
+        while not connection.unsent.is_sending:  # noqa: ASYNC110
             await asyncio.sleep(0)
     connection.push(kv_client.noop(opaque=77))
     opaques = []
     for _ in range(4):
-        answer = await client.receive()
-        assert answer is not None
+        answer = await client.answer()
         opaques.append(answer.opaque)
         assert len(answer.value) == {1: len(BODY), 2: len(BODY) + 6, 3: 2, 77: 0}[answer.opaque]
     assert opaques == [1, 77, 2, 3]
@@ -281,7 +265,6 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
             connection.abort()
         await until(lambda: server.large.budget.out_bytes == 0)
         assert server.now_s < begun_s + Limits().idle_timeout_s
-    store.close()
 
 
 async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store: Store) -> None:
@@ -298,7 +281,6 @@ async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store:
         connection.abort()
         await until(lambda: budget.out_bytes == 0)
         assert client
-    store.close()
 
 
 @pytest.mark.parametrize("unordered", [False, True])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from mirror.config import Settings
-from mirror.serve.access.auth import FileUsers, Reader, SourceUser, entry_of
+from mirror.serve.access.auth import FileUsers, Reader, SourceUser
 from mirror.serve.access.tls import server_tls
 from mirror.serve.kv.session import FAILED_LOGINS_MAX, GRANTED
 from mirror.serve.listener import Address
@@ -24,26 +23,10 @@ from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
 
+VBUCKETS = 4
 ITEMS = Collection(8, 8, "items", Seqno(0), 60)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store(tmp_path, vbuckets=4)
-    made.logs()
-    return made
-
-
-@pytest.fixture
-async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
-    async with serving(store.path) as served:
-        yield served
-    store.close()
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    return make_certificate(tmp_path)
+KEYS = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
+"""One of each vbucket."""
 
 
 async def scram(client: Client, mechanism: str, user: str, password: str) -> tuple[int, bytes]:
@@ -103,35 +86,29 @@ async def test_the_steps_of_one_mechanism_are_not_those_of_another(endpoint: End
     assert final.status == Status.AUTH_ERROR
 
 
-async def test_users_of_a_file_over_tls_and_nobody_else(
-    store: Store, tmp_path: Path, certificate: tuple[Path, Path]
-) -> None:
+async def test_users_of_a_file_over_tls_and_nobody_else(store: Store, tmp_path: Path, users_file: Path) -> None:
     """The password may come in the clear where TLS hides it."""
-    cert, key = certificate
-    file = tmp_path / "users.json"
-    file.write_text(json.dumps({"users": {"ann": entry_of("one")}}))
+    cert, key = make_certificate(tmp_path)
     tls = server_tls(Settings(listen_tls_cert_file=cert, listen_tls_key_file=key))
     trust = ssl.create_default_context(cafile=str(cert))
     trust.check_hostname = False
-    async with serving(store.path, readers=FileUsers(file), addresses=[Address(tls=True)], tls=tls) as endpoint:
+    async with serving(store.path, readers=FileUsers(users_file), addresses=[Address(tls=True)], tls=tls) as endpoint:
         client = await endpoint.connect(ssl=trust)
         assert (await client.get(b"a")).status == Status.EACCESS
         assert (await client.ask(kv_client.sasl_list_mechs())).value.split() == [*map(str.encode, HASHES), b"PLAIN"]
         assert await client.login("ann", "two") == Status.AUTH_ERROR
-        assert await client.login("ann", "one") == Status.SUCCESS
+        assert await client.login("ann", "pw") == Status.SUCCESS
         assert (await client.get(b"a")).status == Status.KEY_ENOENT
         config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
         assert config["nodesExt"][0]["services"]["kvSSL"] == endpoint.port
         plain = await endpoint.connect()
         await plain.send(kv_client.noop())
         assert await plain.receive() is None
-    store.close()
 
 
 async def test_a_reader_on_a_unix_socket(store: Store, tmp_path: Path) -> None:
     async with serving(store.path, addresses=[Address(path=str(tmp_path / "kv"))]) as endpoint:
         assert (await (await endpoint.connect()).get(b"a")).status == Status.KEY_ENOENT
-    store.close()
 
 
 async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store: Store) -> None:
@@ -146,7 +123,6 @@ async def test_the_password_in_the_clear_is_not_even_offered_to_strangers(store:
         assert b"PLAIN" not in (await client.ask(kv_client.sasl_list_mechs())).value
         assert await client.login() == Status.AUTH_ERROR
         assert (await scram(client, "SCRAM-SHA512", "demo", "demo"))[0] == Status.SUCCESS
-    store.close()
 
 
 async def test_one_bucket(endpoint: Endpoint) -> None:
@@ -221,9 +197,8 @@ async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Stor
 
 async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoint) -> None:
     store.log(1, (88, 5), (77, 0))
-    key = next(key for key in (b"k%d" % n for n in range(99)) if endpoint.bucket.view.vbid_of(key) == 1)
-    store.put(key, b"1", 9)
-    store.put(key, b"2", 12, publish=False)
+    store.put(KEYS[1], b"1", 9)
+    store.put(KEYS[1], b"2", 12, publish=False)
     client = await endpoint.connect()
 
     async def observe(vbid: int, vbuuid: int) -> codec_kv.ObservedSeqno | int:
@@ -234,46 +209,29 @@ async def test_seqnos_are_those_that_can_be_read(store: Store, endpoint: Endpoin
     assert await observe(1, 77) == codec_kv.ObservedSeqno(1, 88, 9, 9, 77, 5)
     assert await observe(1, 66) == Status.KEY_ENOENT
     assert await observe(9, 77) == Status.NOT_MY_VBUCKET
-    seqnos = codec_dcp.decode_all_vb_seqnos((await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS))).value)
-    assert list(seqnos) == [(0, 0), (1, 9), (2, 0), (3, 0)]
-    extras = codec_dcp.encode_all_vb_seqnos_request
-    assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras(2)))).value == b""
+    assert await seqnos(client) == {0: 0, 1: 9, 2: 0, 3: 0}
+    assert await seqnos(client, 2) == {}
     log = await client.ask(fr.request(Opcode.GET_FAILOVER_LOG, vbucket=1))
     assert list(codec_dcp.decode_failover_log(log.value)) == [(88, 5), (77, 0)]
 
 
 async def test_seqnos_of_one_collection(store: Store, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     store.collections(3, {8: "s"}, DEFAULT, Collection(8, 8, "c", Seqno(3)))
-    keys_of = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
-    store.put(keys_of[1], b"x", 5, cid=8)
-    store.put(keys_of[1], b"x", 9)
-    store.put(keys_of[2], b"x", 7)
-    store.put(keys_of[1], b"x", 11, cid=8, publish=False)
+    store.put(KEYS[1], b"x", 5, cid=8)
+    store.put(KEYS[1], b"x", 9)
+    store.put(KEYS[2], b"x", 7)
+    store.put(KEYS[1], b"x", 11, cid=8, publish=False)
     client = await endpoint.sdk()
-
-    async def seqnos(collection_id: int) -> list[tuple[int, int]]:
-        extras = codec_dcp.encode_all_vb_seqnos_request(1, collection_id)
-        answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
-        assert answer.status == Status.SUCCESS
-        return list(codec_dcp.decode_all_vb_seqnos(answer.value))
-
     for step_s in (1.0, 0.0):
         monkeypatch.setattr("mirror.serve.kv.session.STEP_S", step_s)
-        assert await seqnos(8) == [(0, 3), (1, 5), (2, 3), (3, 3)]
+        assert await seqnos(client, 1, 8) == {0: 3, 1: 5, 2: 3, 3: 3}
     for state in (1, 2):
-        extras = codec_dcp.encode_all_vb_seqnos_request(state, 9)
-        answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
-        assert answer.status == Status.UNKNOWN_COLLECTION
-        assert await seqnos(0) == [(0, 0), (1, 9), (2, 7), (3, 0)]
+        assert await seqnos(client, state, 9) == Status.UNKNOWN_COLLECTION
+    assert await seqnos(client, 1, 0) == {0: 0, 1: 9, 2: 7, 3: 0}
     (connection,) = endpoint.server.connections
-    for collection_id, reader, status in (
-        (9, Reader("all"), Status.UNKNOWN_COLLECTION),
-        (0, Reader("some", frozenset({"s.c"})), Status.EACCESS),
-        (8, Reader("some", frozenset({"s.c"})), Status.SUCCESS),
-    ):
-        connection.session.reader = reader
-        extras = codec_dcp.encode_all_vb_seqnos_request(1, collection_id)
-        assert (await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))).status == status
+    connection.session.reader = Reader("some", frozenset({"s.c"}))
+    assert await seqnos(client, 1, 0) == Status.EACCESS
+    assert await seqnos(client, 1, 8) == {0: 3, 1: 5, 2: 3, 3: 3}
 
 
 async def test_a_vbucket_that_is_not_whole_has_no_seqnos_to_rely_on(store: Store, endpoint: Endpoint) -> None:
@@ -291,23 +249,15 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
 ) -> None:
     """kv_engine leaves out those that are not in the requested state; 0 would say that the source has nothing."""
     monkeypatch.setattr("mirror.serve.kv.bucket.MANIFEST_FRESH_S", -1.0)
-    keys_of = [next(key for key in (b"k%d" % n for n in range(99)) if vbid_of(key, 4) == vbid) for vbid in range(4)]
     store = Store(tmp_path, vbuckets=4)
-    store.put(keys_of[1], b"1", 5)
+    store.put(KEYS[1], b"1", 5)
     store.log(2, (77, 0))
-    store.put(keys_of[2], b"1", 5, publish=False)
+    store.put(KEYS[2], b"1", 5, publish=False)
     store.log(3, (77, 0))
     store.writer.vbuckets[3].publish(0, 0)
     store.writer.commit()
     async with serving(store.path) as endpoint:
         modern, plain = await endpoint.sdk(), await endpoint.connect()
-
-        async def seqnos(client: Client, *request: int) -> dict[int, int]:
-            extras = codec_dcp.encode_all_vb_seqnos_request(*request) if request else b""
-            answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
-            assert answer.status == Status.SUCCESS
-            return dict(codec_dcp.decode_all_vb_seqnos(answer.value))
-
         for client, request in ((modern, ()), (modern, (1,)), (modern, (1, 0)), (plain, (1,))):
             assert await seqnos(client, *request) == {1: 5, 3: 0}, request
         assert await seqnos(modern, 2) == {}
@@ -321,12 +271,18 @@ async def test_vbuckets_that_serve_nothing_complete_are_left_out_of_the_seqnos(
     store.close()
 
 
+async def seqnos(client: Client, *request: int) -> dict[int, int] | int:
+    """Of all vbuckets, by state and collection; or the status."""
+    extras = codec_dcp.encode_all_vb_seqnos_request(*request) if request else b""
+    answer = await client.ask(fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=extras))
+    return answer.status or dict(codec_dcp.decode_all_vb_seqnos(answer.value))
+
+
 async def stats(client: Client, group: bytes) -> dict[str, str] | int:
     await client.send(fr.request(Opcode.STAT, key=group, opaque=4))
     found: dict[str, str] = {}
     while True:
-        answer = await client.receive()
-        assert answer is not None
+        answer = await client.answer()
         if answer.status or not answer.key:
             return answer.status or found
         found[answer.key.decode()] = answer.value.decode()
@@ -344,21 +300,9 @@ async def test_statistics(store: Store, endpoint: Endpoint) -> None:
         "vb_1:1:id": "77",
         "vb_1:1:seq": "0",
     }
-    seqnos = await stats(client, b"vbucket-seqno")
-    assert isinstance(seqnos, dict)
-    assert (seqnos["vb_1:uuid"], seqnos["vb_3:high_seqno"]) == ("88", "0")
+    found = await stats(client, b"vbucket-seqno")
+    assert isinstance(found, dict)
+    assert (found["vb_1:uuid"], found["vb_3:high_seqno"]) == ("88", "0")
     assert await stats(client, b"vbucket-seqno 4") == Status.NOT_MY_VBUCKET
     assert await stats(client, b"vbucket-seqno x") == Status.EINVAL
     assert await stats(client, b"nothing") == Status.KEY_ENOENT
-
-
-async def test_seqnos_for_a_client_without_collections_are_those_of_the_default_one(
-    store: Store, endpoint: Endpoint
-) -> None:
-    """They were the vbucket's, which such a client can never reach."""
-    vbid = store.put(b"k", b"v", 1)
-    store.collections(2, {0: "_default"}, DEFAULT, Collection(8, 0, "more", Seqno(2)))
-    store.put(b"k", b"v", 3, cid=8)
-    sent = fr.request(Opcode.GET_ALL_VB_SEQNOS, extras=codec_dcp.encode_all_vb_seqnos_request(1))
-    legacy = await endpoint.connect()
-    assert dict(codec_dcp.decode_all_vb_seqnos((await legacy.ask(sent)).value))[vbid] == 1

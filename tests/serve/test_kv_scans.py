@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,25 +20,17 @@ from storage.model import Collection, Seqno
 from tests.oracle import kv_client
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving, users
 
+VBUCKETS = 1
 VBUUID = 77
 KEYS = [b"k%02d" % number for number in range(40)]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(store: Store) -> Store:
     """One vbucket with forty documents."""
-    made = Store(tmp_path, vbuckets=1)
-    made.logs(VBUUID)
     for seqno, key in enumerate(KEYS, 1):
-        made.put(key, b"value of " + key, seqno, cas=seqno + 100, flags=7)
-    return made
-
-
-@pytest.fixture
-async def endpoint(store: Store) -> AsyncIterator[Endpoint]:
-    async with serving(store.path) as served:
-        yield served
-    store.close()
+        store.put(key, b"value of " + key, seqno, cas=seqno + 100, flags=7)
+    return store
 
 
 @pytest.fixture
@@ -184,7 +174,6 @@ async def test_a_scan_is_of_the_user_who_made_it(store: Store) -> None:
         name = await begin(client, between())
         assert await client.login() == Status.SUCCESS
         assert (await client.ask(go_on(name))).status == Status.EACCESS
-    store.close()
 
 
 async def test_a_connection_has_only_so_many_scans_open(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +234,7 @@ async def test_a_scan_waits_for_its_seqno_and_others_do_not_wait_for_it(store: S
     await client.send(create(between(b"new", b"new", snapshot_requirements=required)))
     assert await client.alive(), "answered before the scan that was requested earlier"
     store.put(b"new", b"", 41)
-    answer = await client.receive()
-    assert answer is not None
+    answer = await client.answer()
     assert (answer.opcode, answer.status) == (Opcode.RANGE_SCAN_CREATE, Status.SUCCESS)
     assert [item.key for item in (await read(client, answer.value))[0]] == [b"new"]
 
@@ -334,7 +322,6 @@ async def test_who_may_not_read_a_collection_may_not_scan_it(store: Store) -> No
         connection.session.reader = Reader("limited", frozenset({"s.c"}))
         assert (await client.ask(create(between()))).status == Status.EACCESS
         assert await keys(client, between(collection="8")) == [b"inside"]
-    store.close()
 
 
 async def test_values_leave_as_the_client_takes_them(store: Store, endpoint: Endpoint, client: Client) -> None:

@@ -17,7 +17,7 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
 from storage.format.keys import vbid_of
 from tests.serve.dcp_rig import until
-from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving
+from tests.serve.kv_rig import ALL_FEATURES, Client, Endpoint, Store, serving, with_users
 
 HUGE = 2_000_000
 MIDDLE = 250_000
@@ -25,12 +25,10 @@ MIDDLE = 250_000
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store(tmp_path)
-    made.logs()
-    made.put(b"huge", b"x" * HUGE, 1)
-    made.put(b"middle", b"x" * MIDDLE, 2)
-    return made
+def store(store: Store) -> Store:
+    store.put(b"huge", b"x" * HUGE, 1)
+    store.put(b"middle", b"x" * MIDDLE, 2)
+    return store
 
 
 async def greedy(endpoint: Endpoint, count: int = 120) -> Client:
@@ -60,7 +58,6 @@ async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> Non
         assert await idle.receive() is None
         assert await busy.alive()
         assert endpoint.server.dropped_count == 1
-    store.close()
 
 
 async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
@@ -79,7 +76,6 @@ async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> Non
         endpoint.server.sweep()
         await asyncio.sleep(0.01)
         assert (endpoint.server.dropped_count, len(endpoint.server.connections)) == (1, 0)
-    store.close()
 
 
 async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
@@ -93,24 +89,17 @@ async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
         assert endpoint.server.dropped_count >= 4
         patient = await endpoint.connect()
         assert len((await patient.get(b"middle")).value) == MIDDLE
-    store.close()
 
 
 async def test_an_end_lets_answers_out(store: Store) -> None:
     async with serving(store.path) as endpoint:
         client = await endpoint.connect()
         await client.send(fr.request(Opcode.GET, key=b"huge"))
-        while True:
-            if endpoint.server.counters.hits:
-                break
-            await asyncio.sleep(0)
+        await until(lambda: endpoint.server.counters.hits > 0)
         stopping = asyncio.create_task(endpoint.server.stop(5))
-        answer = await client.receive()
-        assert answer is not None
-        assert len(answer.value) == HUGE
+        assert len((await client.answer()).value) == HUGE
         assert await client.receive() is None
         await stopping
-    store.close()
 
 
 async def test_figures_add_up(store: Store) -> None:
@@ -121,16 +110,10 @@ async def test_figures_add_up(store: Store) -> None:
         await client.ask(fr.request(Opcode.SET, key=b"a"))
         found = endpoint.server.status()
         expected = {
-            "kv_connections": 1,
-            "kv_requests": 3,
-            "kv_hits": 1,
-            "kv_misses": 1,
-            "kv_refused": 1,
-            "kv_errors": 0,
-        }
+            "kv_connections": 1, "kv_requests": 3, "kv_hits": 1, "kv_misses": 1, "kv_refused": 1, "kv_errors": 0,
+        }  # fmt: skip
         assert {name: found[name] for name in expected} == expected
         assert found["kv_sent_bytes"] == HUGE + 28 + 24 + 24
-    store.close()
 
 
 async def test_a_changed_map_is_pushed_to_clients_that_requested_it(store: Store) -> None:
@@ -138,22 +121,19 @@ async def test_a_changed_map_is_pushed_to_clients_that_requested_it(store: Store
         plain, listening, greedy_one = await endpoint.connect(), await endpoint.sdk(), await greedy(endpoint)
         await listening.hello(*ALL_FEATURES, Feature.CLUSTERMAP_CHANGE_NOTIFICATION)
         endpoint.server.change_map(ServedMap(endpoint.bucket.identity, named_nodes("a:1"), 9))
-        pushed = await listening.receive()
-        assert pushed is not None
+        pushed = await listening.answer()
         assert pushed.magic == Magic.SERVER_REQUEST
         assert codec_kv.decode_clustermap_notification(pushed)[:3] == (1, 9, b"orders")
         for client in (plain, listening, await endpoint.connect()):
             answer = await client.ask(codec_kv.get_cluster_config())
             assert json.loads(answer.value)["rev"] == 9
         assert greedy_one
-    store.close()
 
 
 async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(store: Store, tmp_path: Path) -> None:
     """Within a sweep, which comes every second; connections that ask for nothing included."""
-    file = tmp_path / "users.json"
     users = {name: entry_of("pw") for name in ("ann", "bob", "eve", "dan")}
-    file.write_text(json.dumps({"users": users}))
+    file = with_users(tmp_path / "users.json", users)
     async with serving(store.path, readers=FileUsers(file)) as endpoint:
         clients = {}
         for name in users:
@@ -163,20 +143,18 @@ async def test_a_removed_user_is_hung_up_on_and_a_changed_one_reads_what_it_may(
         users["eve"] = entry_of("another")
         users["bob"]["read"] = ["shop.*"]
         del users["ann"]
-        file.write_text(json.dumps({"users": users}))
+        with_users(file, users)
         endpoint.server.sweep()
         assert await clients["ann"].receive() is None
         assert await clients["eve"].receive() is None, "its password was changed"
         assert (await clients["bob"].get(b"huge")).status == Status.EACCESS
         assert len((await clients["dan"].get(b"huge")).value) == HUGE
-    store.close()
 
 
 async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_path: Path) -> None:
     """A scan that waited for a seqno once began, and a large document was sent, by the rights of its request."""
-    file = tmp_path / "users.json"
     users = {"ann": entry_of("pw")}
-    file.write_text(json.dumps({"users": users}))
+    file = with_users(tmp_path / "users.json", users)
     vbid = vbid_of(b"huge", 16)
     required = {"vb_uuid": "77", "seqno": 3, "timeout_ms": 20_000}
     scan = {"range": {"start": "aHVnZQ==", "end": "aHVnZQ=="}, "snapshot_requirements": required}
@@ -191,15 +169,12 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_
         await reading.send(fr.request(Opcode.GET, key=b"huge"))
         await until(lambda: sum(len(each._later) for each in endpoint.server.connections) == 2)
         users["ann"]["read"] = ["shop.*"]
-        file.write_text(json.dumps({"users": users}))
+        with_users(file, users)
         endpoint.server.sweep()
         store.put(b"huge", b"written after the change", 3)
         budget.give_back(Limits().unsent_bytes_max)
         for each in (client, reading):
-            answer = await each.receive()
-            assert answer is not None
-            assert answer.status == Status.EACCESS
-    store.close()
+            assert (await each.answer()).status == Status.EACCESS
 
 
 async def test_the_sweeper_keeps_the_time_and_notices_a_group_recreated(
@@ -211,11 +186,4 @@ async def test_the_sweeper_keeps_the_time_and_notices_a_group_recreated(
         began = endpoint.server.now_s
         looked = []
         monkeypatch.setattr(endpoint.bucket, "reopen_if_replaced", lambda: looked.append(1))
-        async with asyncio.timeout(20):
-            while True:
-                if looked and endpoint.server.now_s > began:
-                    break
-                await asyncio.sleep(0.005)
-        assert looked
-        assert endpoint.server.now_s > began
-    store.close()
+        await until(lambda: bool(looked) and endpoint.server.now_s > began)

@@ -1,64 +1,32 @@
-"""The shape of answers: errors with their context for those who take it."""
+"""Maps that a client declines or is told of, and statistics in steps."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from mirror.clock import SystemClock
 from mirror.serve.access.auth import Reader
-from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.large import LargeAnswers
-from mirror.serve.kv.map import ServedMap, named_nodes, own_node
+from mirror.serve.kv.map import ServedMap, named_nodes
 from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
 from mirror.server.errors import Refused
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from storage.model import VbucketState
-from tests.serve.kv_rig import Store, serving, users
+from tests.serve.kv_rig import Endpoint, Store, session_of
+
+VBUCKETS = 64
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[KvSession]:
-    store = Store(tmp_path)
+def session(store: Store) -> Iterator[KvSession]:
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
-    yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True)
+    yield session_of(bucket)
     bucket.close()
-    store.close()
-
-
-def test_features_are_kept_as_they_were_granted(session: KvSession) -> None:
-    names = ("xerror", "tracing", "collections", "snappy", "json")
-    assert not any(getattr(session, name) for name in names)
-    for name in names:
-        session.grant(frozenset({int(Feature[name.upper()])}))
-        assert [each for each in names if getattr(session, each)] == [name]
-
-
-def test_a_context_is_sent_only_to_clients_that_take_it(session: KvSession) -> None:
-    assert session.refuse(Status.EINVAL, "why").value == b""
-    session.grant(frozenset({int(Feature.XERROR)}))
-    assert session.refuse(Status.EINVAL).value == b""
-    reply = session.refuse(Status.EINVAL, "why", manifest_uid=0x1F)
-    assert (reply.datatype, json.loads(reply.value)) == (1, {"error": {"context": "why"}, "manifest_uid": "1f"})
-    references = {json.loads(session.refuse(Status.EACCESS, with_reference=True).value)["error"]["ref"] for _ in "ab"}
-    assert len(references) == 2
-
-
-def test_a_vbucket_that_is_elsewhere_comes_with_the_map(session: KvSession) -> None:
-    reply = session.refused(Refused(Status.NOT_MY_VBUCKET))
-    assert reply.value == session.cluster_map.of_bucket
-    assert session.refused(Refused(Status.KEY_ENOENT)).value == b""
 
 
 def test_a_client_that_declines_a_map_it_has_gets_it_once(session: KvSession) -> None:
@@ -106,31 +74,27 @@ def test_a_changed_map_is_announced_as_requested(
 
 @pytest.mark.parametrize(("group", "names"), [("vbucket", 1), ("vbucket-seqno", 7), ("failovers", 3)])
 async def test_statistics_of_many_vbuckets_come_in_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, names: int
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, group: str, names: int
 ) -> None:
     """Eight vbuckets in each, with other clients' requests between two."""
-    store = Store(tmp_path, vbuckets=64)
-    store.logs()
-    async with serving(store.path) as endpoint:
-        client = await endpoint.connect()
-        turns, read = endpoint.server.turns, Counter[int]()
-        turn, granted, state = 0, turns._grant, KvBucket.state
+    client = await endpoint.connect()
+    turns, read = endpoint.server.turns, Counter[int]()
+    turn, granted, state = 0, turns._grant, KvBucket.state
 
-        def counted_grant() -> None:
-            nonlocal turn
-            turn += 1
-            granted()
+    def counted_grant() -> None:
+        nonlocal turn
+        turn += 1
+        granted()
 
-        def counted_state(self: KvBucket, vbid: int) -> VbucketState:
-            read[turn] += 1
-            return state(self, vbid)
+    def counted_state(self: KvBucket, vbid: int) -> VbucketState:
+        read[turn] += 1
+        return state(self, vbid)
 
-        monkeypatch.setattr(turns, "_grant", counted_grant)
-        monkeypatch.setattr(KvBucket, "state", counted_state)
-        await client.send(fr.request(Opcode.STAT, key=group.encode()))
-        found = {}
-        while (answer := await client.receive()) is not None and answer.key:
-            found[answer.key] = answer.value
-    store.close()
+    monkeypatch.setattr(turns, "_grant", counted_grant)
+    monkeypatch.setattr(KvBucket, "state", counted_state)
+    await client.send(fr.request(Opcode.STAT, key=group.encode()))
+    found = {}
+    while (answer := await client.answer()).key:
+        found[answer.key] = answer.value
     assert len(found) == 64 * names
     assert (sum(read.values()), max(read.values())) == (64, 8)

@@ -8,7 +8,6 @@ import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-import cramjam
 import pytest
 
 from mirror.serve.budget import Budget
@@ -17,32 +16,15 @@ from mirror.serve.turns import Turns
 from storage.read.large import PIECE_BYTES, LargeDocument
 from storage.read.view import open_view
 from tests.serve.http_site import Site, Source
+from tests.serve.test_kv_large import BODY, DAMAGED, VALUES, XATTRS, compressed
 from tests.supervise.conftest import eventually_now
 
-BODY = b'{"a":"' + random.Random(7).randbytes(LARGE_BYTES).hex().encode() + b'"}'
-XATTRS = b"\0\0\0\x0a\0\0\0\x06_x\x001\0\0"[:14]
 LONG = b'{"a":"' + random.Random(8).randbytes(5 * PIECE_BYTES).hex().encode() + b'"}'
-LIE = b"\xff\xff\xff\x7f"
 
 T = TypeVar("T")
 
 
-def compressed(value: bytes) -> bytes:
-    return bytes(cramjam.snappy.compress_raw(value))
-
-
-@pytest.mark.parametrize(
-    ("value", "datatype", "body"),
-    [
-        (BODY, 1, BODY),
-        (BODY, 0, BODY),
-        (compressed(BODY), 3, BODY),
-        (compressed(bytes(9 * LARGE_BYTES)), 2, bytes(9 * LARGE_BYTES)),
-        (XATTRS + BODY, 5, BODY),
-        (compressed(XATTRS + BODY), 7, BODY),
-    ],
-    ids=["json", "plain", "compressed", "well compressed", "xattrs", "both"],
-)
+@pytest.mark.parametrize(("value", "datatype", "body"), VALUES.values(), ids=VALUES)
 def test_a_large_document_is_answered_as_a_small_one(site: Site, value: bytes, datatype: int, body: bytes) -> None:
     site.source.put("large", value, datatype=datatype)
     answer = site.get(site.document("large"))
@@ -59,22 +41,16 @@ def test_a_large_document_is_answered_as_a_small_one(site: Site, value: bytes, d
     eventually_now(lambda: site.server.service.budget.out_bytes == 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "datatype", "why"),
-    [
-        (LIE + BODY, 5, "the xattr section of a value is longer than the value"),
-        (compressed(LIE + BODY), 7, "the xattr section of a value is longer than the value"),
-        (compressed(BODY)[:-9], 3, "a compressed value cannot be decompressed"),
-    ],
-    ids=["xattrs", "compressed xattrs", "cut"],
-)
-def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(
-    site: Site, value: bytes, datatype: int, why: str
-) -> None:
+@pytest.mark.parametrize(("value", "datatype"), DAMAGED.values(), ids=DAMAGED)
+def test_one_that_cannot_be_taken_apart_is_an_error_and_holds_nothing(site: Site, value: bytes, datatype: int) -> None:
     site.source.put("large", value, datatype=datatype)
     problem = site.get(site.document("large"), 500).json()
     assert problem["type"] == "urn:dcp-mirror:damaged"
-    assert why in problem["detail"]
+    section, snappy = (
+        "the xattr section of a value is longer than the value",
+        "a compressed value cannot be decompressed",
+    )
+    assert (snappy if datatype == 3 else section) in problem["detail"]
     assert site.get(site.document("large"), params={"form": "stored"}).content == value
     eventually_now(lambda: site.server.service.budget.out_bytes == 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
-import json
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mirror.serve.access.admission import LOCAL
-from mirror.serve.access.auth import FileUsers, Reader, SourceUser, entry_of
+from mirror.serve.access.auth import FileUsers, Reader, SourceUser
 from mirror.serve.access.logins import (
     DELAY_MAX_S,
     DELAY_MIN_S,
@@ -38,7 +37,7 @@ from tests.manual_clock import ManualClock
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
 from tests.serve.http_site import Source, running
-from tests.serve.kv_rig import ALL_FEATURES, Store, serving
+from tests.serve.kv_rig import ALL_FEATURES, Store, serving, with_users
 from tests.supervise.conftest import eventually_now
 
 
@@ -52,25 +51,6 @@ def logins(clock: ManualClock) -> Iterator[Logins]:
     made = Logins(SourceUser("ann", lambda: "right"), clock)
     yield made
     made.close()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path)
-    made.logs()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def users_file(tmp_path: Path) -> Path:
-    return with_password(tmp_path / "users.json", "pw")
-
-
-def with_password(file: Path, password: str) -> Path:
-    """A file of one user."""
-    file.write_text(json.dumps({"users": {"ann": entry_of(password)}}))
-    return file
 
 
 def test_failures_cost_more_each_time_and_are_forgotten() -> None:
@@ -250,9 +230,7 @@ async def test_what_follows_a_login_waits_for_it(store: Store, users_file: Path)
         await client.hello(*ALL_FEATURES)
         await client.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"), codec_kv.select_bucket(b"orders"))
         for _ in range(2):
-            answer = await client.receive()
-            assert answer is not None
-            assert answer.status == Status.SUCCESS
+            assert (await client.answer()).status == Status.SUCCESS
 
 
 async def test_an_attempt_whose_connection_was_closed_is_not_checked(store: Store, users_file: Path) -> None:
@@ -309,7 +287,7 @@ async def test_a_login_that_began_before_the_password_was_changed_is_refused(sto
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client, exchange = await endpoint.connect(), ScramClient("SCRAM-SHA512", "ann", "pw")
         challenge = await client.ask(codec_kv.sasl_auth(b"SCRAM-SHA512", exchange.first()))
-        with_password(users_file, "another")
+        with_users(users_file, {"ann": "another"})
         answer = await client.ask(kv_client.sasl_step(b"SCRAM-SHA512", exchange.final(challenge.value)))
         assert answer.status == Status.AUTH_ERROR
 
@@ -329,9 +307,7 @@ async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Pat
         await until(lambda: sum(each.slot.logging_in for each in endpoint.server.connections) == 9)
         for _ in range(limits.pending_max * 2):
             await endpoint.connect()
-        answer = await late.receive()
-        assert answer is not None, "it was closed for those who say nothing"
-        assert answer.status == Status.SUCCESS
+        assert (await late.answer()).status == Status.SUCCESS, "it was not closed for those who say nothing"
 
 
 def test_a_proven_password_does_not_wait_for_those_who_guess(source: Source, tmp_path: Path, users_file: Path) -> None:

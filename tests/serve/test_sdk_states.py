@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from couchbase import subdocument as sd
 from couchbase.exceptions import DocumentNotFoundException, TemporaryFailException
 from couchbase.options import ExistsOptions, GetAnyReplicaOptions, GetOptions, LookupInOptions
 
-from tests.serve.kv_rig import Endpoint, Store, serving
+from tests.serve.kv_rig import Store, serving
 from tests.serve.test_official_sdk import connect
 
 SHORT = timedelta(milliseconds=300)
@@ -31,8 +31,10 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path, vbuckets=1)
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path, vbuckets=1)
+    yield made
+    made.close()
 
 
 def write(store: Store, number: int, seqno: int, *, publish: bool = True) -> None:
@@ -47,14 +49,25 @@ async def reading(store: Store, *, stale_allowed: bool = False) -> AsyncIterator
         bucket = await asyncio.to_thread(cluster.bucket, "orders")
         yield bucket.default_collection()
         await asyncio.to_thread(cluster.close)
-    store.close()
 
 
-async def temporary(collection: Any) -> None:
-    """Every read is a temporary failure once its timeout is over: the SDK tries again until then."""
-    for read in READS.values():
-        with pytest.raises(TemporaryFailException):
-            await asyncio.to_thread(read, collection)
+def accept(store: Store) -> None:
+    """A stream was accepted, and has brought nothing."""
+    store.log(0, (77, 0))
+
+
+def backfill(store: Store) -> None:
+    """The first snapshot comes in."""
+    store.logs()
+    write(store, 1, 5, publish=False)
+
+
+def resync(store: Store) -> None:
+    """There is a copy, and a newer one comes in."""
+    store.logs()
+    write(store, 1, 5)
+    store.writer.vbuckets[0].begin_resync()
+    store.writer.commit()
 
 
 async def got(collection: Any, limit: timedelta = SHORT) -> int:
@@ -62,22 +75,17 @@ async def got(collection: Any, limit: timedelta = SHORT) -> int:
     return int(found.content_as[dict]["n"])
 
 
-async def test_before_the_first_stream_is_accepted_nothing_is_absent(store: Store) -> None:
+@pytest.mark.parametrize("happen", [None, accept, backfill, resync])
+async def test_while_nobody_knows_every_read_is_a_temporary_failure(
+    store: Store, happen: Callable[[Store], None] | None
+) -> None:
+    """Once its timeout is over: the SDK tries again until then."""
+    if happen is not None:
+        happen(store)
     async with reading(store) as collection:
-        await temporary(collection)
-
-
-async def test_while_an_accepted_stream_has_brought_nothing_nothing_is_absent(store: Store) -> None:
-    store.log(0, (77, 0))
-    async with reading(store) as collection:
-        await temporary(collection)
-
-
-async def test_while_the_first_backfill_comes_in_nothing_is_absent(store: Store) -> None:
-    store.logs()
-    write(store, 1, 5, publish=False)
-    async with reading(store) as collection:
-        await temporary(collection)
+        for read in READS.values():
+            with pytest.raises(TemporaryFailException):
+                await asyncio.to_thread(read, collection)
 
 
 async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
@@ -88,20 +96,8 @@ async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
         assert not await asyncio.to_thread(READS["exists"], collection)
 
 
-async def test_while_a_vbucket_is_resynced_its_old_copy_is_withheld(store: Store) -> None:
-    store.logs()
-    write(store, 1, 5)
-    store.writer.vbuckets[0].begin_resync()
-    store.writer.commit()
-    async with reading(store) as collection:
-        await temporary(collection)
-
-
-async def test_or_is_given_where_the_operator_allows_that(store: Store) -> None:
-    store.logs()
-    write(store, 1, 5)
-    store.writer.vbuckets[0].begin_resync()
-    store.writer.commit()
+async def test_while_a_vbucket_is_resynced_its_old_copy_is_given_where_the_operator_allows_that(store: Store) -> None:
+    resync(store)
     async with reading(store, stale_allowed=True) as collection:
         assert await got(collection) == 1
         for read in READS.values():
@@ -130,15 +126,7 @@ async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(st
 
 async def test_the_refusal_says_why(store: Store) -> None:
     async with serving(store.path) as endpoint:
-        await _refused(endpoint, b"nothing of the vbucket is published yet")
-        store.logs()
-        write(store, 1, 5)
-        store.writer.vbuckets[0].begin_resync()
-        store.writer.commit()
-        await _refused(endpoint, b"the vbucket is being resynced")
-    store.close()
-
-
-async def _refused(endpoint: Endpoint, why: bytes) -> None:
-    client = await endpoint.sdk()
-    assert why in (await client.get(b"\0" + KEY)).value
+        client = await endpoint.sdk()
+        assert b"nothing of the vbucket is published yet" in (await client.get(b"\0" + KEY)).value
+        resync(store)
+        assert b"the vbucket is being resynced" in (await client.get(b"\0" + KEY)).value

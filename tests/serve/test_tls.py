@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import ssl
@@ -34,7 +33,7 @@ from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import serving_dcp
-from tests.serve.kv_rig import WAIT_S, Client, Store, serving
+from tests.serve.kv_rig import WAIT_S, Client, Store, serving, with_users
 
 NAMES = ("localhost", "127.0.0.1")
 
@@ -71,8 +70,7 @@ async def listening(tmp_path: Path, authority: Authority, **more: object) -> Asy
     store.put(b"key", b'{"n":1}', 1)
     store.logs()
     cert, key = authority.sign(*NAMES)
-    users_file = tmp_path / "users.json"
-    users_file.write_text(json.dumps({"users": {"ann": entry_of("pw"), "bob": entry_of("pw", ("shop.*",))}}))
+    users_file = with_users(tmp_path / "users.json", {"ann": "pw", "bob": entry_of("pw", ("shop.*",))})
     settings = validated(
         {"data": store.path, "users_file": users_file, "listen_tls_cert_file": cert, "listen_tls_key_file": key, **more}
     )

@@ -14,20 +14,15 @@ from mirror.sandbox.data.users import User
 from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
-from mirror.serve.access.logins import Logins
 from mirror.serve.kv import connection as kv_connection
 from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.large import LargeAnswers
-from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address
-from mirror.serve.turns import Turns
 from mirror.server import dispatch
 from mirror.server.session import Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from tests.oracle import kv_client
-from tests.serve.kv_rig import Store, users
+from tests.serve.kv_rig import Store, session_of
 
 
 class Port:
@@ -49,10 +44,7 @@ def source_session() -> SandboxSession:
 def mirror_session(tmp_path: Path) -> Iterator[KvSession]:
     store = Store(tmp_path, vbuckets=1)
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
-    cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    logins = Logins(users(), SystemClock())
-    large = LargeAnswers(Turns(), 1)
-    yield KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=Reader("all"))
+    yield session_of(bucket, Reader("all"))
     bucket.close()
     store.close()
 
