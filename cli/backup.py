@@ -128,7 +128,7 @@ def restore(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:  # fmt: skip
-    """Restore a backup into an empty directory. `run` continues from there without fetching anything again."""
+    """Restore a backup into an empty directory. `run` then fetches only later changes."""
     path = str(options.data_directory(data, config))
     store_backup.check_target(path)
     with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:

@@ -27,8 +27,8 @@ def doctor(
     pairs: options.SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Examine a source step by step: names, TLS, login, privileges, features and, with --data, whether the mirror can
-    resume there. Each finding says what to do. Nothing is changed.
+    """Examine a source step by step: DNS, TLS, login, privileges and features. With --data, also examine whether the
+    mirror can resume there. Each failure comes with a remedy. Changes nothing.
     """
     loaded = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)
     settings = options.with_source(loaded)

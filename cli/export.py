@@ -1,4 +1,4 @@
-"""`export`: every document of one moment as JSON lines, on stdout or in files, without Spark.
+"""`export`: every document as JSON lines, on stdout or in files, without Spark.
 
 Invariants: each vbucket is read as of its position at the start (or at `--as-of`), whatever is written or rolled back
 meanwhile; memory does not grow with the mirror; a file gets its name once it is complete, and the positions are written
@@ -52,7 +52,10 @@ def export(
     config: options.ConfigOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write every document of one moment with its metadata: the lines of `scan --json` with the collection's name."""
+    """Write every document with its metadata, each vbucket at one boundary.
+
+    A line is that of `scan --json`, with the name of the collection.
+    """
     if file_format != "jsonl":
         raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
     moment = time_from(as_of)

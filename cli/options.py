@@ -77,12 +77,12 @@ AsOfOption = Annotated[
     optional(
         "--as-of",
         metavar="SEQNO|TIME",
-        help="Read as of the newest kept boundary not after this seqno, or this time (ISO 8601).",
+        help="Read at the newest kept boundary up to this seqno or time (ISO 8601).",
     ),
 ]
 AsOfTimeOption = Annotated[
     str | None,
-    optional("--as-of", metavar="TIME", help="As of the newest kept boundaries not after this time (ISO 8601)."),
+    optional("--as-of", metavar="TIME", help="Each vbucket at its newest kept boundary up to this time (ISO 8601)."),
 ]
 
 

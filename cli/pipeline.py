@@ -48,7 +48,7 @@ def private() -> None:
 app = typer.Typer(
     name="pipeline",
     callback=private,
-    help="Exports, lake tables, comparison and parallel backfill; on this machine or on Spark.",
+    help="Export, sync, compare and backfill in many tasks, on this machine or on Spark.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -114,7 +114,7 @@ MisfitsOption = Annotated[
         "--max-misfits",
         min=0,
         max=1,
-        help="Share of documents that may not fit --schema, for sync at the first load. Above it: exit code 3.",
+        help="Largest share of documents that do not fit --schema (sync: at the first load). Above it: exit code 3.",
     ),
 ]
 ProcessesOption = Annotated[
@@ -342,7 +342,8 @@ def sync(
         int, typer.Option("--keep-hours", min=0, help="Time to keep files of older versions of changes.")
     ] = 168,
     keep_documents_hours: Annotated[
-        int, typer.Option("--keep-documents-hours", min=0, help="The same for documents, which each merge copies.")
+        int,
+        typer.Option("--keep-documents-hours", min=0, help="The same for documents."),
     ] = 1,
     rewrite_rate: Annotated[
         str,

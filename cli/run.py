@@ -74,8 +74,7 @@ def run(
         bool,
         typer.Option(
             "--replace-bucket",
-            help="If DIR mirrors another bucket than the source's (it was recreated), rename DIR to "
-            "DIR.<uuid of its bucket> and begin a new mirror.",
+            help="If the source's bucket was recreated, rename DIR to DIR.<uuid of its bucket> and begin a new mirror.",
         ),
     ] = False,
     accept_older_map: Annotated[

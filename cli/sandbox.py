@@ -60,14 +60,14 @@ def sandbox(
     ] = None,
     load: Annotated[int, typer.Option("--load", min=0, help="Documents at the start.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
-    keys: Annotated[int, typer.Option("--keys", min=1, help="Keys that the writes are spread over.")] = 100_000,
+    keys: Annotated[int, typer.Option("--keys", min=1, help="Number of keys that the writes use.")] = 100_000,
     overwrite_share: Annotated[
         float, typer.Option("--overwrite-share", min=0, max=1, help="Share of overwrites.")
     ] = 0.5,
     delete_share: Annotated[float, typer.Option("--delete-share", min=0, max=1, help="Share of deletions.")] = 0.05,
     value_bytes: Annotated[int, typer.Option("--value-bytes", min=1, help="Mean size of a value.")] = 300,
     replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Equal seeds write the same.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the workload; equal seeds write the same.")] = 0,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     profile: Annotated[
         str, typer.Option("--profile", help=f"Server release to imitate: {', '.join(PROFILES)}.")
@@ -77,7 +77,7 @@ def sandbox(
     ] = False,
     tls_cert: Annotated[
         Path | None,
-        typer.Option("--tls-cert", metavar="FILE", help="Listen with TLS, too: its certificate.", show_default=False),
+        typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); listen with TLS too.", show_default=False),
     ] = None,
     tls_key: Annotated[
         Path | None, typer.Option("--tls-key", metavar="FILE", help="The certificate's key.", show_default=False)
@@ -100,7 +100,12 @@ def sandbox(
     ] = None,
     external: Annotated[
         str | None,
-        typer.Option("--external", metavar="HOST", help="Their alternate address `external`.", show_default=False),
+        typer.Option(
+            "--external",
+            metavar="HOST",
+            help="Alternate address (`external`) of the nodes in the map.",
+            show_default=False,
+        ),
     ] = None,
     control: ControlOption = None,
 ) -> None:
@@ -228,7 +233,7 @@ def fault_kinds() -> list[str]:
     return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))
 
 
-FAULT_HELP = """Make a running sandbox fail on purpose, and print its answer as JSON.
+FAULT_HELP = """Make a running sandbox fail on purpose. Prints its answer as JSON.
 
 CONNECTIONS, each with [node=N] [name=TEXT] [future=true]; clear ends it
   cut, silence, truncate, stop-mid-snapshot, slow bytes_per_second=N
@@ -270,7 +275,8 @@ LOOKING
 @app.command(help="\b\n" + FAULT_HELP.replace("\n\n", "\n\n\b\n"))
 def fault(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="What is to happen; the list is above.", autocompletion=fault_kinds)
+        str,
+        typer.Argument(metavar="KIND", help="The fault, from the list above.", autocompletion=fault_kinds),
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
     source: Annotated[
@@ -279,7 +285,7 @@ def fault(
     port: Annotated[int | None, typer.Option("--port", "-p", help="Or its first port.", show_default=False)] = None,
     control: ControlOption = None,
 ) -> None:
-    """Make a running sandbox fail on purpose, and print its answer as JSON."""
+    """Make a running sandbox fail on purpose. Prints its answer as JSON."""
     given = arguments_from(arguments or [])
     where = socket_of(source, port, control)
     if kind in LINK_FAULTS + STREAM_FAULTS:

@@ -41,7 +41,7 @@ def stop(
 
 
 def reload(data: options.DataOption = None, config: options.ConfigOption = None) -> None:
-    """Have the service of a data directory read its settings again, as SIGHUP does. `events` shows the changes."""
+    """Make the service of a data directory read its settings again, as SIGHUP does. `events` shows the changes."""
     path = options.data_directory(data, config)
     if client.ask(path, ReloadSettings()) is None:
         raise SupervisionError(f"no service runs for {path}", hint="start it with `dcp-mirror run`")

@@ -22,7 +22,7 @@ from storage.env.directory import replace_file
 
 app = typer.Typer(
     name="user",
-    help="Who may read over the network.",
+    help="Manage the users that may read over the network.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -58,7 +58,7 @@ def remove(name: NameArgument, file: FileOption) -> None:
 
 @app.command("list")
 def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
-    """Print the users and what they may read."""
+    """Print the users and the collections that they may read."""
     readers, _, anonymous = parse_users(read_users(file), file)
     rows = {reader.name: sorted(reader.patterns) for reader in readers.values()}
     if as_json:

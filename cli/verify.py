@@ -56,12 +56,13 @@ def verify(
     data: options.DataOption = None,
     source: options.SourceOption = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch the vbuckets that differ again, next to their old copies.")
+        bool, typer.Option("--repair", help="Fetch different vbuckets again, next to their old copies.")
     ] = False,
     vbid: options.VbidsOption = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Differing keys to print.")] = 20,
     wait: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds until a running mirror must have published what was read.")
+        float,
+        typer.Option("--wait", min=0, help="Seconds to wait until a running mirror has published the compared seqnos."),
     ] = WAIT_S,
     config: options.ConfigOption = None,
     pairs: options.SetOption = None,
