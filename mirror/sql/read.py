@@ -103,7 +103,7 @@ class Boundaries:
         vbids = list(view.vbids)
         if key is not None:
             vbids = [vbid for vbid in (view.vbid_of(key),) if vbid in view.vbids]
-            key_range = KeyRange(key, key)
+            key_range = KeyRange(key, b"", key + b"\0")
         maker = Maker(shape, None, seal.SIZE)
         try:
             pins = self.pins(vbids, held=key is None)

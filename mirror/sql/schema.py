@@ -23,6 +23,8 @@ from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
 COLUMNS_MAX = 1_000
+"""Rarer fields are found in the document alone."""
+NAMES_MAX = 20_000
 FIELDS_MAX = 200
 """More names within one object are data, not a schema: the object becomes text."""
 DEPTH_MAX = 16
@@ -82,11 +84,13 @@ class _Found:
             self.example = value
         kind = _kind(value)
         self.kinds.add("any" if depth > DEPTH_MAX else kind)
-        if depth > DEPTH_MAX or len(self.fields) > (FIELDS_MAX if depth else COLUMNS_MAX):
+        if depth > DEPTH_MAX:
             return
         if kind == "struct":
+            names_max = FIELDS_MAX + 1 if depth else NAMES_MAX
             for name, each in value.items():
-                self.fields.setdefault(name, _Found()).add(each, depth + 1)
+                if name in self.fields or len(self.fields) < names_max:
+                    self.fields.setdefault(name, _Found()).add(each, depth + 1)
         elif kind == "list":
             self.element = self.element or _Found()
             for each in value:
@@ -135,8 +139,9 @@ def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as
         except Misfit:
             continue
     columns: dict[str, Column] = {}
+    often = set(sorted(found.fields, key=lambda name: -found.fields[name].count)[:COLUMNS_MAX])
     for name, each in found.fields.items():
-        if _nameable(name) and name.lower() not in columns and len(columns) < COLUMNS_MAX:
+        if _nameable(name) and name.lower() not in columns and name in often:
             kind = each.type
             example = text_of(each.example)[:EXAMPLE_LENGTH_MAX]
             columns[name.lower()] = Column(name, kind or pa.string(), each.count / found.count, example, kind is None)

@@ -77,6 +77,7 @@ class SqlSession:
         """What the running query reads."""
         self.failure: BaseException | None = None
         """What ended a table's read; DuckDB knows its text alone."""
+        self._result: Result | None = None
 
     def __enter__(self) -> SqlSession:
         return self
@@ -85,7 +86,8 @@ class SqlSession:
         self.close()
 
     def close(self) -> None:
-        self.release()
+        if self._result is not None:
+            self._result.close()
         self._connection.close()
 
     def release(self) -> None:
@@ -125,7 +127,8 @@ class SqlSession:
 
         The answer of an earlier query ends.
         """
-        self.release()
+        if self._result is not None:
+            self._result.close()
         self.failure = None
         self.boundaries = Boundaries(self._view, self._as_of, "sql")
         try:
@@ -133,7 +136,8 @@ class SqlSession:
         except BaseException:
             self.release()
             raise
-        return Result(self, reader)
+        self._result = Result(self, reader)
+        return self._result
 
     def _answered(self, query: str) -> Any:
         tree = self._tree(query)
@@ -277,7 +281,9 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
         self._session = session
         self._collection = collection
-        self._fields = {each.name: pa.field(each.name, each.type) for each in columns}
+        # DuckDB reads the first column if a query needs none: that of the vbucket costs least.
+        ordered = sorted(columns, key=lambda each: each.name != "_vbid")
+        self._fields = {each.name: pa.field(each.name, each.type) for each in ordered}
 
     @property
     def schema(self) -> pa.Schema:

@@ -141,7 +141,9 @@ class Bodies:
             raise DocumentDoesNotFit(
                 f"document {key!r} does not fit the schema: {problem}",
                 hint="give the column another type, or read with mode=permissive (null in what does not fit) or "
-                "mode=dropmalformed (without such documents)",
+                "mode=dropmalformed (without such documents)"
+                if all_fail
+                else "read it as a double or a text: in SQL, CAST(value->>'$.field' AS DOUBLE)",
             )
         if self._corrupt_at >= 0:
             texts: list[str | None] = [None] * len(bodies)

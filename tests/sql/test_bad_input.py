@@ -1,0 +1,156 @@
+"""Documents that no table expects: each gives a defined value or a clear error, never a wrong sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mirror import View
+from mirror.errors import QueryFailed
+from mirror.sql import Session
+from mirror.typed.bodies import DocumentDoesNotFit
+from mirror.typed.values import object_of
+from storage.errors import Unavailable
+from storage.format import keys
+from tests.spark.mirrors import VBUCKETS, SmallMirror
+from tests.sql.rig import put, rows
+
+JSON, TEXT = 1, 0
+
+
+def test_what_is_no_json_object_has_null_columns_and_its_text_as_value(mirror: SmallMirror, view: View) -> None:
+    put(mirror, {"object": {"n": 1}, "list": [1, 2], "text": "so", "number": 7})
+    mirror.put({"plain": b'say "x"', "binary": b"\xff\x00", "looks": b'{"n":5}', "empty": b""}, datatype=TEXT)
+    assert rows(view, "SELECT _key, n, value::VARCHAR FROM documents") == [
+        ("binary", None, '"\\ufffd\\u0000"'),
+        ("empty", None, None),
+        ("list", None, "[1, 2]"),
+        ("looks", None, '"{\\"n\\":5}"'),
+        ("number", None, "7"),
+        ("object", 1, '{"n": 1}'),
+        ("plain", None, '"say \\"x\\""'),
+        ("text", None, '"so"'),
+    ]
+    assert rows(view, "SELECT _key, value->>'$.n' FROM documents WHERE value->>'$.n' IS NOT NULL") == [("object", "1")]
+    assert rows(view, "SELECT count(*), sum(n) FROM documents") == [(8, 1)]
+
+
+def test_malformed_json_is_null_in_a_column_and_an_error_where_it_is_taken_apart(
+    mirror: SmallMirror, view: View
+) -> None:
+    put(mirror, {"good": {"n": 1}})
+    mirror.put({"bad": b'{"n":', "latin": b'{"t":"\xe9"}'}, datatype=JSON)
+    assert rows(view, "SELECT sum(n), count(*) FROM documents") == [(1, 3)]
+    with pytest.raises(QueryFailed, match=r"Malformed JSON.*json_valid"):
+        rows(view, "SELECT value->>'$.n' FROM documents")
+    assert rows(view, "SELECT _key FROM documents WHERE NOT json_valid(value)") == [("bad",)]
+    assert rows(view, "SELECT t, value->>'$.t' FROM documents WHERE _key = 'latin'") == [("\ufffd", "\ufffd")]
+
+
+def test_a_number_that_its_column_cannot_hold_ends_the_query(
+    mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(mirror, {"a": {"n": 1, "in": {"m": [1]}}})
+    with Session(view) as session:
+        session.tables()
+        for key, body, column in (("b", {"n": 1.5}, "n"), ("c", {"n": 2**63}, "n"), ("d", {"in": {"m": [0.5]}}, "in")):
+            put(mirror, {key: body})
+            with pytest.raises(
+                DocumentDoesNotFit, match=f"document '{key}' does not fit the schema: {column}.*value->>"
+            ):
+                session.run(f'SELECT sum(len(("{column}")::VARCHAR)) FROM documents').reader.read_all()
+            mirror.put({key: None})
+        put(mirror, {"e": {"n": "1", "in": 5}})
+        assert session.run('SELECT sum(n), count("in") FROM documents').reader.read_all().to_pylist() == [
+            {"sum(n)": 1, 'count("in")': 1}
+        ]
+
+
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [([1, 2.5], 3.5), ([2**62, 2**62], 2**63), ([0.1, 2**53], 0.1 + 2**53)],
+)
+def test_sums_of_numbers(mirror: SmallMirror, view: View, values: list[float], total: float) -> None:
+    put(mirror, {f"k{at}": {"n": value} for at, value in enumerate(values)})
+    assert rows(view, "SELECT sum(n) FROM documents") == [(total,)]
+
+
+@pytest.mark.parametrize("other", [{"a": 1}, "text", [1], True, 2**63, 10**400])
+def test_a_field_of_several_types_is_json(mirror: SmallMirror, view: View, other: Any) -> None:
+    put(mirror, {"a": {"x": 1}, "b": {"x": other}, "c": {"x": None}, "d": {}})
+    put(mirror, {"quoted": {"x": 1, "a\"/~'b": 1}, "quoted2": {"a\"/~'b": "t"}})
+    with Session(view) as session:
+        (column,) = (each for each in session.columns("_default._default") if each.name == "x")
+        assert column.mixed
+        assert column.ddl == "x string"
+        found = session.run("SELECT _key, x::VARCHAR AS x FROM documents WHERE x IS NOT NULL").reader.read_all()
+        texts = {row["_key"]: row["x"] for row in found.to_pylist()}
+        assert texts.keys() == {"a", "b", "quoted"}
+        assert texts["a"] == "1"
+        if not isinstance(other, int) or other < 10**300:
+            assert object_of(b'{"x":' + texts["b"].encode() + b"}") == {"x": other}
+    assert rows(view, 'SELECT _key, "a""/~\'b"::VARCHAR FROM documents WHERE _key >= \'q\'') == [
+        ("quoted", "1"),
+        ("quoted2", '"t"'),
+    ]
+
+
+def test_a_key_that_is_not_utf_8_is_null(mirror: SmallMirror, view: View) -> None:
+    put(mirror, {"a": {"n": 1}})
+    key = b"\xff\xfe"
+    vbid = keys.vbid_of(key, VBUCKETS)
+    store_key(mirror, key, vbid)
+    assert rows(view, "SELECT _key, n FROM documents") == [("a", 1), (None, 1)]
+    assert rows(view, "SELECT count(*), count(_key), sum(n) FROM documents") == [(2, 1, 2)]
+    assert view.arrow(columns=("key",)).read_all().column("key").null_count == 1
+
+
+def store_key(mirror: SmallMirror, key: bytes, vbid: int) -> None:
+    class Name(str):
+        def encode(self, *_: str) -> bytes:
+            return key
+
+    mirror.put({Name("x"): b'{"n":1}'})
+
+
+def test_names_that_differ_in_case_or_that_metadata_has(mirror: SmallMirror, view: View) -> None:
+    put(mirror, {"a": {"City": "x", "city": "y", "value": 1, "_key": 2, "": 3, "s": {"A": 1, "a": 2}, "order": 5}})
+    with Session(view) as session:
+        names = [each.name for each in session.columns("_default._default")]
+    assert names[:4] == ["_key", "City", "s", "order"]
+    assert names[-1] == "value"
+    assert rows(view, "SELECT CITY, value->>'$.city', _key, s::VARCHAR, \"order\" FROM documents") == [
+        ("x", "y", "a", '{"A":1,"a":2}', 5)
+    ]
+
+
+def test_a_document_of_5_mb(mirror: SmallMirror, view: View) -> None:
+    put(mirror, {"large": {"text": "x" * 5_000_000, "n": 3}, "small": {"n": 4}})
+    assert rows(view, "SELECT sum(n), max(length(text)), max(length(value::VARCHAR)) FROM documents") == [
+        (7, 5_000_000, 5_000_020)
+    ]
+
+
+def test_deep_and_wide_documents(mirror: SmallMirror, view: View) -> None:
+    deep: Any = 1
+    for _ in range(60):
+        deep = {"d": deep}
+    put(mirror, {"deep": {"x": deep, "n": 1}, "wide": {"by_id": {str(at): at for at in range(3000)}, "n": 2}})
+    put(mirror, {"also": {"by_id": {}, "x": 1}, "wider": {**{f"f{at}": 1 for at in range(3000)}, "n": 4}})
+    assert rows(view, "SELECT sum(n) FROM documents") == [(7,)]
+    assert rows(view, "SELECT by_id->>'$.17' FROM documents WHERE _key = 'wide'") == [("17",)]
+
+
+def test_a_mirror_that_is_filling_is_unavailable(tmp_path: Any) -> None:
+    from mirror import open_view
+
+    mirror = SmallMirror(tmp_path / "mirror", filled=False)
+    put(mirror, {"a": {"n": 1}})
+    with open_view(mirror.path) as view:
+        for query in ("SELECT count(*) FROM documents", "SELECT n FROM documents"):
+            with pytest.raises(Unavailable, match="not filled yet"):
+                rows(view, query)
+        with pytest.raises(Unavailable, match="not filled yet"):
+            view.arrow().read_all()
+    mirror.close()

@@ -1,0 +1,198 @@
+"""SQL against plain Python over `View.scan`: in the store's state machine, and under drops of collections."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from mirror import View, open_view
+from mirror.sql import Session, arrow
+from mirror.typed import rows as typed_rows
+from storage.errors import Closed, UnknownCollection, ViewInvalidated
+from storage.format import records
+from storage.model import Document
+from storage.read import bulk
+from storage.read.view import Time
+from tests.spark.mirrors import VBUCKETS, SmallMirror
+from tests.sql.rig import collections, put
+from tests.storage.model import span
+from tests.storage.test_writer import KEYS, LIMITS, VBIDS, Store
+
+pytestmark = pytest.mark.usefixtures("small_batches")
+BODIES = ('{"n":%d,"g":"a"}', '{"n":%d,"g":"b","more":[1]}', '{"n":-%d}', '{"g":null,"n":%d}')
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typed_rows, "BATCH_ROWS", 2)
+    monkeypatch.setattr(bulk, "GET_ROWS", 2)
+    monkeypatch.setattr(bulk, "ROWS_MAX", 3)
+
+
+Facts = dict[bytes, tuple[int, bytes]]
+"""key: seqno and body"""
+
+
+def agrees(view: View, facts: Facts, table: str = "documents", **options: Any) -> None:
+    """Ask for aggregates, keys and seqnos, and compare with the documents."""
+    with Session(view, threads=1, **options) as session:
+
+        def ask(query: str) -> list[Any]:
+            return [tuple(row.values()) for row in session.run(query).reader.read_all().to_pylist()]
+
+        collection = "_default._default" if table == "documents" else table
+        if "n" in {each.name for each in session.columns(collection)}:
+            total = sum(json.loads(body)["n"] for _, body in facts.values()) if facts else None
+            assert ask(f"SELECT count(*), sum(n) FROM {table}") == [(len(facts), total)]
+            groups: Counter[str | None] = Counter(json.loads(body).get("g") for _, body in facts.values())
+            if any(groups):
+                assert dict(ask(f"SELECT g, count(*) FROM {table} GROUP BY 1")) == groups
+        answer = ask(f"SELECT _key, _seqno, value FROM {table}")
+        found = {key.encode(): (seqno, value.encode()) for key, seqno, value in answer}
+        assert found == facts
+        for key in sorted(facts)[:2]:
+            text = key.decode()
+            assert ask(f"SELECT _seqno FROM {table} WHERE _key = '{text}'") == [(facts[key][0],)]
+            above = sum(each >= key for each in facts)
+            assert ask(f"SELECT count(*) FROM {table} WHERE _key >= '{text}'") == [(above,)]
+            beginning = sum(each.startswith(key[:2]) for each in facts)
+            assert ask(f"SELECT count(*) FROM {table} WHERE _key LIKE '{text[:2]}%'") == [(beginning,)]
+            seqno = facts[key][0]
+            newer = sum(each > seqno for each, _ in facts.values())
+            assert ask(f"SELECT count(*) FROM {table} WHERE _seqno > {seqno}") == [(newer,)]
+            older = sum(each <= seqno for each, _ in facts.values())
+            assert ask(f"SELECT count(*) FROM {table} WHERE _seqno <= {seqno}") == [(older,)]
+            either = sum(each == key or at > seqno for each, (at, _) in facts.items())
+            assert ask(f"SELECT count(*) FROM {table} WHERE _seqno > {seqno} OR _key = '{text}'") == [(either,)]
+
+
+class StoreAndSql(Store):
+    """The store's state machine, with JSON documents and queries instead of its own reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrows: list[tuple[Any, Facts, Facts]] = []
+
+    def views_show_the_model(self) -> None: ...
+
+    def as_of_shows_every_boundary(self) -> None: ...
+
+    @rule(
+        vbid=st.sampled_from(VBIDS),
+        data=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, *BODIES])), min_size=1, max_size=8),
+    )
+    def stage(self, vbid: int, data: list[tuple[int, str | None]]) -> None:
+        at = self.writer.vbuckets[vbid].state.staged_seqno
+        prefix = self.writer.vbuckets[vbid].prefix
+        events, staged = [], []
+        for seqno, (number, body) in enumerate(data, at + 1):
+            key, value = KEYS[vbid][number], None if body is None else (body % seqno).encode()
+            events.append((seqno, key, value))
+            frame = (
+                records.encode_deletion(key, seqno)
+                if value is None
+                else records.encode_mutation(key, value, seqno, datatype=1)
+            )
+            staged.append((prefix + seqno.to_bytes(8, "big"), frame))
+        self.writer.vbuckets[vbid].stage(staged, sum(len(r[1]) for r in staged), span(at + 1, events[-1][0] + 3))
+        self.open[vbid] += events
+
+    def read(self, *vbids: int) -> View:
+        """The view, of the vbuckets that exist."""
+        self.view.vbids = list(vbids)  # type: ignore[assignment]
+        return self.view  # type: ignore[return-value]
+
+    def whole(self) -> bool:
+        return all(self.writer.vbuckets[vbid].state.is_whole for vbid in VBIDS)
+
+    @precondition(lambda self: self.whole())
+    @rule()
+    def queries_show_the_model(self) -> None:
+        live = {key: entry for vbid in VBIDS for key, entry in self.model[vbid].live().items()}
+        agrees(self.read(*VBIDS), live)  # type: ignore[arg-type]
+
+    @rule(vbid=st.sampled_from(VBIDS), data=st.data())
+    def queries_show_a_boundary(self, vbid: int, data: st.DataObject) -> None:
+        if boundaries := self.model[vbid].boundaries:
+            seqno = data.draw(st.sampled_from(sorted(boundaries)))
+            live = {key: entry for key, entry in boundaries[seqno].items() if entry[1] is not None}
+            agrees(self.read(vbid), live, as_of=seqno)  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.whole())
+    @rule()
+    def begin_arrow(self) -> None:
+        live = {key: entry for vbid in VBIDS for key, entry in self.model[vbid].live().items()}
+        reader = arrow(self.read(*VBIDS), columns=("key", "seqno", "value"))
+        self.arrows.append((reader, live, {}))  # type: ignore[arg-type]
+        self.arrows_go_on(1)
+
+    @rule(steps=st.sampled_from([1, 2, 50]))
+    def arrows_go_on(self, steps: int) -> None:
+        """Each ends with the documents of its beginning, or is refused."""
+        left = []
+        for reader, live, seen in self.arrows:
+            try:
+                for _ in range(steps):
+                    for row in reader.read_next_batch().to_pylist():
+                        seen[row["key"].encode()] = (row["seqno"], row["value"])
+            except StopIteration:
+                assert seen == live
+            except (ViewInvalidated, Closed):  # the crash closed the view
+                continue
+            else:
+                left.append((reader, live, seen))
+        self.arrows = left
+
+
+def test_queries_show_the_model_after_every_step() -> None:
+    run_state_machine_as_test(StoreAndSql, settings=LIMITS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_queries_show_the_model_after_every_step_of_many() -> None:
+    run_state_machine_as_test(StoreAndSql, settings=settings(LIMITS, max_examples=1000, stateful_step_count=60))
+
+
+def facts_of(documents: Iterable[Document]) -> Facts:
+    return {each.key: (int(each.seqno), each.value) for each in documents}
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 100))])
+def test_queries_agree_with_scans_under_drops_and_rollbacks(seed: int, tmp_path: Path) -> None:
+    rng = Random(seed)
+    mirror = SmallMirror(tmp_path / "mirror")
+    ids = collections(mirror, "a", "b")
+    times = []
+    with open_view(mirror.path) as view:
+        for _ in range(8):
+            match rng.randrange(6):
+                case 0:
+                    ids = collections(mirror, *rng.choice([("a",), ("a", "b"), ("b", "a")]))
+                case 1:
+                    vbid = rng.randrange(VBUCKETS)
+                    mirror.roll_back(vbid, rng.randrange(mirror.seqnos[vbid] // 2, mirror.seqnos[vbid] + 1))
+                case _:
+                    documents = {
+                        f"k{rng.randrange(40)}": json.loads(rng.choice(BODIES) % rng.randrange(99)) for _ in range(20)
+                    }
+                    put(mirror, documents, collection_id=rng.choice([0, *ids.values()]))
+            times.append(mirror.now_ms)
+            mirror.now_ms += 1000
+            for as_of in (None, Time(rng.choice(times))):
+                for name, table in (("_default._default", "documents"), ("inventory.a", "inventory.a")):
+                    try:
+                        found = facts_of(view.scan(collection=name, as_of=as_of))
+                    except UnknownCollection:
+                        continue
+                    agrees(view, found, table, as_of=as_of)
+    mirror.close()
