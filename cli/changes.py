@@ -34,7 +34,6 @@ NOW = "now"
 
 
 def tokens_from(texts: Iterable[str]) -> dict[int, Token]:
-    """Return the tokens by vbucket. Raises ConfigError."""
     tokens: dict[int, Token] = {}
     for text in texts:
         try:
@@ -132,7 +131,6 @@ class Pump:
         return None
 
     def check_collection(self, vbids: Iterable[int]) -> None:
-        """Raise UnknownCollection unless some vbucket knows the collection."""
         if isinstance(self._collection, str) and all(self._collection_id(vbid) is None for vbid in vbids):
             raise UnknownCollection(
                 f"no collection {self._collection!r}", path=self._view.path, hint="give it as scope.name, or its id"
@@ -213,7 +211,6 @@ _HEAD = "# dcp-mirror: a token of each vbucket; `changes --since` this file goes
 
 
 def load_cursor(path: Path) -> dict[int, Token]:
-    """Return the tokens of a cursor file by vbucket. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())

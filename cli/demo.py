@@ -248,7 +248,6 @@ def demo(
 def run_story(
     stage: Stage, story: Story, counter: DocumentCounter, screen: render.Screen, seconds: float | None
 ) -> None:
-    """Follow the story until the time is over and all steps are done."""
     rates: deque[float] = deque(maxlen=render.SPARKS_MAX)
     said = 0
     while seconds is None or story.elapsed_s < seconds or not story.finished:

@@ -17,7 +17,6 @@ from mirror.supervise.events.log import read_events
 from storage.env import directory
 
 LOOK_INTERVAL_S = 0.5
-"""Interval of `--follow`."""
 
 
 def events(

@@ -90,7 +90,6 @@ def export(
 
 
 def collection_ids(view: View, pins: list[Pin], collection: str | int | None) -> dict[int, dict[int, str]]:
-    """Return by vbucket and id the names of the collections to export. Raises UnknownCollection."""
     found = {}
     for pin in pins:
         names = bulk.collection_names(view, pin)

@@ -35,7 +35,6 @@ def as_of_from(text: str | None) -> AsOf:
 
 
 def time_from(text: str | None) -> Time | None:
-    """Parse a time in ISO 8601. Raises ConfigError, also for a seqno, which belongs to one vbucket."""
     moment = as_of_from(text)
     if isinstance(moment, int):
         raise ConfigError("--as-of takes a time here: a seqno belongs to one vbucket", hint="write 2026-05-01T12:00Z")
@@ -43,7 +42,6 @@ def time_from(text: str | None) -> Time | None:
 
 
 def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
-    """Return the kept boundary that an as-of read of a vbucket uses."""
     for boundary in view.boundaries(vbid):
         if (boundary.time_ms <= as_of.ms) if isinstance(as_of, Time) else (as_of is None or boundary.seqno <= as_of):
             return boundary

@@ -92,7 +92,6 @@ def init(
 
 
 def prompt_for(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
-    """Ask on the terminal until `judge` accepts the answer. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{option} is not given", hint=f"give {option}, or call it on a terminal")
 
@@ -107,7 +106,6 @@ def prompt_for(question: str, option: str, judge: Callable[[str], object], defau
 
 
 def check_directory(text: str) -> None:
-    """Raise ConfigError if this cannot be a data directory."""
     if Path(text).exists() and not Path(text).is_dir():
         raise ConfigError(f"{text} is not a directory", hint="name a new one, or that of a mirror")
 

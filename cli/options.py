@@ -21,7 +21,6 @@ from mirror.messages import GetSource
 
 
 def one_of(*values: str) -> Callable[[], list[str]]:
-    """Return a function that completes an option with these values."""
     return lambda: list(values)
 
 
@@ -91,7 +90,6 @@ def setting_names() -> list[str]:
 
 
 def flags_from(pairs: list[str] | None) -> Values:
-    """Parse `--set name=value`. Raises ConfigError."""
     flags: Values = {}
     for pair in pairs or ():
         name, separator, value = pair.partition("=")
@@ -127,7 +125,6 @@ def with_source(loaded: LoadedSettings) -> Settings:
 
 
 def data_directory(data: Path | None, config: Path | None = None) -> Path:
-    """Return the data directory of a reading command. Raises ConfigError."""
     found = settings_from({"data": data}, config=config).settings.data
     if found is None:
         raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
@@ -147,7 +144,6 @@ def moment_ms(text: str, option: str) -> int:
 
 
 def collection_from(text: str | None) -> str | int | None:
-    """Parse a collection: a number is an id, a bare name lies in the default scope."""
     if text is None:
         return None
     if text.isdigit():

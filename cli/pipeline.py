@@ -132,7 +132,6 @@ def need(*modules: str) -> None:
 
 
 def path_from(text: str | Path) -> Path:
-    """Return a local path from a path or `file:///path`. Raises ConfigError."""
     need("pyarrow", "deltalake")
     from mirror.spark.places import local_path
 
@@ -140,12 +139,10 @@ def path_from(text: str | Path) -> Path:
 
 
 def data_from(data: Path | None, config: Path | None) -> Path:
-    """Return the mirror's directory as an absolute path. Raises ConfigError."""
     return path_from(options.data_directory(data, config))
 
 
 def rewrite_rate_from(text: str) -> int:
-    """Parse bytes a second. Raises ConfigError."""
     from mirror.spark.source.options import byte_count
 
     try:
@@ -157,7 +154,6 @@ def rewrite_rate_from(text: str) -> int:
 def layouts_from(
     schemas: Sequence[str], per_collection: bool, reading: Reading, misfits_max: float, overwrite_schema: bool
 ) -> Layouts:
-    """Return the tables that `sync` keeps. Raises ConfigError."""
     from mirror.spark.tables.documents import Layout, Layouts
     from mirror.typed.ddl import fields_of
 
@@ -184,28 +180,23 @@ def check_destination(text: str) -> None:
 
 
 def under_spark_submit() -> bool:
-    """True if spark-submit started this process."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
-def reading_from(mode: str | None, permissive: bool, time_zone: str | None, epoch: str | None) -> Reading:
+def reading_from(mode: str | None, time_zone: str | None, epoch: str | None) -> Reading:
     from mirror.spark.source.options import reading_of
 
-    if permissive and mode not in (None, "permissive"):
-        raise ConfigError(f"--permissive and --mode {mode} were both given")
-    given = {"mode": "permissive" if permissive else mode, "timeZone": time_zone, "epoch": epoch}
+    given = {"mode": mode, "timeZone": time_zone, "epoch": epoch}
     return reading_of({name: text for name, text in given.items() if text is not None})
 
 
 def collections_from(text: str | None) -> tuple[str, ...] | None:
-    """Split names at commas; a bare name lies in the default scope."""
     if text is None:
         return None
     return tuple(name if "." in name else f"_default.{name}" for name in text.replace(" ", "").split(","))
 
 
 def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
-    """Use an existing session, or start one for a while."""
     need("pyspark", "pyarrow", "deltalake")
     from mirror.spark.session import lasting
 
@@ -214,7 +205,6 @@ def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def running(name: str, master: str | None, spark: bool, processes: int | None) -> Iterator[Runner]:
-    """Yield the runner of a pipeline's tasks: this machine or Spark."""
     need("pyarrow", "deltalake")
     from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
     from mirror.supervise.processes.life import die_with_parent
@@ -259,7 +249,6 @@ def export(
         ),
     ] = None,
     mode: ModeOption = None,
-    permissive: Annotated[bool, typer.Option("--permissive", help="The same as --mode permissive.")] = False,
     max_misfits: MisfitsOption = 0.01,
     time_zone: TimeZoneOption = None,
     epoch: EpochOption = None,
@@ -293,7 +282,7 @@ def export(
             collections=collections_from(collection),
             as_of_ms=moment.ms if moment is not None else None,
             fields=None if schema is None else fields_of(schema),
-            reading=reading_from(mode, permissive, time_zone, epoch),
+            reading=reading_from(mode, time_zone, epoch),
             misfits_max=max_misfits,
             overwrite=overwrite,
             overwrite_schema=overwrite_schema,
@@ -414,7 +403,7 @@ def sync(
         layouts=layouts_from(
             schema or [],
             table_per_collection,
-            reading_from(mode, False, time_zone, epoch),
+            reading_from(mode, time_zone, epoch),
             max_misfits,
             overwrite_schema,
         ),
@@ -463,7 +452,6 @@ def show_figures(
 
 
 def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContextManager[Any]:
-    """Serve metrics for Prometheus at the address of --metrics, if given. Raises ConfigError."""
     if address is None:
         return nullcontext()
     from mirror.serve.listener import parse_addresses
@@ -608,7 +596,6 @@ def compared_object(done: Compared) -> dict[str, object]:
 
 
 def compared_lines(done: Compared) -> Iterator[str]:
-    """Yield the differences, then a summary."""
     for each in done.vbuckets:
         if each.state != "equal":
             yield (
@@ -626,7 +613,6 @@ def compared_lines(done: Compared) -> Iterator[str]:
 
 
 def main() -> None:
-    """Entry point under spark-submit."""
     sys.exit(exits.guarded(lambda: app(prog_name="pipeline", standalone_mode=False)))
 
 

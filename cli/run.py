@@ -152,7 +152,6 @@ def end_with(code: ExitCode) -> None:
 
 
 def settings_in_force(flags: Values, config: Path | None, pairs: list[str] | None) -> LoadedSettings:
-    """Read and check the settings, and set up the logs by them. Raises ConfigError."""
     loaded = options.settings_from(flags, config=config, pairs=pairs)
     settings = loaded.settings
     refuse_files_of_others(settings, config)

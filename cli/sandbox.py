@@ -189,7 +189,6 @@ def node_tls(
 
 
 def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
-    """Return the control socket of the running source. Raises ConfigError."""
     if control is not None:
         return control
     if at is not None:

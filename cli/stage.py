@@ -116,7 +116,6 @@ class Stage:
         return lines[-1] if lines else "empty"
 
     def check(self) -> None:
-        """Raise SupervisionError if the source or the service has ended."""
         for name, process in (("source", self._source), ("service", self._service)):
             assert process is not None, "the stage was entered"
             if (code := process.poll()) is not None:

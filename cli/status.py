@@ -23,7 +23,6 @@ from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
 
 READY_INTERVAL_S = 0.2
-"""Interval of `--wait-ready`."""
 COUNT_SEQNOS_MAX = 2_000_000
 """Documents are counted by walking the keys; for a larger mirror that takes seconds and needs --count."""
 
@@ -68,7 +67,6 @@ class DocumentCounter:
 
 
 def current_status(data: Path) -> Status:
-    """Return the service's status completed from the store, or the store's alone."""
     answer = client.ask(data, GetStatus())
     if answer is None:
         return stored_status(data)

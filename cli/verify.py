@@ -134,7 +134,6 @@ def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
 
 
 def same_bucket(view: View, reader: SourceReader) -> None:
-    """Raise BucketChanged if the buckets differ."""
     identity = view.identity
     if identity.bucket_uuid and reader.bucket_uuid and identity.bucket_uuid != reader.bucket_uuid:
         raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, reader.bucket_uuid)

@@ -87,8 +87,6 @@ class Finding:
 
 @dataclass(slots=True)
 class _StreamWait:
-    """Waits for the answer to a stream request; whatever the stream brings is dropped."""
-
     vbid: int
     answer: asyncio.Future[StreamAnswer | ClusterError]
 
@@ -221,7 +219,6 @@ class Doctor:
         return None
 
     async def _log_in(self, view: View | None) -> Survey | None:
-        """Try TLS, user, password and bucket; the error of `enter` tells which failed."""
         source = self._access.source
         try:
             surveyed = await survey(

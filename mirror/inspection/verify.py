@@ -47,7 +47,6 @@ from storage.read.wait import MutationToken
 ATTEMPTS_MAX = 4
 """Comparisons of a whole vbucket: a rollback or too much movement spoils one."""
 ROUNDS_MAX = 40
-"""Rounds of looks at moved keys."""
 SCANS_MAX = 5
 """Scans of the mirror; a rollback or the purger may break one off."""
 WAIT_S = 60.0
@@ -222,7 +221,6 @@ class Verifier:
     # -- the mirror's side ----------------------------------------------------------------------------------------
 
     def _pin(self, vbid: int) -> tuple[Pin, Side]:
-        """Return the served position with the manifest of that moment."""
         while True:
             before = self._view.manifest(vbid)
             pin = self._view.pin(vbid)
@@ -250,7 +248,6 @@ class Verifier:
     # -- what moved -----------------------------------------------------------------------------------------------
 
     def _settle(self, looked_at: dict[int, _Vbucket]) -> None:
-        """Compare the moved keys again until each was seen unchanged."""
         for _ in range(ROUNDS_MAX):
             todo = {vbid: vbucket for vbid, vbucket in looked_at.items() if vbucket.moved}
             if not todo:
@@ -323,7 +320,6 @@ class Verifier:
                     vbucket.again = True
 
     def _left_behind(self, vbucket: _Vbucket, seqno: int) -> None:
-        """Note that the source would roll the mirror back."""
         result, position = vbucket.result, vbucket.here
         log = self._reader.failover_log(result.vbid)
         end_seqno = log.end_of(position.vbuuid, self._reader.high_seqnos()[result.vbid])
@@ -351,6 +347,5 @@ def verify(
     wait_s: float = WAIT_S,
     progress: Progress = lambda _done, _of, _rows: None,
 ) -> list[VbucketResult]:
-    """Compare the mirror at `path` with the source. See `Verifier` for the parameters."""
     chosen = list(view.vbids) if vbids is None else vbids
     return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in chosen])

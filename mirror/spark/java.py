@@ -34,7 +34,6 @@ exec {java} "$@"
 
 
 def home() -> str:
-    """Return a folder for JAVA_HOME. Raises ConfigError if there is no Java that Spark can use."""
     found = []
     for java in _candidates():
         major = major_version(java)
@@ -60,7 +59,6 @@ def _candidates() -> list[Path]:
 
 
 def major_version(java: Path) -> int | None:
-    """Return 11, 17, 21..., or None if it is no Java."""
     try:
         said = subprocess.run(
             [java, "-version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False

@@ -65,8 +65,7 @@ class Folder(ABC):
         """Return a file to read, with `seek`. Raises OSError."""
 
     @abstractmethod
-    def size(self, name: str) -> int | None:
-        """Return the size of a file, or None if there is none. Raises OSError."""
+    def size(self, name: str) -> int | None: ...
 
     @abstractmethod
     def names(self) -> list[str]: ...
@@ -75,10 +74,9 @@ class Folder(ABC):
     def remove(self, name: str) -> None: ...
 
     def check_access(self) -> None:  # noqa: B027 - a disk is asked when it is written
-        """Raise ConfigError if this process can write nothing there."""
+        ...
 
     def error(self, error: Exception) -> MirrorError:
-        """Return the error of a folder that cannot be used, with the name of this machine."""
         why = (error.strerror if isinstance(error, OSError) else None) or plain(error)
         return MirrorError(f"{self.url}: cannot be written on {os.uname().nodename}: {why}", hint=self.remedy)
 
@@ -279,7 +277,6 @@ def folder_at(text: str | Path) -> Folder:
 
 
 def local_path(text: str | Path) -> Path:
-    """Return a path on this machine, from a path or `file:///path`. Raises ConfigError for any other URL."""
     text = str(text)
     scheme = _scheme_of(text)
     if scheme is None:
@@ -300,6 +297,5 @@ def _scheme_of(text: str) -> str | None:
 
 
 def plain(error: BaseException) -> str:
-    """Return a library's error in one line without colours."""
     text = " ".join(_COLOUR.sub("", str(error)).replace("\u21b3", ":").split()).replace(" :", ":")
     return text if len(text) <= ERROR_LENGTH_MAX else text[:ERROR_LENGTH_MAX] + "..."

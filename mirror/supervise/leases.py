@@ -22,7 +22,6 @@ NAME_LENGTH_MAX = 200
 SECONDS_MIN = 1.0
 
 Position = tuple[int, int, int]
-"""vbid, branch, seqno."""
 
 log = get_logger("supervisor")
 

@@ -26,7 +26,6 @@ OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.so
 
 class ServiceLock:
     def __init__(self, directory: Path) -> None:
-        """Create the directory if necessary and lock it. Raises ConfigError, SupervisionError."""
         self.directory = directory
         self._descriptor = -1
         try:

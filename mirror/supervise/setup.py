@@ -68,7 +68,6 @@ class Setup:
         readers_gid(context.settings)
 
     def load(self) -> None:
-        """Load the mirror in the data directory, if there is one. Raises ConfigError, StorageError."""
         data = str(self._context.data)
         if directory.exists(data):
             identity = directory.load(data)
@@ -121,7 +120,6 @@ class Setup:
             delay_s = min(SOURCE_RETRY_MAX_S, delay_s * 2)
 
     def make(self, source: Source) -> None:
-        """Create the data directory of a new mirror. Raises ConfigError, StorageError."""
         settings = self._context.settings
         held, count = self._held(source), source.vbucket_count
         groups = min(settings.groups, held[1] - held[0] + 1 if held else count)

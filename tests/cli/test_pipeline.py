@@ -40,7 +40,7 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
     arguments = ["--format", "delta", "--schema", "number int, `stra\u00dfe` string", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     assert (done.code, "the body is not a JSON object" in done.complaint) == (3, True)
-    arguments += ["--permissive", "--max-misfits", "0.5"]
+    arguments += ["--mode", "permissive", "--max-misfits", "0.5"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     assert done.code == 0, done.err
     assert "183 documents of 16 vbuckets" in done.out
@@ -52,7 +52,7 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
 
 
 def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrored: Path, tmp_path: Path) -> None:
-    arguments = ["--schema", "number boolean", "--permissive", "--processes", "1"]
+    arguments = ["--schema", "number boolean", "--mode", "permissive", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     assert done.code == 3
     assert "documents do not fit the schema" in done.complaint
@@ -85,7 +85,6 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
             "--processes is for a run without Spark",
         ),
         (["export", "--to", "out", "--schema", "a int", "--epoch", "days"], "option epoch='days'"),
-        (["export", "--to", "out", "--permissive", "--mode", "failfast"], "were both given"),
         (["compare", "--source", "couchbase://demo@localhost/demo", "--vbuckets", "x"], "--vbuckets 'x'"),
         (["sync", "--to", "out", "--max-bytes", "many"], "maxBytesPerBatch"),
         (["sync", "--to", "out", "--on-lost-history", "cry"], "onLostHistory"),
@@ -118,7 +117,7 @@ def test_a_stream_of_nothing_ends_before_java_starts(
 
 
 def test_schemas_of_sync_are_for_all_tables_or_for_a_collection_s() -> None:
-    reading = reading_from("permissive", False, None, None)
+    reading = reading_from("permissive", None, None)
     one = layouts_from(["total double, state string"], False, reading, 0.5, True)
     assert one.of(None).fields.names == ["total", "state"]
     assert (one.of(None).misfits_max, one.of(None).overwrite_schema) == (0.5, True)

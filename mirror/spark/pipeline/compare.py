@@ -62,7 +62,6 @@ def compare(
     wait_s: float = WAIT_S,
     progress: Progress | None = None,
 ) -> Compared:
-    """Compare all vbuckets of the mirror, or `vbids`. Raises MirrorError and the store's errors."""
     start_s = time.monotonic()
     data = data.absolute()
     with open_view(str(data), stale_reads=True) as view:

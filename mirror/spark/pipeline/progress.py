@@ -16,7 +16,6 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 from mirror.spark.tables.documents import Applied
 
 BATCHES_HELD_MAX = 100
-"""Figures of so many batches wait for their event."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Listener(StreamingQueryListener):
         self._applied: dict[int, Applied] = {}
 
     def applied(self, batch: int, done: Applied) -> None:
-        """Keep the figures of a batch until Spark reports it."""
         self._applied[batch] = done
         while len(self._applied) > BATCHES_HELD_MAX:
             del self._applied[next(iter(self._applied))]
@@ -87,7 +85,6 @@ class Listener(StreamingQueryListener):
 
 
 def lag_of(sources: Any) -> int | None:
-    """Return the published seqnos beyond the end of the batch, over all vbuckets."""
     try:
         end, published = (seqnos_of(text) for text in (sources[0].endOffset, sources[0].latestOffset))
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
@@ -96,5 +93,4 @@ def lag_of(sources: Any) -> int | None:
 
 
 def seqnos_of(text: str) -> dict[str, int]:
-    """Return the seqno of each vbucket in an offset (offsets.py), as Spark shows it."""
     return {vbid: at[1] for vbid, at in json.loads(text)["vbuckets"].items()}

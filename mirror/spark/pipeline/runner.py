@@ -30,7 +30,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Progress = Callable[[int, int], None]
-"""Called with the tasks done and the number of tasks."""
 
 POLL_INTERVAL_S = 0.5
 

@@ -29,8 +29,6 @@ NAME = "dcp_mirror_parts"
 
 @dataclass
 class PartsWritten(WriterCommitMessage):
-    """A task's parts, or why it could not write them."""
-
     parts: list[Part]
     problem: str | None = None
 
@@ -38,7 +36,6 @@ class PartsWritten(WriterCommitMessage):
 class PartsSink(DataSource):
     @classmethod
     def name(cls) -> str:
-        """The name for `format(...)`."""
         return NAME
 
     def writer(self, schema: Any, overwrite: bool) -> Writer:

@@ -105,7 +105,6 @@ def checkpoint_name(folder: Path) -> str | None:
 
 
 def offsets_of(folder: Path, batch_number: int) -> str:
-    """Return the offsets of a batch, as Spark wrote them before it ran."""
     return (folder / "offsets" / str(batch_number)).read_text()
 
 

@@ -34,8 +34,6 @@ from storage.read.view import Token, View, open_view
 
 
 class LostHistory(MirrorError):
-    """A stream's position is no longer kept."""
-
     default_hint = (
         "set onLostHistory=resync (sync: --on-lost-history resync): a row says so, and all of the vbucket is sent "
         "again; or begin with a new checkpoint and a new target"
@@ -43,8 +41,6 @@ class LostHistory(MirrorError):
 
 
 class Way(NamedTuple):
-    """The part of one vbucket that a task reads."""
-
     vbid: int
     start: At
     end: At
@@ -108,7 +104,6 @@ class LocalChanges(ChangesDriver):
     # -- offsets --------------------------------------------------------------------------------------------------
 
     def published(self) -> Offset:
-        """Return the published position of each vbucket. Raises Unavailable for a vbucket in a resync."""
         found = {}
         for vbid in self._vbids:
             published = states.published_since(self._view.reader(vbid), None)[0]
@@ -120,7 +115,6 @@ class LocalChanges(ChangesDriver):
         self._target = {vbid: at.seqno for vbid, at in self.published().at.items()}
 
     def latest(self, start: Offset, limited: bool) -> Offset:
-        """Return the end of the next batch. Raises LostHistory."""
         self._hold(start)
         lags: dict[int, Lag] = {}
         again: set[int] = set()
@@ -227,7 +221,6 @@ class LocalChanges(ChangesDriver):
     # -- batches --------------------------------------------------------------------------------------------------
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        """Return the tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
             since = start.of(vbid)
@@ -261,7 +254,6 @@ def at_of(boundary: Boundary) -> At:
 
 
 def place(at: At) -> tuple[int, int, int]:
-    """Return the fields that tell positions apart."""
     return at.branch, at.seqno, at.history_id
 
 

@@ -125,7 +125,6 @@ def of_table(fields: Any, options: Options) -> bool:
 
 
 def shape_of(schema: Any, options: Options, own_schema: bool) -> Shape:
-    """Return how each column is made. Raises ConfigError for a type that a column cannot have."""
     if not own_schema:
         return Shape(schema, (False,) * len(schema), options.reading)
     if options.columns is not None:

@@ -71,7 +71,6 @@ class Carried:
 
 
 def restore(payload: bytes) -> Any:
-    """Unpickle an object. Raises MirrorSourceError if a package that it needs is missing."""
     import os
     import pickle
     import socket

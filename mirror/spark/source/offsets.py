@@ -79,7 +79,6 @@ def _without_zeros(at: At) -> list[int]:
 
 
 def decode(given: Mapping[str, Any], origin: str, bucket_uuid: str, selection: str = "") -> Offset:
-    """Return the offset in a checkpoint. Raises ConfigError if it is not of this source."""
     try:
         if given["format"] != FORMAT:
             raise ConfigError(

@@ -65,7 +65,6 @@ class Options:
         return " ".join(parts)
 
     def vbids_of(self, held: Sequence[int]) -> list[int]:
-        """Return the selected vbuckets of those held. Raises ConfigError for a missing one."""
         if self.vbuckets is None:
             return list(held)
         missing = sorted(self.vbuckets - set(held))
@@ -130,7 +129,6 @@ def _fields(values: Mapping[str, str], names: Set[str]) -> dict[str, Any]:
 
 
 def ranges(text: str) -> frozenset[int]:
-    """Return `0-511,600` as a set. Raises ValueError."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -168,7 +166,6 @@ def _time(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """Return `64m`, or a number of bytes, in bytes. Raises ValueError."""
     return _count(text if text.isdecimal() else str(units.byte_count(text)))
 
 

@@ -164,7 +164,6 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
 
 
 def key_of(frame: bytes) -> bytes:
-    """Return the key of a row, with the id of its collection in front."""
     start = 24 + frame[4]
     return frame[start : start + (frame[2] << 8 | frame[3])]
 
@@ -205,7 +204,6 @@ class Newest:
             self._first_count = self._count
 
     def mutations(self) -> Iterator[list[bytes]]:
-        """Yield live documents, some rows at a time."""
         self._file.seek(0)
         frames: list[bytes] = []
         for number in range(self._count):
@@ -267,7 +265,6 @@ class RemoteChanges(ChangesDriver):
         return {vbid: seqno for vbid, seqno in self._reader.high_seqnos().items() if vbid in selected}
 
     def latest(self, start: Offset, limited: bool) -> Offset:
-        """Return the end of the next batch. Raises LostHistory."""
         lags: dict[int, Lag] = {}
         again: dict[int, str] = {}
         suspects = self._suspects()
@@ -325,7 +322,6 @@ class RemoteChanges(ChangesDriver):
         return any(each[0] == vbid for each in self._probed)
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        """Return the tasks of the batch between two offsets. Raises LostHistory."""
         ways: dict[int, Way] = {}
         for vbid, to in end.at.items():
             since = start.of(vbid)

@@ -16,7 +16,6 @@ from storage.model import Document
 
 
 def signed(number: int) -> int:
-    """Return the 64 bits of an unsigned number as a signed one."""
     return number - (1 << 64) if number >> 63 else number
 
 
@@ -34,7 +33,6 @@ def change_row(
     at: tuple[int, int],
     branch: int | None = None,
 ) -> tuple[Any, ...]:
-    """Return a change as a row in the order of `columns.CHANGES`."""
     value = document.value if document.value or not document.deleted else None
     return (
         document.key,

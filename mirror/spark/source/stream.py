@@ -56,8 +56,6 @@ def rows_of(options: Options, task: InputPartition) -> Iterator[Any]:
 
 
 class ChangesReader(Carried, DataSourceReader):
-    """All changes up to now, as a batch."""
-
     def __init__(self, options: Options) -> None:
         self._options = options
 

@@ -80,7 +80,6 @@ def lock(folder: Folder) -> FolderLock | ExitStack:
 
 
 def open_table(folder: Folder) -> DeltaTable | None:
-    """Return the table in a folder, or None if there is none. Raises MirrorError."""
     if isinstance(folder, LocalFolder) and not (folder.path / LOG_FOLDER).is_dir():
         return None
     try:
@@ -184,7 +183,6 @@ def vacuum(folder: Folder, table: DeltaTable, keep_hours: int) -> None:
 
 
 def batches_of(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Parquet file, or these columns of them, some at a time. Raises MirrorError."""
     try:
         with folder.open(name) as file:
             yield from pq.ParquetFile(file).iter_batches(READ_ROWS, columns=columns)
@@ -253,7 +251,6 @@ def remove_orphans(folder: LocalFolder, table: DeltaTable | None) -> list[str]:
 
 
 def require_absent_or_table(folder: Folder) -> None:
-    """Raise ConfigError for a folder with other content, or MirrorError."""
     try:
         names = folder.names()
     except NotADirectoryError:

@@ -152,7 +152,6 @@ def batch_of(name: str) -> int | None:
 
 
 def fingerprint(text: str) -> int:
-    """Return a number for a text that fits a mark."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
@@ -234,7 +233,6 @@ class DocumentsTable:
         check_misfits(self._misfits, self._bodies_read, self._layout.misfits_max)
 
     def refresh(self) -> None:
-        """Read commits of other processes."""
         self.table.update_incremental()
 
     @property

@@ -95,7 +95,6 @@ class Batch(NamedTuple):
     """The batch's offsets as text, compared and never parsed."""
 
     def marks(self) -> list[Transaction]:
-        """Return the marks of tables that have the batch."""
         return [
             Transaction(BATCH_MARK, self.number),
             Transaction(CHECKPOINT_MARK, fingerprint(self.checkpoint)),
@@ -254,7 +253,6 @@ class Lake:
         return self._fold(batch.number, batch.marks())
 
     def due(self) -> bool:
-        """Return True if the last merge is long enough ago for the bytes it wrote, or too much waits in memory."""
         return self._clock() >= self._due_s or self._waiting_bytes > WAITING_BYTES_MAX
 
     def catch_up(self) -> Applied:

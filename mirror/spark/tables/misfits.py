@@ -30,7 +30,6 @@ class MisfitsTable:
         self._held: list[pa.RecordBatch] = []
 
     def add(self, rows: pa.RecordBatch, problems: Mapping[int, str]) -> None:
-        """Take these rows of `rows`, which has the columns of a fold."""
         if not problems:
             return
         found = rows.take(pa.array(list(problems), pa.int64()))

@@ -48,12 +48,10 @@ class Part(NamedTuple):
 
 
 def run_name() -> str:
-    """Return a name for one run of a pipeline, part of the names of all its files."""
     return uuid.uuid4().hex[:16]
 
 
 def run_of(name: str) -> str | None:
-    """Return the run that wrote a file of that name, or None if it is no part."""
     found = NAME.fullmatch(name)
     return found[1] if found else None
 

@@ -29,7 +29,6 @@ log = get_logger("on_event")
 
 
 def words_of(command: str) -> list[str]:
-    """Split a command as a shell does. Raises ConfigError."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -58,7 +57,6 @@ class Hook:
         return not self._running and not self._waiting
 
     def put(self, event: Mapping[str, object]) -> None:
-        """Run the command for an event, now or after others have ended."""
         if self._words is None:
             return
         if len(self._waiting) >= WAITING_MAX:

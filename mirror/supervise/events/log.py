@@ -66,7 +66,6 @@ class EventLog:
 
 
 def newest_events(data: Path) -> list[ShownEvent]:
-    """Return the newest stored events, newest first; empty if the files cannot be read."""
     kept: deque[ShownEvent] = deque(maxlen=EVENTS_KEPT)
     with contextlib.suppress(OSError):
         kept.extend(read_events(data))

@@ -150,7 +150,6 @@ def _place(address: Address) -> Address:
 
 
 def check_servers(settings: Settings) -> dict[str, list[Address]]:
-    """Return the addresses of each configured kind after checking their settings. Raises ConfigError."""
     found: dict[str, list[Address]] = {}
     owner: dict[Address, str] = {}
     for kind in KINDS:
@@ -186,7 +185,6 @@ def kind_of(slot: int) -> str | None:
 
 
 def process_name(slot: int) -> str:
-    """Return `worker 0`, `http 1`."""
     return f"{kind_of(slot) or 'worker'} {slot % SLOTS_PER_KIND}"
 
 

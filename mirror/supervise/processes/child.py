@@ -92,7 +92,6 @@ class Child:
         )
 
     def watch(self, post: Callable[[ChildMessage | ChildExited], None]) -> None:
-        """Post its messages, and at the end its death, from now on."""
         self._watch = asyncio.create_task(self._follow(post), name=f"child {self.slot}")
 
     def send(self, message: PipeMessage) -> None:
@@ -150,7 +149,6 @@ async def spawn(
     command: Callable[[int], Sequence[str]] = worker_command,
     inherited: Sequence[int] = (),
 ) -> Child:
-    """Start a process that also inherits these descriptors. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

@@ -17,7 +17,6 @@ UNKNOWN = ProcessFigures(cpu_percent=None, private_bytes=None, resident_bytes=No
 
 class Gauge:
     def __init__(self, pid: int) -> None:
-        """Begin the first interval of `cpu_percent`."""
         self._pid = pid
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
@@ -42,7 +41,6 @@ class Gauge:
 
 
 def private_bytes(pid: int) -> int | None:
-    """RssAnon of a process; None if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

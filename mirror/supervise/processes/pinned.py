@@ -15,7 +15,6 @@ from mirror.log import get_logger
 from mirror.messages import Rows
 
 SHOWN_S = 5.0
-"""Shorter transactions are not shown."""
 
 log = get_logger("worker")
 
@@ -63,7 +62,6 @@ class PinnedPages:
         ]
 
     def warnings(self) -> list[str]:
-        """A sentence for each reader above the limit."""
         return [
             f"process {process} has read from group {group} within one transaction for more than {self._limit_s:g} s, "
             "and the file grows meanwhile: end that process, or continue it if it is stopped"

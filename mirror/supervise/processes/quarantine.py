@@ -49,7 +49,6 @@ class GroupMark:
 
     @contextmanager
     def inside(self, group: int) -> Iterator[None]:
-        """Note that the block works in a group."""
         before = self.word[0]
         self.word[0] = group + 1
         try:

@@ -40,7 +40,6 @@ from mirror.supervise.processes.quarantine import GroupMark, Quarantine
 log = get_logger("supervisor")
 
 Command = Callable[[int], Sequence[str]]
-"""Returns the command line of a process for its inherited descriptor."""
 
 
 @dataclass(slots=True)
@@ -258,7 +257,6 @@ class Processes:
 
 
 def exit_words(status: int) -> str:
-    """Describe an exit status."""
     if status >= 0:
         return f"exit {status}"
     try:

@@ -155,7 +155,6 @@ class CatchUp:
         return (RECEIVED_SHARE * received + (1 - RECEIVED_SHARE) * published) / target
 
     def _left_s(self) -> float | None:
-        """Estimate the time left from the pace since the beginning; None while unknown."""
         if self._began is None:
             return None
         began_ms, before = self._began

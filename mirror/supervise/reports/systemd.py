@@ -14,7 +14,6 @@ from collections.abc import Mapping
 
 class Notifier:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` replaces the process's own."""
         self._environment = os.environ if environment is None else environment
         address = self._environment.get("NOTIFY_SOCKET", "")
         self._address = f"\0{address[1:]}" if address.startswith("@") else address  # @: an abstract name
