@@ -109,7 +109,7 @@ def parts_of(source: str) -> Iterator[BackupPart]:
             with open(source, "rb") as file:
                 yield from archive.tar_parts(file)
         except OSError as error:
-            hint = "give --from what `backup` wrote"
+            hint = "give --from a backup"
             raise StorageError(f"cannot be read: {error.strerror}", path=source, hint=hint) from None
 
 

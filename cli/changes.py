@@ -238,5 +238,5 @@ def save_cursor(path: Path, tokens: Iterable[Token]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        hint = "what was printed since the last time it could be written will be printed again"
+        hint = "the next call prints again the events since the file was last written"
         raise SupervisionError(f"the cursor file {path} cannot be written: {error.strerror}", hint=hint) from None

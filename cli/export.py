@@ -63,7 +63,7 @@ def export(
         raise ConfigError("stdout is the documents", hint="leave --json out, or give --to a file or directory")
     if file is not None and file.exists():
         raise ConfigError(
-            f"the cursor file {file} exists: what goes on from it would skip what this export does not have",
+            f"the cursor file {file} exists: a reader that continues from it could miss changes",
             hint="give --cursor a new file",
         )
     path = options.data_directory(data, config)
@@ -154,7 +154,7 @@ def lines(view: View, pin: Pin, names: dict[int, str], *, xattrs: bool) -> Itera
                 yield head + (with_xattrs(document) if xattrs else document_json(document))[1:] + b"\n"
     except ViewInvalidated as error:
         raise StorageError(
-            f"what is exported is not kept any more: {error.message}",
+            f"the exported boundary is no longer kept: {error.message}",
             vbid=int(pin.vbid),
             hint="run it again, with a longer history_s if this comes again",
         ) from error

@@ -141,7 +141,7 @@ def try_source(settings: Settings, source: str, password: str | None) -> str | N
         if password is None or failed[0].step != "login" or not attempts_left:
             break
         password = typed_password("Password, again (Ctrl-C ends this): ")
-    typer.echo("nothing was written: fix what failed, or give --no-check", err=True)
+    typer.echo("nothing was written: correct the failed step, or give --no-check", err=True)
     raise CommandEnded(int(failed[0].exit_code))
 
 

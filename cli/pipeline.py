@@ -266,7 +266,7 @@ def export(
 ) -> None:
     """Write the mirror's documents as Parquet files or a Delta table, each vbucket at one boundary."""
     if form not in ("parquet", "delta"):
-        raise ConfigError(f"--format {form!r}: must be parquet or delta", hint="parquet files need nothing to be read")
+        raise ConfigError(f"--format {form!r}: must be parquet or delta", hint="any tool reads parquet files")
     moment = time_from(as_of)
     path = data_from(data, config)
     check_destination(to)

@@ -63,7 +63,7 @@ def record(
         raise
     recorder.close()
     if recorder.error is not None:
-        raise MirrorError(f"{to}: {recorder.error}", hint="what was recorded before is in the file")
+        raise MirrorError(f"{to}: {recorder.error}", hint="the file has all earlier frames")
     facts = {
         "to": str(to),
         "ended_by": ended_by,

@@ -50,7 +50,7 @@ def refuse_others(path: Path, what: str, setting: str) -> None:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{what} {path} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o})",
-            hint=f"chmod go-w {path}, and look what is in it",
+            hint=f"chmod go-w {path}, and check its content",
             setting=setting,
         )
 

@@ -48,7 +48,7 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
         return machine.abandon(f"{cause}: staged rows cannot be continued", None, out)
     if continues:
         return _request(machine, cause, out)
-    return _resync(machine, "the requested collections are not those of what is held", out)
+    return _resync(machine, "the requested collections are not those of the stored data", out)
 
 
 def _filter_continues(machine: MachineState) -> bool:
@@ -80,7 +80,7 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
         if machine.features.sends_purge_seqno and machine.source_purge_seqno:
             purge_seqno = machine.source_purge_seqno
     machine.offset = offset
-    machine.report(VbucketStatus.REQUESTING, f"asking for what follows {offset.start_seqno}", out)
+    machine.report(VbucketStatus.REQUESTING, f"requesting the seqnos after {offset.start_seqno}", out)
     out.append(RequestStream(machine.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
     return Phase.REQUESTING
 
@@ -155,7 +155,7 @@ def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]
         machine.report(VbucketStatus.ROLLING_BACK, text, out)
         return machine.abandon("rollback inside a snapshot", None, out)
     if boundary_seqno == 0:
-        text = f"{why} although nothing is held here; asking again. If it repeats, look at the source's log"
+        text = f"{why} although this mirror holds no data; asking again. If it repeats, look at the source's log"
         return machine.retry(Reaction(Action.RETRY, text), "rollback from 0", out)
     too_many = machine.handshake.rollback_rounds > ROLLBACK_ROUNDS_MAX
     if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:

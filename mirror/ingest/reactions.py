@@ -46,7 +46,7 @@ _BUSY = RetryReason.SOURCE_BUSY
 
 STREAM_ENDS: dict[int, Reaction] = {
     StreamEndReason.OK: Reaction(
-        Action.RETRY, "the source ended the stream as complete; asking for what follows", _ENDED
+        Action.RETRY, "the source ended the stream as complete; requesting later seqnos", _ENDED
     ),
     StreamEndReason.CLOSED: Reaction(Action.RETRY, "the source closed the stream; asking again", _ENDED),
     StreamEndReason.STATE_CHANGED: Reaction(
@@ -102,13 +102,13 @@ REFUSALS: dict[int, Reaction] = {
     Status.UNKNOWN_COLLECTION: Reaction(
         Action.REFRESH_COLLECTIONS,
         "the node does not know a requested collection: its manifest is older, or the collection is dropped; "
-        "looking at what there is and asking again",
+        "looking at the manifest, then asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),
     Status.UNKNOWN_SCOPE: Reaction(
         Action.REFRESH_COLLECTIONS,
         "the node does not know a requested scope: its manifest is older, or the scope is dropped; "
-        "looking at what there is and asking again",
+        "looking at the manifest, then asking again",
         RetryReason.COLLECTION_UNKNOWN,
     ),
     Status.DCP_STREAM_ID_INVALID: Reaction(

@@ -166,7 +166,7 @@ def not_said(results: Iterable[VbucketResult]) -> str:
     seqnos, keys_left = sum(each.behind_seqnos for each in found), sum(each.not_compared for each in found)
     revisions = sum(each.rev_only for each in found)
     parts = [
-        f"compared up to what the mirror has published: the source is {seqnos:,} seqnos ahead" if seqnos else "",
+        f"compared up to the published seqnos: the source is {seqnos:,} seqnos ahead" if seqnos else "",
         f"{keys_left:,} keys changed meanwhile and were not compared" if keys_left else "",
         f"of {revisions:,} keys the revision alone differs, by one: durable deletes were aborted" if revisions else "",
     ]

@@ -479,7 +479,7 @@ class Doctor:
         self._say("positions", OK, text)
         if undone:
             text = f"{len(undone)} vbuckets would go back to a kept boundary: the source lost history in a failover"
-            self._say("positions", WARN, text, "nothing to do: the service does it in an instant")
+            self._say("positions", WARN, text, "nothing to do: the service does it in one transaction")
         if resynced:
             text = f"{len(resynced)} vbuckets would be resynced, the first is {resynced[0]}: the source has purged "
             text += "deletions since, or lost more history than is kept here"

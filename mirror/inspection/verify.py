@@ -187,7 +187,7 @@ class Verifier:
             if self._service:
                 self._wait_s = min(self._wait_s, IMPATIENT_S)
                 return f"the mirror did not publish seqno {position.seqno} in time"
-            return "no service runs: what the source changed since is not compared"
+            return "no service runs: later changes of the source are not compared"
         except WriteLost:
             vbucket.again = True
         return ""

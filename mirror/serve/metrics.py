@@ -158,9 +158,9 @@ def families(report: Report) -> Iterator[Metric]:
     ):
         yield _gauge(name, text, [([], sums[field])])
     for name, text, field in (
-        ("published_seqno", "What readers see.", "published_seqno"),
-        ("staged_seqno", "What was received.", "staged_seqno"),
-        ("source_high_seqno", "What the source has.", "source_high_seqno"),
+        ("published_seqno", "Published seqno.", "published_seqno"),
+        ("staged_seqno", "Received seqno, published or not.", "staged_seqno"),
+        ("source_high_seqno", "High seqno of the source.", "source_high_seqno"),
         ("vbucket_lag_seqnos", "Seqnos not published yet.", "lag_seqnos"),
         ("vbucket_lag_seconds", "Age of the oldest seqno not published.", "lag_s"),
         ("vbucket_rollbacks", "Rollbacks.", "rollback_count"),
@@ -228,7 +228,7 @@ def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Fi
 def _disk_and_history(report: Report) -> Iterator[Metric]:
     disk, history = report.get("disk"), report.get("history")
     if disk is not None:
-        yield _gauge("store_bytes", "What the groups take on the disk.", [([], disk["mirror_bytes"])])
+        yield _gauge("store_bytes", "Size of the groups on disk.", [([], disk["mirror_bytes"])])
         yield _gauge("disk_free_bytes", "Free space next to them.", [([], disk["free_bytes"])])
         yield _gauge("disk_total_bytes", "Size of their file system.", [([], disk["total_bytes"])])
     if history is not None:

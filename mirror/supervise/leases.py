@@ -93,7 +93,7 @@ class LeaseBook:
         if until_ms <= now_ms:
             raise ConfigError(
                 f"the lease {name!r} is older than lease_age_max_s allows",
-                hint="begin again from what is published now",
+                hint="begin again from the published position",
             )
         return LeaseRecord(request.id, name, granted_ms, until_ms, positions)
 

@@ -140,7 +140,7 @@ class Bodies:
             key = keys[row].as_py().decode(errors="replace")
             raise DocumentDoesNotFit(
                 f"document {key!r} does not fit the schema: {problem}",
-                hint="give the column another type, or read with mode=permissive (null in what does not fit) or "
+                hint="give the column another type, or read with mode=permissive (null in fields that do not fit) or "
                 "mode=dropmalformed (without such documents)"
                 if all_fail
                 else "read it as a double or a text: in SQL, CAST(value->>'$.field' AS DOUBLE)",

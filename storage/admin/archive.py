@@ -79,7 +79,8 @@ def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
                 content = tar.extractfile(member) if member.isreg() else None
                 if content is None:
                     raise CorruptedError(
-                        f"{member.name[:80]!r} is no part of a backup", hint="give what `backup` wrote"
+                        f"{member.name[:80]!r} is no part of a backup",
+                        hint="give a backup that `dcp-mirror backup` wrote",
                     )
                 yield _part(member.name.removeprefix("./"), content, member.size)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -88,5 +89,7 @@ def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
 
 def _part(name: str, file: IO[bytes], size: int) -> BackupPart:
     if size > (MANIFEST_BYTES_MAX if name == MANIFEST else PART_BYTES):
-        raise CorruptedError(f"{name[:80]!r} is no part of a backup: too large", hint="give what `backup` wrote")
+        raise CorruptedError(
+            f"{name[:80]!r} is no part of a backup: too large", hint="give a backup that `dcp-mirror backup` wrote"
+        )
     return BackupPart(name, file.read())

@@ -248,7 +248,9 @@ class _Files:
     def append(self, part: BackupPart) -> None:
         match = _PART.fullmatch(part.name)
         if match is None:
-            raise CorruptedError(f"{part.name[:80]!r} is no part of a backup", hint="give what `backup` wrote")
+            raise CorruptedError(
+                f"{part.name[:80]!r} is no part of a backup", hint="give a backup that `dcp-mirror backup` wrote"
+            )
         group, number = int(match[1]), int(match[2])
         if number == 0:
             self.close()

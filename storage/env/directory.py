@@ -101,7 +101,7 @@ def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
             names.remove("held")
         return dict(zip(("format", *names), (stored_format, *values), strict=False))
     except Exception as error:
-        raise CorruptedError("the environment does not say what it is", path=path) from error
+        raise CorruptedError("the environment has no identity", path=path) from error
 
 
 def write_description(path: str, identity: Identity) -> None:

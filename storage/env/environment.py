@@ -110,7 +110,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
         )
     if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes led the store's own code astray
         return CorruptedError(
-            f"what is stored contradicts itself: {type(error).__name__}: {error}",
+            f"the stored data contradicts itself: {type(error).__name__}: {error}",
             path=path,
             hint="run `dcp-mirror check`; set the group's folder aside and start again: that group is filled again",
         )

@@ -100,5 +100,5 @@ def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
         raise NoSuchBoundary(
             f"{position[0]}:{position[1]} is not kept; history begins at {branch}:{floor}",
             vbid=vbid,
-            hint="begin again from what is published now, or keep more history",
+            hint="begin again from the published position, or keep more history",
         )

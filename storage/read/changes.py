@@ -100,7 +100,9 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
             lost = chain.load(txn, reader.vbid, start.branch, start.seqno)
             after = _common_seqno(reader.vbid, served, lost, start)
         if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
-            raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
+            raise ViewInvalidated(
+                "the rows of a rollback are gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING
+            )
         before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
         validity.check_tombstones(reader, txn, served, after, before)
     return Range(served, lost, after, before)
@@ -114,7 +116,9 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
         validity.check_unmoved(reader, txn, way.lost)
     for link in way.lost:
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > way.after_seqno:
-            raise ViewInvalidated("what was rolled back is gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING)
+            raise ViewInvalidated(
+                "the rows of a rollback are gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING
+            )
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
@@ -138,7 +142,7 @@ def _common_seqno(vbid: int, served: Served, lost: chain.Chain, start: Token) ->
     if after is None:
         raise ViewInvalidated("the vbucket was resynced since this token", vbid=vbid, hint=_FROM_BEGINNING)
     if not any(link.base_seqno == after and link.branch > start.branch for link in served.links):
-        raise ViewInvalidated("the token is ahead of what is published", vbid=vbid, hint=_FROM_BEGINNING)
+        raise ViewInvalidated("the token is ahead of the published seqno", vbid=vbid, hint=_FROM_BEGINNING)
     return Seqno(after)
 
 

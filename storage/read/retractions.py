@@ -21,7 +21,7 @@ from storage.model import Boundary, Branch, Document, Kind, Seqno
 from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
-_GONE = "what was rolled back is gone from history"
+_GONE = "the rows of a rollback are gone from history"
 _FROM_BEGINNING = "read it from the beginning"
 
 UNDONE_BYTES = 1024

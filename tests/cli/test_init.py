@@ -101,7 +101,7 @@ def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: 
         terminal.type("\n")
         terminal.until("Password for bucket demo (kept in a file of its own): ")
         terminal.type("demo\n")
-        said = terminal.until("nothing was written: fix what failed, or give --no-check")
+        said = terminal.until("nothing was written: correct the failed step, or give --no-check")
         assert "127.0.0.1:1" in said
         assert terminal.end() == 1
         assert "again" not in said, "the password is not what failed"

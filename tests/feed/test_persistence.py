@@ -236,7 +236,7 @@ async def test_a_server_that_cannot_say_is_refused(
     write(cluster, 1, 1)
     error = await mirror.fails()
     assert isinstance(error, NotSupported)
-    assert "does not say what it has persisted" in str(error)
+    assert "does not report persisted seqnos" in str(error)
 
 
 async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map(

@@ -675,7 +675,7 @@ def test_common_history_found_inside_a_snapshot_drops_the_open_snapshot_first() 
 def test_a_rollback_of_a_request_from_zero_is_repeated_later() -> None:
     rig = rig_at(failover_log=log())
     assert kinds(rollback(rig, 0)) == [ins.RetryAfter]
-    assert "nothing is held" in rig.machine.shown.text
+    assert "this mirror holds no data" in rig.machine.shown.text
 
 
 def test_a_source_that_rolls_back_without_end_is_bounded() -> None:

@@ -167,7 +167,7 @@ def test_what_a_verdict_does_not_speak_of_is_said() -> None:
     assert not_said([VbucketResult(0), VbucketResult(1)]) == ""
     found = [VbucketResult(0, behind_seqnos=1000, not_compared=4), VbucketResult(1, behind_seqnos=2)]
     assert not_said(found) == (
-        "compared up to what the mirror has published: the source is 1,002 seqnos ahead, "
+        "compared up to the published seqnos: the source is 1,002 seqnos ahead, "
         "4 keys changed meanwhile and were not compared"
     )
 

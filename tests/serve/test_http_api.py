@@ -146,7 +146,7 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
                 with_users(file, users)
                 text = "\n".join(within(lines))
             assert events(text)[-1]["event"] == "problem"
-            assert "was changed" in text
+            assert "were changed" in text
         eventually_now(lambda: not site.server.service.streams)
 
 
@@ -279,7 +279,7 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
         text = line.makefile("rb").read()
         assert len(text) < 15_000_000
         assert b"event: problem" in text[-1000:]
-        assert b"was changed" in text[-1000:]
+        assert b"were changed" in text[-1000:]
 
 
 def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Site) -> None:

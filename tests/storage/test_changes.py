@@ -24,7 +24,7 @@ from tests.storage.test_writer import publish
 
 def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
-    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+    with pytest.raises(ViewInvalidated, match="ahead of the published seqno"):
         list(view.changes(0, since=view.token(0, 1, 5)))
 
 
@@ -180,5 +180,5 @@ def test_a_token_is_checked_as_at_the_beginning_of_its_changes(writer: GroupWrit
     commit(writer, 1)
     token = view.token(0, 1, 1)
     view.check_since(token)
-    with pytest.raises(ViewInvalidated, match="ahead of what is published"):
+    with pytest.raises(ViewInvalidated, match="ahead of the published seqno"):
         view.check_since(replace(token, seqno=Seqno(7)))

@@ -131,7 +131,7 @@ def test_an_environment_of_another_mirror_is_refused() -> None:
     other = Identity("cluster", "bucket", "another", 4, 2)
     with pytest.raises(WrongBucket, match="another"):
         directory.check_identity(directory.identity_bytes(other, 0), IDENTITY, 0, "/data")
-    with pytest.raises(CorruptedError, match="does not say what it is"):
+    with pytest.raises(CorruptedError, match="has no identity"):
         directory.check_identity(None, IDENTITY, 0, "/data")
     directory.check_identity(directory.identity_bytes(IDENTITY, 1), IDENTITY, 1, "/data")
 

@@ -34,7 +34,7 @@ from tests.storage.test_writer import Clock, open_writer, publish
         (lmdb.DiskError("mdb_txn_commit: No space left on device"), Full, "no space left"),
         (lmdb.Error("mdb_txn_commit: Input/output error"), DeviceFailed, "input/output error"),
         (OSError(errno.EIO, "Input/output error"), DeviceFailed, "see the kernel's log"),
-        (AssertionError("7"), CorruptedError, "what is stored contradicts itself: AssertionError: 7"),
+        (AssertionError("7"), CorruptedError, "the stored data contradicts itself: AssertionError: 7"),
         (lmdb.MapFullError("map"), Full, "map is full"),
         (OSError(errno.EACCES, "x"), ReadOnly, "permission denied"),
         (OSError(errno.EROFS, "x"), ReadOnly, "permission denied"),

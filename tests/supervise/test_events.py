@@ -28,7 +28,7 @@ def test_one_vbucket_is_said_with_its_seqnos_and_many_with_their_number() -> Non
     many = VbucketsRolledBack(vbuckets=33, vbids=(0, 2), seqnos=640, from_seqno=None, to_seqno=None)
     assert many.text == "33 vbuckets rolled back, 640 seqnos retracted"
     alone = MapChanged(rev_epoch=1, rev=3, nodes=1)
-    assert alone.text == "the cluster map has changed: revision 1.3, 1 node"
+    assert alone.text == "new cluster map: revision 1.3, 1 node"
 
 
 def test_a_source_that_was_never_reached_is_not_said_to_be_lost() -> None:

@@ -223,7 +223,7 @@ class PersistencePoller:
                 return None
         if frame.status in (Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
             raise NotSupported(
-                f"{address} does not say what it has persisted: {status_name(frame.status)}",
+                f"{address} does not report persisted seqnos: {status_name(frame.status)}",
                 hint="set publish to received; persisted needs Couchbase Server 4.0 or newer, or a mirror that has it",
             )
         if frame.status == Status.NOT_MY_VBUCKET:

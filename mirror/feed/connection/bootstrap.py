@@ -241,7 +241,7 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
             raise ValueError(status_name(answer.status))
         return {int(vbid): int(silent_ms) for vbid, silent_ms in json.loads(answer.value).items()}
     except (ValueError, AttributeError, TypeError) as error:
-        raise HandshakeFailed(f"{link.address} does not say whether it has contact with its source: {error}") from None
+        raise HandshakeFailed(f"{link.address} does not report its contact with its source: {error}") from None
 
 
 async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
@@ -379,7 +379,8 @@ async def _select_bucket(link: Link, access: Access) -> None:
         return
     if access.source.user is None and answer.status in (Status.EACCESS, Status.AUTH_ERROR):
         raise AuthRejected(
-            f"{link.address} knows no user of our client certificate who may use bucket {bucket}", hint=CERTIFICATE_HINT
+            f"{link.address} has no user for our client certificate with access to bucket {bucket}",
+            hint=CERTIFICATE_HINT,
         )
     if answer.status in (Status.KEY_ENOENT, Status.NO_BUCKET):
         raise BucketMissing(f"{link.address} has no bucket {bucket}")

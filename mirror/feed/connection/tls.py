@@ -67,7 +67,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext:
 
 def _no_passphrase() -> str:
     """Refuse an encrypted key, instead of asking for its passphrase at the terminal."""
-    raise ValueError("it is encrypted, and nobody is here to type its passphrase")
+    raise ValueError("it has a passphrase; a service cannot ask for one")
 
 
 def _unusable(setting: str, path: object, error: Exception, hint: str) -> ConfigError:

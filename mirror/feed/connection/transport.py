@@ -184,7 +184,7 @@ class Link(asyncio.BufferedProtocol):
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
-            self.close(SourceTimeout(f"{self.address} does not read what it is sent"))
+            self.close(SourceTimeout(f"{self.address} does not read our requests"))
             return
         if self.tap is not None:
             self.tap.passed(self, data, ours=True)

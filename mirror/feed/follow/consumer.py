@@ -189,7 +189,7 @@ class Consumer:
             )
         if found.ephemeral and self._gated:
             raise NotSupported(
-                f"bucket {self.identity.bucket_name} is ephemeral: nothing of it is ever persisted",
+                f"bucket {self.identity.bucket_name} is ephemeral: it never persists data",
                 hint="set publish to received",
             )
 

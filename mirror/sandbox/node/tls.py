@@ -44,7 +44,7 @@ class NodeTls:
             needed = ssl.CERT_REQUIRED if self.clients_need_certificate else ssl.CERT_OPTIONAL
             self.context.verify_mode = needed
         elif self.clients_need_certificate:
-            raise ConfigError("client certificates are demanded, and nobody is said to sign them", hint="name their CA")
+            raise ConfigError("client certificates are required, but no CA is given", hint="name their CA")
         self.rotate()
 
     def rotate(self, cert_file: Path | None = None, key_file: Path | None = None) -> None:

@@ -38,7 +38,7 @@ READ_AT_ONCE_BYTES_MAX = 64 * 1024
 """A changed file up to this size is read in the event loop: some ninety users, 2 ms."""
 
 EVERYTHING = frozenset(("*",))
-RIGHTS_CHANGED = "what this user may read was changed"
+RIGHTS_CHANGED = "the rights of this user were changed"
 """The refusal of a request that began with other rights."""
 
 log = get_logger("auth")

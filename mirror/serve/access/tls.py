@@ -54,7 +54,7 @@ class ListenerTls:
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(
                     f"the authorities {self._client_ca_file} cannot be used: {error}",
-                    hint="give the PEM file of those who sign clients' certificates",
+                    hint="give the PEM file of the authorities that sign client certificates",
                     setting="listen_tls_client_ca_file",
                 ) from None
             context.verify_mode = ssl.CERT_OPTIONAL

@@ -39,7 +39,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "bad-request": (400, "Invalid request"),
     "not-authenticated": (401, "Log in first"),
     "forbidden": (403, "This user may not read that"),
-    "not-found": (404, "Nothing is here"),
+    "not-found": (404, "No such path"),
     "no-document": (404, "No such document"),
     "no-collection": (404, "No such collection"),
     "no-vbucket": (404, "No such vbucket"),
@@ -103,7 +103,7 @@ _OF_STORAGE: dict[type[StorageError], str] = {
 def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
     if name == "not-published":
-        return Problem(name, "this mirror holds nothing yet", hint="retry once it has reached its source")
+        return Problem(name, "this mirror is still empty", hint="retry once it has reached its source")
     hint = COLLECTIONS_HINT if name == "no-collection" else error.hint  # the store's names what a reader may not know
     problem = Problem(name, error.message, hint=hint)
     if error.vbid is not None:

@@ -109,7 +109,7 @@ class KvBucket:
             raise Refused(Status.ETMPFAIL, "the vbucket is being resynced")
         if found.document is None:
             if not found.published_seqno and not self.ready(self.view.vbid_of(_key_of(wire_key))):
-                raise Refused(Status.ETMPFAIL, "nothing of the vbucket is published yet")
+                raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
             return None
         return found.document if vbid is None or vbid == about(found.document).vbid else None
 

@@ -75,7 +75,7 @@ class _Creating:
         pin = bucket.pin(self._vbid)
         state = bucket.served_state(self._vbid)
         if not bucket.ready(self._vbid):
-            raise Refused(Status.ETMPFAIL, "nothing of the vbucket is published yet")
+            raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
         if state.branch != pin.branch:
             return None  # a rollback came in between
         now_s = bucket.clock.monotonic()

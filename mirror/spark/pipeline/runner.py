@@ -80,7 +80,7 @@ class LocalRunner:
                 process.kill()  # their results are not needed
             if isinstance(error, BrokenProcessPool):
                 raise MirrorError(
-                    "a process of this job died", hint="was it killed, or is memory short? Nothing was committed"
+                    "a process of this job died", hint="look for a kill or short memory; no data was committed"
                 ) from error
             raise
         finally:

@@ -151,7 +151,7 @@ class MapChanged(_Kind, name="map-changed"):
 
     @property
     def text(self) -> str:
-        return f"the cluster map has changed: revision {self.rev_epoch}.{self.rev}, {_counted(self.nodes, 'node')}"
+        return f"new cluster map: revision {self.rev_epoch}.{self.rev}, {_counted(self.nodes, 'node')}"
 
 
 @dataclass(frozen=True, kw_only=True)
