@@ -333,6 +333,7 @@ class PointReads:
         return None if expiry and expiry <= found[2] else document
 
     def exists(self, key: bytes | str, collection: CollectionName | None = None) -> bool:
+        """Return True if `get` would return a document."""
         return self.get(key, collection, raw=True) is not None
 
     def key_at(self, vbid: int, seqno: int) -> bytes | None:

@@ -107,6 +107,7 @@ class View(PointReads):
         self.groups.close()
 
     def vbid_of(self, key: bytes) -> int:
+        """Return the vbucket of a document key."""
         return vbid_of(key, self.identity.vbucket_count)
 
     # -- collections ----------------------------------------------------------------------------------------------
@@ -204,6 +205,7 @@ class View(PointReads):
     # -- positions and history ------------------------------------------------------------------------------------
 
     def state(self, vbid: int) -> VbucketState:
+        """Return the stored state of a vbucket."""
         reader = self.reader(vbid)
         with reader.environment.read() as txn:
             return reader.state(txn)
