@@ -137,7 +137,6 @@ class SandboxCluster:
 
     @property
     def connection_string(self) -> str:
-        """Every node of the map, with TLS if the cluster has it."""
         if self.tls is None:
             return self.plain_connection_string
         return self._string("couchbases", [node.tls_port for node in self.bucket.map.nodes])
@@ -219,7 +218,6 @@ class SandboxCluster:
         return node.bucket
 
     def move(self, vbid: int, number: int) -> None:
-        """Move a vbucket to another node without a loss; the new active node adds an entry to its failover log."""
         self.bucket.failover(vbid)
         self.bucket.map.owners[vbid] = number
         self._drop_replica(vbid)

@@ -29,9 +29,7 @@ _STATES = ("new", "paid", "packed", "sent", "delivered", "returned")
 class WorkloadOptions:
     seed: int = 0
     rate: float = 1000.0
-    """Operations per second."""
     keys: int = 100_000
-    """Most keys in use."""
     overwrite_share: float = 0.5
     delete_share: float = 0.05
     value_bytes: int = 300
@@ -41,8 +39,6 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One operation; without a body it is a delete."""
-
     key: bytes
     body: bytes | None
     compressed: bool = False

@@ -175,7 +175,6 @@ def merged(parts: Pieces, bytes_max: int) -> Iterator[bytes]:
 
 
 def held_bytes(found: LargeDocument, *, decompress: bool) -> int:
-    """Memory for reading a value."""
     if decompress and found.document.datatype & DATATYPE_SNAPPY:
         return found.stored_bytes + found.value_bytes
     return found.stored_bytes

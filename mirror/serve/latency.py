@@ -31,7 +31,6 @@ class Latencies:
         self._sum_s = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """Count requests of this duration each."""
         self._counts[bisect_left(self._bounds_s, seconds)] += count
         self._sum_s += seconds * count
 

@@ -34,8 +34,6 @@ _LOCAL_NAMES = {"localhost": "127.0.0.1", "ip6-localhost": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A place to listen at: host and port, or the path of a Unix socket."""
-
     host: str = HOST_DEFAULT
     port: int = 0
     path: str | None = None
@@ -63,7 +61,6 @@ class Address:
 
 
 def parse_addresses(text: str, setting: str) -> list[Address]:
-    """Parse a setting's addresses. Raises ConfigError that names it."""
     addresses = [_parse(part.strip(), setting) for part in text.split(",")]
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"{setting} names an address twice: {text}", setting=setting)

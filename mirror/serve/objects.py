@@ -26,7 +26,6 @@ _ALL_BITS = 7
 
 
 def dumps(value: Any) -> bytes:
-    """One JSON value on one line, without its end."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
 
 

@@ -1,8 +1,9 @@
-"""The order of large work: one step of one client for each turn of a process's event loop.
+"""Bounds on what large work costs other clients: turns of the event loop, and the memory of answers.
 
-Knows the event loop and callbacks; never a client or its work. Fast requests do not come here: they wait for one step
-of large work at most, for any number of clients. Invariant: steps are granted in order, one in each turn, so the loop
-looks at sockets between any two.
+Knows callbacks, numbers of bytes and those who wait; never a client or its work. Fast requests take no turns: they wait
+for one step of large work at most, for any number of clients. Invariants: steps and requests are granted in order; one
+step in each turn, so the loop looks at sockets between any two; at most a budget's bound is out, except for a single
+larger answer.
 """
 
 from __future__ import annotations
@@ -40,3 +41,47 @@ class Turns:
             self._waiting.popleft()
             if self._waiting:
                 asyncio.get_running_loop().call_soon(self._grant)
+
+
+class Budget:
+    """A bound on the memory of one process's answers, from before they are made until their readers took them."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.out_bytes = 0
+        self._requests: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def try_take(self, byte_count: int) -> bool:
+        """Take so many bytes unless that is too much; the first taker always gets them."""
+        if self.out_bytes and self.out_bytes + byte_count > self._bytes_max:
+            return False
+        self.out_bytes += byte_count
+        return True
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._requests)
+
+    def request(self, byte_count: int) -> asyncio.Future[None]:
+        """Return a future that is done once so many bytes were taken, in the order of requests."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests.append((byte_count, granted))
+        self._grant()
+        return granted
+
+    def withdraw(self, byte_count: int, granted: asyncio.Future[None]) -> None:
+        """End a request; return what it took."""
+        if granted.done():
+            self.give_back(byte_count)
+        else:
+            self._requests.remove((byte_count, granted))
+            self._grant()
+
+    def give_back(self, byte_count: int) -> None:
+        self.out_bytes -= byte_count
+        assert self.out_bytes >= 0, "given back more than was taken"
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._requests and self.try_take(self._requests[0][0]):
+            self._requests.popleft()[1].set_result(None)

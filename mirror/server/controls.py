@@ -37,17 +37,13 @@ _OSO_WITH_SEQNO_ADVANCED = b"true_with_seqno_advanced"
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Controls that one kind of server knows and supports."""
-
     controls: frozenset[bytes]
     fractional_noop_interval: bool = True
     """Noop intervals may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
-    """Can send the prepares of durable writes."""
     replication: bool = False
     """Can wait for acknowledgements of durable writes, by which a replica counts."""
     change_streams: bool = False
-    """Stores every version."""
     oso_with_seqno_advanced: bool = True
     """Knows the second form of out-of-order snapshots (7.1 and newer)."""
     stream_flags: int = STREAM_FLAGS_7_2
@@ -233,4 +229,3 @@ _CONTROLS: dict[bytes, _Setter] = {
 }
 
 ALL_CONTROLS = frozenset(_CONTROLS)
-"""Every name that any server has known."""

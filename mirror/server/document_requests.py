@@ -46,8 +46,6 @@ LookupSteps = Iterator[Reply | None]
 
 
 class FoundDocument(Protocol):
-    """A version of a document, or a tombstone."""
-
     @property
     def value(self) -> bytes:
         """Xattrs and body, perhaps compressed: `datatype` says which."""
@@ -208,7 +206,6 @@ def check_path_order(flags: list[int]) -> None:
 
 
 def path_text(path: bytes) -> str:
-    """Return a path as text. Raises PathError."""
     try:
         return path.decode()
     except UnicodeDecodeError:

@@ -30,7 +30,6 @@ class Refused(Exception):
 
 
 def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTION) -> Refused:
-    """The refusal of an unknown collection, or by its status of a scope."""
     return Refused(status, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest_uid)
 
 

@@ -54,8 +54,6 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamHistory:
-    """A vbucket's history, by which stream requests are judged."""
-
     failover_log: FailoverLog
     high_seqno: int
     purge_seqno: int
@@ -114,7 +112,6 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         self.name = name
         self.controls = controls
         self.streams: dict[tuple[int, int | None], StreamT] = {}
-        """By vbucket and stream id."""
         self.window = ProducerWindow()
         self.idle_timeout_s = IDLE_TIMEOUT_S
         self._port = port
@@ -144,7 +141,6 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
             self._forget(stream)
 
     def wake(self) -> None:
-        """Check for data to send."""
         self._wake.set()
 
     # -- requests

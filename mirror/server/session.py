@@ -45,7 +45,6 @@ class Reply:
     datatype: int = 0
     cas: int = 0
     before: tuple[Reply, ...] = ()
-    """Answers to the same request that go before this one."""
     more: bool = False
     """There is only `before` yet: more answers to the same request follow. Only of a `Later`."""
     hang_up: bool = False
@@ -109,7 +108,6 @@ class VbucketHistory:
 
 
 def failover_statistics(vbid: int, failover_log: FailoverLog) -> dict[str, str]:
-    """The group `failovers` of STAT for one vbucket."""
     found = {f"vb_{vbid}:num_entries": str(len(failover_log))}
     for index, (vbuuid, seqno) in enumerate(failover_log):
         found[f"vb_{vbid}:{index}:id"] = str(vbuuid)
@@ -119,11 +117,8 @@ def failover_statistics(vbid: int, failover_log: FailoverLog) -> dict[str, str]:
 
 class Session(ABC):
     grantable: frozenset[int]
-    """Features that HELLO can grant."""
     version: bytes
-    """The answer to VERSION."""
     plain_allowed = True
-    """SASL PLAIN is accepted on this connection."""
     needs_bucket = True
     """Documents can be requested only after SELECT_BUCKET."""
     bucket_name: str
@@ -132,7 +127,6 @@ class Session(ABC):
     no_collections_status: int | None = None
     """The refusal of requests for collections by a server that has none."""
     open_flags = 0
-    """The flags of DCP_OPEN that the server knows."""
     hangs_up = False
     """A DCP request out of place ends the connection (6.0 and older, as recorded)."""
 
@@ -141,11 +135,9 @@ class Session(ABC):
         self.agent = ""
         self.bucket_selected = False
         self.scram: tuple[str, ScramServer] | None = None
-        """Mechanism and state of the present login."""
         self.known_map: Revision = _NEVER_SENT
         """The newest cluster map that this client was sent."""
         self.producer: Producer | None = None
-        """Set by DCP_OPEN."""
         self.xerror = self.tracing = self.collections = self.snappy = self.json = False
         self.unordered = self.sync_replication = False
 

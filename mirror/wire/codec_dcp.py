@@ -48,7 +48,6 @@ _VB_SEQNO = struct.Struct(">HQ")
 
 
 _Parts = tuple[bytes, bytes, bytes]
-"""Extras, key, value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +348,6 @@ def answer(event: ev.Event, status: int = Status.SUCCESS, value: bytes = b"", da
 
 
 def decode_failover_log(body: bytes) -> list[tuple[int, int]]:
-    """Return (vbuuid, seqno) pairs, newest first."""
     count, rest = divmod(len(body), _FAILOVER_ENTRY.size)
     if rest or count > FAILOVER_LOG_LENGTH_MAX:
         raise RemoteProtocolError(f"a failover log of {len(body)} bytes", op=Opcode.DCP_GET_FAILOVER_LOG)
@@ -372,7 +370,6 @@ def encode_rollback_seqno(seqno: int) -> bytes:
 
 
 def decode_all_vb_seqnos(body: bytes) -> list[tuple[int, int]]:
-    """Return (vbid, high seqno) pairs."""
     if len(body) % _VB_SEQNO.size:
         raise RemoteProtocolError(f"seqnos of vbuckets in {len(body)} bytes", op=Opcode.GET_ALL_VB_SEQNOS)
     return list(_VB_SEQNO.iter_unpack(body))

@@ -39,7 +39,6 @@ _SCAN_CONTINUE = struct.Struct(">16sIII")
 _SCAN_ITEM = struct.Struct(">IIQQB")
 
 SUBDOC_PATHS_MAX = 16
-"""Paths in one multi-path request (SubDocument.md)."""
 
 _DURATION_POWER = 1.74
 _DURATION_MAX = 0xFFFF
@@ -85,7 +84,6 @@ _SHAPES = {int(opcode): shape for shape, opcodes in _ROWS for opcode in opcodes}
 _SERVER_SHAPES: dict[int, Shape] = {
     ServerOpcode.CLUSTERMAP_CHANGE_NOTIFICATION: ((4, 16), MAY, MAY),
 }
-"""Requests that a server may make of a client (duplex)."""
 
 
 def check_request(frame: Frame) -> Frame:
@@ -120,7 +118,6 @@ def encode_features(features: Iterable[int]) -> bytes:
 
 
 def decode_features(value: bytes) -> tuple[int, ...]:
-    """Return features in their order; unknown ones included."""
     if len(value) % _U16.size:
         raise RemoteProtocolError(f"a list of features of {len(value)} bytes", op=Opcode.HELLO)
     return tuple(feature for (feature,) in _U16.iter_unpack(value))
@@ -235,7 +232,6 @@ def encode_collection_id(manifest_uid: int, collection_id: int) -> bytes:
 
 
 def decode_collection_id(extras: bytes) -> tuple[int, int]:
-    """Return (manifest uid, id of the collection or scope)."""
     manifest_uid, collection_id = _exactly(_COLLECTION, extras, Opcode.GET_COLLECTION_ID, "extras")
     return manifest_uid, collection_id
 

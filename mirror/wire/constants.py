@@ -167,8 +167,6 @@ class ServerOpcode(IntEnum):
 
 
 class Status(IntEnum):
-    """Status of a response; stands in place of a request's vbucket."""
-
     SUCCESS = 0x00
     KEY_ENOENT = 0x01
     KEY_EEXISTS = 0x02

@@ -85,7 +85,6 @@ _ENTRIES: dict[int, tuple[str, tuple[str, ...]]] = {
 
 @cache
 def error_map(version: int) -> bytes:
-    """Return the map's JSON in a version (1 or 2)."""
     errors = {
         f"{int(status):x}": {"name": Status(status).name, "desc": description, "attrs": list(attributes)}
         for status, (description, attributes) in _ENTRIES.items()

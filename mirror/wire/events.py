@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from mirror.wire.constants import MarkerVersion
 
 FailoverLog = tuple[tuple[int, int], ...]
-"""(vbuuid, seqno) pairs, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +227,6 @@ class Response(Event):
     datatype: int = 0
     cas: int = 0
     request: object | None = field(default=None, compare=False)
-    """The question, if the connection knows it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,6 @@ class Frame:
 
     @property
     def wire_size(self) -> int:
-        """Bytes on the wire; what flow control counts."""
         return HEADER_SIZE + len(self.framing) + len(self.extras) + len(self.key) + len(self.value)
 
     @property

@@ -26,7 +26,6 @@ def encode(number: int) -> bytes:
 
 
 def decode(buf: bytes | bytearray | memoryview, pos: int = 0) -> tuple[int, int]:
-    """Return the number at `pos` and the position after it."""
     number = 0
     for index, byte in enumerate(buf[pos : pos + LENGTH_MAX]):
         number |= (byte & 0x7F) << 7 * index

@@ -75,8 +75,6 @@ def plain_decode(message: bytes) -> tuple[str, str]:
 
 
 class ScramClient:
-    """The client's side: `first()`, `final(challenge)`, `verify(outcome)`."""
-
     def __init__(self, mechanism: str, username: str, password: str, *, nonce: str | None = None) -> None:
         self._hash = _hash_of(mechanism)
         self._password = password
@@ -150,8 +148,6 @@ def salt_of(mechanism: str, username: str, secret: bytes, size: int = 16) -> byt
 
 
 class ScramServer:
-    """The server's side: `challenge(first)`, `outcome(final)`."""
-
     def __init__(
         self,
         mechanism: str,

@@ -24,8 +24,6 @@ _STREAM_ID_MAX = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class FilterRequest:
-    """A requested scope, some collections, or with neither of them everything."""
-
     scope_id: int | None = None
     collections: frozenset[int] | None = None
     stream_id: int | None = None

@@ -200,7 +200,6 @@ def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> di
 
 
 def _write_table(layout: tuple[tuple[str, _Kind], ...], fields: dict[str, Any]) -> bytes:
-    """Return a FlatBuffers value with one table; all fields are written, each at its own alignment."""
     vtable_size = 4 + 2 * len(layout)
     vtable_pos = 4
     table_pos = -(-(vtable_pos + vtable_size) // 8) * 8
@@ -267,7 +266,6 @@ _DECODERS: dict[tuple[int, int], Callable[[SystemEvent], SystemEventContent]] = 
     (SystemEventId.SCOPE_DROP, 2): lambda e: ScopeDropped(**_read_table(e, _DROPPED_SCOPE)),
     (SystemEventId.COLLECTION_MODIFY, 2): _collection_v2(CollectionModified),
 }
-"""(kind, version) -> reader."""
 
 _Fixed = Callable[[Any], tuple[bytes, bytes, int]]
 _ENCODERS: dict[type[Any], tuple[SystemEventId, _Fixed | None, Callable[[Any], tuple[bytes, bytes]]]] = {

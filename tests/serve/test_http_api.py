@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.serve.access.auth import Reader, entry_of
-from mirror.serve.budget import Budget
 from mirror.serve.http.requests import Page
 from mirror.serve.http.service import Service
+from mirror.serve.turns import Budget
 from storage.errors import StorageError
 from storage.format import records
 from storage.model import Collection, ManifestChange, Seqno

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mirror.serve.budget import Budget
 from mirror.serve.large import LARGE_BYTES, Block, LargeReads, drop, let_go
-from mirror.serve.turns import Turns
+from mirror.serve.turns import Budget, Turns
 from storage.read.large import PIECE_BYTES, LargeDocument
 from storage.read.view import open_view
 from tests.serve.http_site import Site, Source

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.health import STATES
+from mirror.serve.latency import BOUNDS_S, Latencies
 from mirror.serve.metrics import Requests, exposition, own_exposition
 from mirror.supervise.status import stored_status
 from tests.serve.http_site import Source, service_report
@@ -64,3 +65,18 @@ def test_a_process_counts_its_own() -> None:
     assert found["dcp_mirror_http_streams", (own,)] == 1
     requests.stream_ended()
     assert requests.counters() == {"http_requests": 2, "http_documents": 4, "http_sent_bytes": 150}
+
+
+def test_requests_are_counted_in_classes_by_the_time_that_they_took() -> None:
+    latencies = Latencies()
+    latencies.observe(0.00005)
+    latencies.observe(0.001, 3)
+    latencies.observe(0.0011)
+    latencies.observe(60.0)
+    figures = latencies.figures()
+    counts = dict(zip([*figures["bounds_s"], "longer"], figures["counts"], strict=True))
+    assert {bound: count for bound, count in counts.items() if count} == {
+        0.0001: 1, 0.001: 3, 0.0025: 1, "longer": 1,
+    }  # fmt: skip
+    assert figures["sum_s"] == 60.00415
+    assert list(BOUNDS_S) == sorted(BOUNDS_S)

@@ -1,4 +1,4 @@
-"""Large work: one step in each turn of the event loop, in order."""
+"""Large work: one step in each turn of the event loop, and the bound on the memory that answers take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mirror.serve.turns import Turns
+from mirror.serve.turns import Budget, Turns
 
 
 async def test_one_step_is_granted_in_each_turn_of_the_loop() -> None:
@@ -63,3 +63,27 @@ async def test_one_that_is_cancelled_or_fails_leaves_the_others_their_turn() -> 
     for _ in range(3):
         await asyncio.sleep(0)
     assert (seen, received) == ([1], [error])
+
+
+def test_the_budget_lets_a_first_answer_through_however_large() -> None:
+    budget = Budget(10)
+    assert budget.try_take(100)
+    assert not budget.try_take(1)
+    budget.give_back(100)
+    assert budget.try_take(10)
+    assert budget.out_bytes == 10
+
+
+async def test_what_is_requested_of_the_budget_is_granted_in_order_and_given_back() -> None:
+    budget = Budget(10)
+    assert budget.try_take(8)
+    first, second, third = (budget.request(size) for size in (6, 2, 4))
+    assert not any(each.done() for each in (first, second, third)), "none overtakes the first"
+    budget.withdraw(6, first)
+    assert (second.done(), third.done()) == (True, False)
+    assert budget.out_bytes == 10
+    budget.give_back(8)
+    assert (third.done(), budget.out_bytes) == (True, 6)
+    budget.withdraw(4, third)
+    budget.give_back(2)
+    assert (budget.out_bytes, budget.waiting_count) == (0, 0)

@@ -27,7 +27,6 @@ ANSWER_TIMEOUT_SECONDS = 60.0
 
 
 def default_path(port: int) -> Path:
-    """The control socket of a source, by the port of its first node."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     return folder / f"dcp-mirror-sandbox-{port}.sock"
 

@@ -33,7 +33,6 @@ Value = bytes | str | dict[str, object] | list[object]
 
 
 def vbucket_of(key: bytes, vbucket_count: int) -> int:
-    """The vbucket that clients look for a key in (the key without its collection)."""
     return (crc32(key) >> 16 & 0x7FFF) % vbucket_count
 
 
@@ -93,7 +92,6 @@ class Bucket:
     # --- where things are
 
     def state_on(self, vbid: int, node_number: int) -> VbucketRole:
-        """State of a vbucket on a node; dead where it is not."""
         if not 0 <= vbid < len(self.vbuckets):
             return VbucketRole.DEAD
         if self.map.owners[vbid] == node_number:
@@ -137,7 +135,6 @@ class Bucket:
         compressed: bool = False,
         durable: bool = False,
     ) -> Item:
-        """Write a document: bytes as they are, text, or anything that JSON can say."""
         body = _body(value)
         stored, datatype = values.join(_xattrs(xattrs or {}), body, values.datatype_of(body))
         if compressed:
@@ -168,7 +165,6 @@ class Bucket:
         return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection), leave=leave)
 
     def expire(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        """Let a document expire now, whatever its expiry. Raises DocumentError when there is none."""
         vbucket = self._at(key, vbid)
         return self.documents.expire(vbucket, self.documents.get(vbucket, self.wire_key(key, collection)))
 
@@ -189,29 +185,25 @@ class Bucket:
         return self.documents.prepare(vbucket, wire_key, body, datatype=values.datatype_of(body), level=level)
 
     def commit(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        """Commit the durable write of a key. Raises DocumentError when there is none."""
         return self.documents.commit(self._at(key, vbid), self.wire_key(key, collection))
 
     def abort(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        """Abort the durable write of a key. Raises DocumentError when there is none."""
         return self.documents.abort(self._at(key, vbid), self.wire_key(key, collection))
 
     def get(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item | None:
         return self.documents.find(self._at(key, vbid), self.wire_key(key, collection))
 
-    def multi_write(self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], **options: str) -> list[Item]:
+    def multi_write(
+        self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], *, collection: str = DEFAULT_COLLECTION
+    ) -> list[Item]:
         """Write (None: delete) several documents of one vbucket at once: they land in one snapshot, all or none."""
-        vbucket = self.vbuckets[vbid]
-        first = vbucket.begin_group()
-        collection = options.get("collection", DEFAULT_COLLECTION)
-        items = [
-            self.delete(key, vbid=vbid, collection=collection)
-            if value is None
-            else self.set(key, value, collection=collection, vbid=vbid)
-            for key, value in writes
-        ]
-        vbucket.end_group(first)
-        return items
+        with self.vbuckets[vbid].group():
+            return [
+                self.delete(key, vbid=vbid, collection=collection)
+                if value is None
+                else self.set(key, value, vbid=vbid, collection=collection)
+                for key, value in writes
+            ]
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
         """Take many new documents (key, body) of the default collection quickly, as if they were long on disk."""

@@ -63,7 +63,6 @@ class SandboxDocuments:
         return None if item is None or item.deleted else item
 
     def find_any(self, vbucket: Vbucket, key: bytes) -> Item | None:
-        """The newest version of a wire key, tombstones included."""
         item = vbucket.find(key, self._collection_of(vbucket, key))
         if item is not None and self._is_due(vbucket, item):
             return self.expire(vbucket, item)
@@ -95,7 +94,6 @@ class SandboxDocuments:
         preserve_expiry: bool = False,
         durability: int = 0,
     ) -> Item:
-        """Write a whole value (xattrs included, where the datatype says so)."""
         old = self.find_any(vbucket, key)
         alive = old is not None and not old.deleted
         _check_free(vbucket, key)
@@ -195,7 +193,6 @@ class SandboxDocuments:
         return self._prepare(vbucket, key, value, old.rev_seqno + 1, datatype, 0, 0, level, deleted=True)
 
     def commit(self, vbucket: Vbucket, key: bytes) -> Item:
-        """End a durable write: enough copies have it."""
         prepare = _pending(vbucket, key)
         seqno = vbucket.high_seqno + 1
         head = (vbucket.vbid, key, seqno, prepare.rev_seqno, prepare.cas)
@@ -214,7 +211,6 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno))))
 
     def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
-        """Write a prepare and its abort; readers see no change."""
         self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
         return _end(vbucket, key, self.abort)
 
@@ -253,7 +249,6 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
 
     def _is_due(self, vbucket: Vbucket, item: Item) -> bool:
-        """True if a document has expired and no durable write of it is under way."""
         return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
 
     def _bury(

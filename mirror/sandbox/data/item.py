@@ -89,7 +89,6 @@ class Item:
 
     @property
     def deletes(self) -> bool:
-        """True for prepares of a delete."""
         return self.frame[1] == PREPARE and self.frame[_PREPARE_DELETED] != 0
 
     @property

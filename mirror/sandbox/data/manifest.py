@@ -71,7 +71,6 @@ class ManifestStep:
         return encode_system_event(self._content(), vbid=0, seqno=0, version=version).value
 
     def flat_body(self) -> bytes:
-        """The event's value as FlatBuffers."""
         return encode_system_event(self._content(), vbid=0, seqno=0, version=2).value
 
     def _content(self) -> SystemEventContent:
@@ -120,7 +119,6 @@ class BucketManifest:
         self.collections[0] = replace(self.collections[0], history=self.history_default)
 
     def scope_id(self, name: str) -> int | None:
-        """Id of a scope; the empty name is the default scope."""
         name_or_default = name or DEFAULT
         return next((scope_id for scope_id, known in self.scopes.items() if known == name_or_default), None)
 

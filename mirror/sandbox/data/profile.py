@@ -40,7 +40,7 @@ FEATURES: dict[int, Release] = {
     Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP: (7, 6),
     Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF: (7, 6),
 }
-"""HELLO: feature -> since. Collections were a preview before 7.0, which no server granted unasked."""
+"""Feature -> since. Collections were a preview before 7.0, which no server granted unasked."""
 
 CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.ENABLE_NOOP: (_OLDEST, None),
@@ -196,7 +196,6 @@ DEFAULT_PROFILE = "8.x"
 
 
 def profile_named(name: str) -> Profile:
-    """The profile, or a ConfigError that lists the known ones."""
     profile = PROFILES.get(name)
     if profile is None:
         raise ConfigError(f"no server profile {name!r}", hint=f"take {', '.join(PROFILES)}", setting="profile")

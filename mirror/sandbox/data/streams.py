@@ -35,8 +35,6 @@ class Sent:
 
 @dataclass(slots=True)
 class StreamTuning:
-    """Settings of the server that change what streams look like."""
-
     antilag_items: int = 0
     """The items that a filtered backfill leaves out before it sends its seqno (docs/protocol.md 2.7); 0: it does so at
     its end.

@@ -23,7 +23,6 @@ class SandboxUsers:
     by_name: dict[str, User] = field(default_factory=dict)
 
     def add(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
-        """Add a user, or replace a user's password and privileges."""
         user = self.by_name.get(name)
         if user is None:
             user = self.by_name[name] = User(name, password, privileges)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
@@ -42,8 +43,6 @@ FAILOVER_LOG_MAX = 25
 
 @dataclass(frozen=True, slots=True)
 class PastHistory:
-    """The log and failover log that a failover cut off."""
-
     log: list[Item]
     failover_log: FailoverLog
 
@@ -73,7 +72,6 @@ class Vbucket:
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
-        """Durable writes that are under way."""
         self.completed: list[tuple[int, int]] = []
         """(seqno of a commit or abort, seqno of its prepare)."""
         self.purge_seqno = 0
@@ -82,7 +80,6 @@ class Vbucket:
         self.collection_high_seqno: dict[int, int] = {}
         self.lost: list[PastHistory] = []
         self.changed: set[Callable[[], None]] = set()
-        """Called after each change."""
         self.cas_max = 0
         self._rng = rng
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
@@ -216,12 +213,11 @@ class Vbucket:
         self._notify()
         return seqno - first
 
-    def begin_group(self) -> int:
-        """Start writing a group that must land in one snapshot; returns the mark for `end_group`."""
-        self._open_group = self.high_seqno + 1
-        return self._open_group
-
-    def end_group(self, first: int) -> None:
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Have what is written within land in one snapshot."""
+        first = self._open_group = self.high_seqno + 1
+        yield
         self._open_group = None
         last = self.high_seqno
         for seqno in range(first, last):
@@ -239,7 +235,6 @@ class Vbucket:
             self._group_first.setdefault(seqno, first)
 
     def open_checkpoint(self) -> None:
-        """Close the open checkpoint, unless it is empty."""
         if self._checkpoints[-1] != self.high_seqno + 1:
             self._checkpoints.append(self.high_seqno + 1)
             while len(self._checkpoints) > self._checkpoints_kept:
@@ -292,7 +287,6 @@ class Vbucket:
         return base
 
     def reset(self) -> None:
-        """Delete the vbucket and recreate it: empty, with a new history."""
         self.forgotten_seqno = self._forgotten_purge_seqno = 0
         self._cut(0)
         self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
@@ -331,7 +325,6 @@ class Vbucket:
         self._forget_at_items = len(self.log) * 3 // 2 + self._kept_items
 
     def _count_up_to(self, seqno: int) -> int:
-        """The number of versions with a seqno up to this one."""
         return seqno if self.forgotten_seqno == 0 else bisect_right(self.log, seqno, key=_SEQNO)
 
     def _complete(self, item: Item) -> None:

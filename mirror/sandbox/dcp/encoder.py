@@ -45,7 +45,6 @@ class ItemEncoder:
         return self._controls.sync_writes or kind not in (PREPARE, ABORT)
 
     def encode(self, item: Item, *, from_disk: bool, stream_id: int | None = None) -> bytes:
-        """The frame, with opaque 0."""
         kind = item.kind
         if self.plain and kind == MUTATION and stream_id is None and not item.datatype & self.unwanted_datatype:
             return item.frame

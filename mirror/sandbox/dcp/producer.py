@@ -71,7 +71,6 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         self._rng = rng
         self._live_snapshot_items = live_snapshot_items
         self._turns: dict[ProducerStream, None] = {}
-        """All streams, the next one first."""
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
         self._port.bucket.stream_faults.on_change.append(self.wake)

@@ -43,8 +43,6 @@ class StreamPhase(Enum):
 
 @dataclass(slots=True)
 class StreamOptions:
-    """The negotiated features of a stream, and the options of tests."""
-
     marker_v2: bool = False
     """V2.0 markers, as replicas get."""
     marker_v2_2: bool = False
@@ -142,7 +140,6 @@ class ProducerStream:
         return bytes(out)
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """End the stream, now. Returns the message to send; empty when it was over already."""
         if self.phase is StreamPhase.ENDED:
             return b""
         self.phase = StreamPhase.ENDED
@@ -152,7 +149,6 @@ class ProducerStream:
     # --- snapshots
 
     def _begin(self, out: bytearray) -> bool:
-        """Begin the next snapshot; False when there is none."""
         vbucket = self.vbucket
         if self._filter.empty:
             out += self.end(StreamEndReason.FILTER_EMPTY)

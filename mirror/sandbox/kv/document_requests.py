@@ -188,8 +188,6 @@ def _count(sign: int) -> SandboxHandler:
 
 
 def _quiet(handle: SandboxHandler) -> SandboxHandler:
-    """The quiet form of a change: success is not answered."""
-
     def handle_quietly(session: SandboxSession, frame: Frame) -> Reply | Later | None:
         reply = handle(session, frame)
         return None if isinstance(reply, Reply) and reply.status == Status.SUCCESS else reply

@@ -155,7 +155,6 @@ class SandboxSession(DocumentSession):
         return self.bucket.state_on(vbid, self.port.node_number)
 
     def active_vbucket(self, vbid: int) -> Vbucket:
-        """The vbucket, if it is active on this node. Raises Refused."""
         if self.state_of(vbid) != VbucketRole.ACTIVE:
             raise Refused(Status.NOT_MY_VBUCKET)
         return self.bucket.vbuckets[vbid]

@@ -46,7 +46,6 @@ def _mutate_many(session: SandboxSession, frame: Frame) -> Reply:
 def _mutate(
     session: SandboxSession, frame: Frame, specs: list[MutationSpec], expiry: int | None, flags: int
 ) -> tuple[Reply, list[MutationResult]]:
-    """Change all paths or none. Results: what counters answer, or the one path that failed."""
     if flags & ~_DOCUMENT_FLAGS or (flags & MKDOC and flags & ADD):
         raise DocumentError(Status.NOT_SUPPORTED if flags & CREATE_AS_DELETED else Status.EINVAL)
     vbucket = session.active_vbucket(frame.vbucket)

@@ -42,7 +42,6 @@ class Faults:
         ]
 
     def cut(self, **where: Unpack[Where]) -> int:
-        """Break connections. Returns how many."""
         return self._apply(lambda connection: connection.link.cut(), **where)
 
     def slow(self, bytes_per_second: float, **where: Unpack[Where]) -> int:

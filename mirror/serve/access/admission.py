@@ -107,7 +107,6 @@ class Slot:
             self._admission.established(self)
 
     def release(self) -> None:
-        """Give the place back. Harmless when repeated."""
         self._cancel()
         self.abort = bool  # it refers to what refers to this: a handshake's buffers would stay until garbage collection
         self._admission.released(self)
@@ -324,7 +323,6 @@ class Acceptor:
             log.debug("client-not-connected", peer=slot.peer, error=str(error))
 
     async def _spoken(self, connected: socket.socket) -> None:
-        """Return once the client sent something or left."""
         spoken = asyncio.Event()
         self._loop.add_reader(connected.fileno(), spoken.set)
         try:

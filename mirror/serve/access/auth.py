@@ -32,7 +32,6 @@ from mirror.wire.sasl import HASHES, ITERATIONS_MAX, ITERATIONS_MIN, ScramVerifi
 
 SECRET_BYTES_MIN = 16
 USERS_FILE_BYTES_MAX = 8 * 1024 * 1024
-"""Some ten thousand users."""
 
 READ_AT_ONCE_BYTES_MAX = 64 * 1024
 """A changed file up to this size is read in the event loop: some ninety users, 2 ms."""
@@ -277,7 +276,6 @@ def entry_of(password: str, patterns: Iterable[str] = EVERYTHING) -> dict[str, A
 
 
 def new_salt_key() -> str:
-    """The file's `salt_key`: makes salts of unknown users."""
     return _base64(secrets.token_bytes(16))
 
 

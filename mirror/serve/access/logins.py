@@ -173,7 +173,6 @@ class Logins:
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
     async def turn(self, peer: str) -> None:
-        """Wait for a check: guessing peers stand in line, others do not wait."""
         if self.guesses(peer):
             async with self._line:
                 await self.clock.sleep(PACE_S)

@@ -28,7 +28,6 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 class ListenerTls:
     def __init__(self, cert_file: Path, key_file: Path | None, client_ca_file: Path | None) -> None:
-        """Read the files. Raises ConfigError."""
         self._cert_file = cert_file
         self._key_file = key_file
         self._client_ca_file = client_ca_file

@@ -84,7 +84,6 @@ class DcpSession(KvSession):
             yield {group: json.dumps(contact.lost_ms())}
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
-        """Return what is published of a vbucket that can be streamed."""
         served = self.bucket.state_for_dcp(vbid)
         persisted_seqno = served.seqno if self.bucket.publishes_persisted else None
         return VbucketHistory(served.failover_log, served.seqno, persisted_seqno)
@@ -103,7 +102,6 @@ class DcpConnection(KvConnection):
         super().__init__(host, address, slot)
         self.producer: DcpProducer | None = None
         self.name_key: tuple[str, str] | None = None
-        """User and name."""
         self._answer_bytes = 0
         """Bytes of answers written since the client stopped taking."""
 

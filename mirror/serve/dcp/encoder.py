@@ -56,7 +56,6 @@ class RowEncoder:
         """True if a mutation without unwanted datatype bits is sent as it is stored."""
 
     def encode(self, row: bytes) -> bytes:
-        """Return the message; empty if this client does not get it."""
         message = self._event(row) if row[1] == SYSTEM_EVENT else self._document(row)
         return message if self._stream_id is None or not message else with_stream_id(message, self._stream_id)
 

@@ -82,7 +82,6 @@ def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> 
 def parse(
     value: bytes, manifest: Manifest, reader: Reader, *, has_collections: bool, has_stream_ids: bool
 ) -> ServedFilter:
-    """Return the filter of a stream request. Raises Refused."""
     found = requested_filter(
         ServedFilter,
         value,

@@ -108,9 +108,7 @@ class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
         self._news: dict[DcpStream, News] = {}
         self._live: deque[DcpStream] = deque()
         self._fresh: deque[DcpStream] = deque()
-        """Streams before their first snapshot."""
         self._filling: DcpStream | None = None
-        """The stream whose first snapshot is being sent."""
         self._live_next = False
         self._is_ready: set[DcpStream] = set()
 

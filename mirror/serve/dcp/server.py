@@ -38,9 +38,7 @@ class DcpServer(KvServer):
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
         self.contact: SourceContact | None = None
-        """None without a supervisor to note it."""
         self._names: dict[tuple[str, str], DcpConnection] = {}
-        """By user and name."""
 
     async def start(self, sockets: Sequence[tuple[Address, socket.socket]], tls: ssl.SSLContext | None = None) -> None:
         self.watch.start()

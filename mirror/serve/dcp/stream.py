@@ -134,7 +134,6 @@ class DcpStream:
         self.position_seqno = self._last_sent_seqno = found.document.seqno
 
     def end_by(self, error: Exception) -> bytes:
-        """End the stream because its rows cannot be read. Returns as `end`."""
         if isinstance(error, ViewInvalidated):
             log.info("stream-ended", vbid=self.vbid, why=error.message)
             return self.end(StreamEndReason.STATE_CHANGED if error.rolled_back else StreamEndReason.SLOW)
@@ -151,7 +150,6 @@ class DcpStream:
     # -- snapshots
 
     def _begin(self, out: bytearray) -> None:
-        """Begin the next snapshot, or end or pause the stream."""
         position = self.position_seqno
         now = self._served
         if now is None or (position < now.seqno and not self._ends):

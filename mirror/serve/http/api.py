@@ -53,7 +53,6 @@ log = get_logger("http")
 
 
 async def _reader(request: Request) -> tuple[Service, Reader]:
-    """Return the service and the reader of a request without parameters. Raises Problem."""
     service: Service = request.state.service
     reader = await service.reader(request)
     Parameters(request, ())

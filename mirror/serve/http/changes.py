@@ -42,7 +42,6 @@ BATCH_BYTES_MAX = 256 * 1024
 PIECE_BYTES = 64 * 1024
 """Bytes that a stream reads from the store at a time."""
 RIGHTS_CHECK_S = 1.0
-"""Interval of checks of the reader's rights."""
 STEP_S = 0.001
 """Time for looking at tokens of a position, 25 us each, before other clients have their turn."""
 RETRY_MS = 1_000
@@ -202,7 +201,6 @@ class EventBatch:
         self.before_last, self.last = self.last, change.token
 
     def leave_last(self) -> int:
-        """Remove the last event and return its size."""
         size = sum(map(len, self.events.pop()))
         self.size -= size
         self.last = self.before_last
@@ -368,7 +366,6 @@ class ChangeStream:
                 service.budget.withdraw(byte_count, granted)
 
     def _batch(self, changes: Iterator[Change], bytes_max: int) -> EventBatch:
-        """Take some events; the last one may exceed `bytes_max`."""
         single = len(self._vbids) == 1
         batch = EventBatch()
         for change in islice(changes, BATCH_EVENTS_MAX):

@@ -82,7 +82,6 @@ def matches(header: str | None, tag: str) -> bool:
 
 
 def headers_of(document: Document, tag: str, datatype: int) -> list[Header]:
-    """Return a document's headers; the datatype is that of the form that is sent."""
     if datatype != document.datatype:
         document = document._replace(datatype=datatype)
     numbers = (_FORMAT % _numbers(document)).split()
@@ -109,7 +108,6 @@ class DocumentRequest(NamedTuple):
     tokens: Sequence[MutationToken]
     timeout_s: float
     tag: str | None
-    """The header If-None-Match."""
 
     @staticmethod
     def of(service: Service, request: Request) -> DocumentRequest:
@@ -229,7 +227,6 @@ async def scan_documents(request: Request) -> Response:
 
 
 def collection_id(manifest: Manifest, collection: str | int) -> int:
-    """Return a collection's id. Raises Problem."""
     if isinstance(collection, int):
         if collection in manifest.collections:
             return collection

@@ -117,7 +117,6 @@ def internal() -> Problem:
 
 
 def of_http(error: HTTPException) -> Problem:
-    """The problem of a path without a route."""
     if error.status_code == 405:
         allowed = dict(error.headers or {})
         hint = "a mirror is only read; write to its source"

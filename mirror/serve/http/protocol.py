@@ -77,7 +77,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = False
         self._in_head = True
         self._request_begun = False
-        """A request was parsed in part."""
         self._answered_now = False
         self._idle_since_s = 0.0
         self._answer_now: Callable[[Any], Response | None] | None = None

@@ -49,7 +49,6 @@ def _bad(detail: str, hint: str = "") -> Problem:
 
 
 def header(request: Request, name: bytes) -> str | None:
-    """Return the first header of a name (in lower case)."""
     for each, value in request.scope["headers"]:
         if each == name:
             return str(value, "latin-1")
@@ -92,7 +91,6 @@ class Parameters:
         return text == "true"
 
     def choice(self, name: str, *choices: str) -> str:
-        """Return one of these words; the first is the default."""
         text = self.text(name)
         if text is not None and text not in choices:
             raise _bad(f"{name} is {text!r}, not one of {', '.join(choices)}")

@@ -27,7 +27,6 @@ from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.access.auth import Users, users_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import server_tls
-from mirror.serve.budget import Budget
 from mirror.serve.http.api import make_app
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
 from mirror.serve.http.service import PublishWatch, Service
@@ -35,6 +34,7 @@ from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror
 from mirror.serve.listener import Limits
 from mirror.serve.metrics import Requests
+from mirror.serve.turns import Budget
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005

@@ -29,14 +29,13 @@ from mirror.serve.access.admission import Slot
 from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
-from mirror.serve.budget import Budget
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http.status import StatusReporter
 from mirror.serve.http.view import Mirror
 from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
 from mirror.serve.metrics import Requests
-from mirror.serve.turns import Turns
+from mirror.serve.turns import Budget, Turns
 from storage.errors import StorageError
 from storage.format.records import DATATYPE_XATTR
 from storage.read.large import LargeDocument
@@ -64,8 +63,6 @@ class Credentials(NamedTuple):
 
 
 class PublishWatch:
-    """Wakes streams after a publish: one look at the store for all of them."""
-
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
         self._mirror = mirror
         self._clock = clock
@@ -108,7 +105,6 @@ def take(budget: Budget, byte_count: int) -> None:
 
 class Plain(Response):
     def __init__(self, status: int, headers: Iterable[Header], body: bytes = b"") -> None:
-        """`headers` are all of them, names in lower case."""
         self.status_code, self.body, self.background = status, body, None
         self.raw_headers = [*headers]
 
@@ -170,7 +166,6 @@ class LargeAnswer(Response):
         take(service.budget, self._taken)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read and send the document. Raises StorageError before anything was sent."""
         service = self._service
         pieces: Pieces = []
         try:
@@ -227,7 +222,6 @@ class Service:
     # readers
 
     async def reader(self, request: Request) -> Reader:
-        """Return the request's reader. Raises Problem."""
         state = request.scope["state"]
         slot: Slot = state["slot"]
         found = self.reader_or_login(request)
@@ -350,7 +344,6 @@ class Service:
     # waiting
 
     def tokens(self, parameters: Parameters) -> tuple[list[MutationToken], float]:
-        """Return the writes to wait for, and how long."""
         found = []
         texts = parameters.all("token")
         if len(texts) > TOKENS_MAX:
@@ -460,7 +453,6 @@ def leaves_line(request: Request) -> Iterator[None]:
 
 
 def refuse_gone(request: Request) -> None:
-    """End a request whose client hung up. Raises Problem."""
     if request.scope["state"]["transport"].is_closing():
         raise Problem("unavailable", "the client is gone")
 

@@ -47,7 +47,6 @@ PROCESS_SHOWN_TO_ALL = frozenset(
 ROW_HIDDEN: dict[str, None] = dict.fromkeys(("detail", "last_error", "resync_why"))
 
 READ_COUNTERS = ("http_documents", "kv_hits", "dcp_documents")
-"""The counters of documents given to readers."""
 
 Report = dict[str, Any]
 
@@ -80,7 +79,6 @@ def partly_shown_reasons(report: Report) -> list[str]:
 
 
 def partly_shown(report: Report) -> Report:
-    """Return the status for readers of some collections, in the same shape."""
     found = {name: value if name in SHOWN_TO_ALL else _hidden(value) for name, value in report.items()}
     for kind in ("workers", "servers"):
         found[kind] = [
@@ -91,14 +89,12 @@ def partly_shown(report: Report) -> Report:
 
 
 def _hidden(value: object) -> object:
-    """Return an empty value of the same shape."""
     if isinstance(value, dict):
         return {name: _hidden(each) for name, each in value.items()}
     return [] if isinstance(value, list) else "" if isinstance(value, str) else None
 
 
 def reads_of(report: Report) -> dict[str, int]:
-    """Return the reads of each living server process, by its name."""
     found = {}
     for server in report.get("servers") or ():
         counters = server.get("counters") or {}
@@ -148,7 +144,6 @@ class StatusReporter:
         """The last `whole`, and its sources."""
         self._rendering = asyncio.Lock()
         self._rendered: tuple[Report, dict[Callable[[Report], bytes], bytes]] = ({}, {})
-        """Renderings of the last `whole`."""
         self.samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 

@@ -48,7 +48,6 @@ class Mirror:
         return total
 
     def collection_names(self) -> dict[int, tuple[str, str]]:
-        """Return id -> scope and name, of every collection in some vbucket."""
         found: dict[int, tuple[str, str]] = {}
         uids = set()
         for vbid in self.view.vbids:

@@ -45,7 +45,6 @@ class VisibleManifest:
 
     @cached_property
     def text(self) -> bytes:
-        """As GET_COLLECTIONS_MANIFEST answers it."""
         return manifest_to_json(self._manifest)
 
     @cached_property
@@ -69,7 +68,6 @@ class KvBucket:
         verify_reads: bool = True,
         publishes_persisted: bool = False,
     ) -> None:
-        """Open the mirror at `data`. Raises StorageError."""
         self._data = data
         self.clock = clock
         self.publishes_persisted = publishes_persisted
@@ -86,7 +84,6 @@ class KvBucket:
         self._manifest: tuple[float, Manifest] | None = None
         self._manifest_vbid = self.view.vbids[0]
         self._visible: tuple[Manifest | None, dict[frozenset[str], VisibleManifest]] = (None, {})
-        """By the readers' patterns."""
 
     def close(self) -> None:
         self.view.close()
@@ -114,7 +111,6 @@ class KvBucket:
         return found.document if vbid is None or vbid == about(found.document).vbid else None
 
     def ready(self, vbid: int) -> bool:
-        """Return False before a vbucket's first snapshot is complete."""
         return self.state(vbid).is_whole
 
     # -- scans
@@ -257,7 +253,6 @@ class KvBucket:
             raise self.failed(error) from error
 
     def failed(self, error: StorageError) -> Refused:
-        """Return the refusal of a request for which the store cannot be read."""
         log.error("read-failed", error=str(error))
         self.reopen_if_replaced()
         return Refused(Status.ETMPFAIL, "the store cannot be read")

@@ -27,8 +27,8 @@ from mirror.log import get_logger
 from mirror.serve.access.admission import Slot
 from mirror.serve.access.auth import RIGHTS_CHANGED, Reader
 from mirror.serve.access.tls import certified_reader
-from mirror.serve.kv import documents as kv_documents
 from mirror.serve.kv import scans as kv_scans
+from mirror.serve.kv import session as kv_session
 from mirror.serve.kv.fast import BYTES_MAX, Counters, answer_gets
 from mirror.serve.kv.session import KvSession
 from mirror.serve.kv.unsent import Unsent
@@ -45,7 +45,7 @@ from mirror.wire.frame import HEADER, Frame
 OPERATIONS: dict[int, Operation[KvSession]] = {
     **requests.OPERATIONS,
     **document_requests.OPERATIONS,
-    **kv_documents.OPERATIONS,
+    **kv_session.OPERATIONS,
     **kv_scans.OPERATIONS,
 }
 
@@ -72,7 +72,6 @@ log = get_logger("kv")
 class Host(Protocol):
     counters: Counters
     now_s: float
-    """Monotonic, renewed every second."""
     requests_per_turn: int
     request_bytes_max: int
     turns: Turns
@@ -112,7 +111,6 @@ class KvConnection(asyncio.Protocol):
         self._held: asyncio.Task[None] | None = None
         """The pipeline waits for the answer to its first request."""
         self._is_busy = False
-        """The client used up its last turn."""
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """Hang up when all answers are written."""
@@ -311,12 +309,11 @@ class KvConnection(asyncio.Protocol):
         return pos
 
     def _refuse_large(self, data: bytes, pos: int) -> bytes:
-        """Return the answer to a request whose body is not looked at."""
         magic, opcode, _, _, _, vbucket, _, opaque, _ = HEADER.unpack_from(data, pos)
         self._check_magic(magic, opcode)
         self._host.counters.requests += 1
         self._host.counters.refused += 1
-        if opcode in kv_documents.CHANGES:
+        if opcode in kv_session.CHANGES:
             reply = self._reply(Frame(magic, opcode, 0, vbucket, opaque))
         else:
             reply = self.session.refuse(Status.E2BIG, "the request is too large")

@@ -29,7 +29,6 @@ _NOT_PLAIN = int(Datatype.XATTR | Datatype.SNAPPY)
 _ALL_BITS = 0xFF
 _header_of = HEADER.unpack_from
 _plain_head = struct.Struct(HEADER.format + "I").pack
-"""Header and flags."""
 
 BYTES_MAX = 64 * 1024
 """Answers are written together up to this size."""

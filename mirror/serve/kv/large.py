@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from mirror.document.walk import Buffer
-from mirror.serve.budget import Budget
 from mirror.serve.large import LargeReads, Pieces, drop, held_bytes, let_go
-from mirror.serve.turns import Turns
+from mirror.serve.turns import Budget, Turns
 from mirror.server.session import Later, Reply
 from storage.errors import StorageError
 from storage.read.large import LargeDocument

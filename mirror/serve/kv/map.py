@@ -108,9 +108,7 @@ class ServedMap:
         self.uncovered = sum(
             not any(node.holds(vbid) for node in self._nodes) for vbid in range(identity.vbucket_count)
         )
-        """Number of vbuckets without a mirror."""
         self.of_node = self._render(with_bucket=False)
-        """For clients that selected no bucket."""
         self.of_bucket = self._render(with_bucket=True)
 
     def _render(self, *, with_bucket: bool) -> bytes:
@@ -130,7 +128,6 @@ class ServedMap:
         return render(self.revision[1], EPOCH, nodes, bucket)
 
     def _chain(self, vbid: int) -> list[int]:
-        """The nodes of a vbucket, its active one first."""
         holders = [number for number, node in enumerate(self._nodes) if node.holds(vbid)]
         first = vbid % len(holders) if holders else 0
         return (holders[first:] + holders[:first])[: REPLICAS_MAX + 1]

@@ -29,8 +29,6 @@ _U64_MAX = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """The writes that must be published before a scan begins."""
-
     vbuuid: int
     seqno: int
     seqno_exists: bool
@@ -58,7 +56,6 @@ class Scan:
     ends_s: float
     position: bytes
     chosen: Callable[[bytes], bool] | None = None
-    """True for keys of the sample."""
     continuing: bool = False
 
 
@@ -102,7 +99,6 @@ def _requirements(found: Mapping[str, object]) -> Requirements:
 
 
 def parse(value: bytes, *, takes_xattrs: bool) -> ScanBounds:
-    """Parse a RANGE_SCAN_CREATE. Raises Refused."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

@@ -92,7 +92,6 @@ class _Creating:
         return Scan(bounds, pin, self._reader, now_s + LIFETIME_S, bounds.start)
 
     def _peek(self, scan: Scan) -> None:
-        """Refuse an empty range."""
         position = scan.position
         for limit in PEEKS:
             found, large, position = self._session.bucket.page(
@@ -229,8 +228,6 @@ class _Page:
 
 
 def _large_item(session: KvSession, bounds: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:
-    """Return a page of one large document."""
-
     def reply_with(body: Pieces, datatype: int) -> Reply:
         found = large.document
         item = ScanItem(found.key, b"", found.flags, found.expiry, found.seqno, found.cas, datatype)

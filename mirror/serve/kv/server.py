@@ -34,7 +34,6 @@ SWEEP_S = 0.5
 CROWDED_SEND_TIMEOUT_S = 3.0
 """Time until a client that takes nothing is hung up on while others wait for its memory."""
 REPLACED_CHECK_S = 5.0
-"""Interval of looking for recreated groups."""
 
 log = get_logger("kv")
 

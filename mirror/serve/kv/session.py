@@ -29,9 +29,9 @@ from mirror.server.document_requests import (
     LookupSteps,
 )
 from mirror.server.errors import Refused
-from mirror.server.session import Later, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.session import Later, Operation, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Feature, Status, VbucketRole
+from mirror.wire.constants import SUBDOC_CHANGES, Feature, Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 from storage.model import Document
@@ -54,34 +54,25 @@ STEP_S = 0.001
 DESCRIBED_PER_STEP = 8
 """Vbuckets in a step of statistics."""
 
-GRANTED = frozenset(
-    int(feature)
-    for feature in (
-        Feature.TCP_NODELAY,
-        Feature.MUTATION_SEQNO,
-        Feature.XATTR,
-        Feature.XERROR,
-        Feature.SELECT_BUCKET,
-        Feature.SNAPPY,
-        Feature.JSON,
-        Feature.DUPLEX,
-        Feature.CLUSTERMAP_CHANGE_NOTIFICATION,
-        Feature.UNORDERED_EXECUTION,
-        Feature.TRACING,
-        Feature.ALT_REQUEST,
-        Feature.SYNC_REPLICATION,
-        Feature.COLLECTIONS,
-        Feature.PRESERVE_TTL,
-        Feature.VATTR,
-        Feature.SUBDOC_CREATE_AS_DELETED,
-        Feature.SUBDOC_REPLICA_READ,
-        Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
-        Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP,
-        Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
-        Feature.RANGE_SCAN_INCLUDE_XATTR,
-    )
-)
+GRANTED = frozenset(map(int, (
+    Feature.TCP_NODELAY, Feature.MUTATION_SEQNO, Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY,
+    Feature.JSON, Feature.DUPLEX, Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.UNORDERED_EXECUTION, Feature.TRACING,
+    Feature.ALT_REQUEST, Feature.SYNC_REPLICATION, Feature.COLLECTIONS, Feature.PRESERVE_TTL, Feature.VATTR,
+    Feature.SUBDOC_CREATE_AS_DELETED, Feature.SUBDOC_REPLICA_READ, Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
+    Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF,
+    Feature.RANGE_SCAN_INCLUDE_XATTR,
+)))  # fmt: skip
 """Features of 7.2.0 that clients request, and newer ones for reading and for maps sent once."""
+
+CHANGES = frozenset(map(int, (
+    Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ, Opcode.DELETE, Opcode.DELETEQ,
+    Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ, Opcode.APPEND, Opcode.APPENDQ,
+    Opcode.PREPEND, Opcode.PREPENDQ, Opcode.FLUSH, Opcode.FLUSHQ, Opcode.TOUCH, Opcode.GAT, Opcode.GATQ,
+    Opcode.GET_LOCKED, Opcode.UNLOCK_KEY, Opcode.SET_WITH_META, Opcode.SETQ_WITH_META, Opcode.ADD_WITH_META,
+    Opcode.ADDQ_WITH_META, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META, Opcode.MUTATE_WITH_META,
+    Opcode.SUBDOC_MULTI_MUTATION, *SUBDOC_CHANGES,
+)))  # fmt: skip
+"""Requests that would change a document, its expiry or its lock."""
 
 
 class LoginOptions(TypedDict):
@@ -122,7 +113,6 @@ class KvSession(DocumentSession):
         self.revoked = False
         """The user was removed or has another password: the client is hung up on."""
         self.scans: dict[bytes, Scan] = {}
-        """Open range scans by id."""
         self._logins = logins
         self._large = large
         self._peer = peer
@@ -140,7 +130,6 @@ class KvSession(DocumentSession):
         return self.reader
 
     def password_attempt(self, username: str, password: str) -> Attempt[Reader]:
-        """Check in a thread, unless the password was proven before."""
         return self._logins.by_password(username, password, self._peer)
 
     def scram_server(self, mechanism: str) -> ScramServer:
@@ -148,7 +137,6 @@ class KvSession(DocumentSession):
         return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
-        """Check in a thread; refuse later after failures."""
         return self._logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:
@@ -341,4 +329,18 @@ _STATISTICS: dict[str, Callable[[int, StoredState], dict[str, str]]] = {
     "vbucket": _state_statistics,
     "vbucket-seqno": _seqno_statistics,
     "failovers": _failover_statistics,
+}
+
+
+def _refuse_change(_session: KvSession, _frame: Frame) -> Reply:
+    raise Refused(Status.NOT_SUPPORTED, READ_ONLY)
+
+
+def _list_buckets(session: KvSession, _frame: Frame) -> Reply:
+    return Reply(value=session.bucket_name.encode())
+
+
+OPERATIONS: dict[int, Operation[KvSession]] = {
+    **{opcode: Operation(_refuse_change, checked=False) for opcode in CHANGES},
+    int(Opcode.LIST_BUCKETS): Operation(_list_buckets, checked=False),
 }
