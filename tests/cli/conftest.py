@@ -27,8 +27,6 @@ LIMIT_S = 120
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did."""
-
     code: int
     out: str
     err: str
@@ -133,7 +131,6 @@ def output_nobody_takes(*arguments: object) -> tuple[int, str]:
 
 
 def fill(cluster: SandboxCluster) -> None:
-    """A few documents of every kind."""
     for number in range(200):
         cluster.set(f"order::{number:03}", b'{"number": %d}' % number)
     cluster.set("text", b"plain text")

@@ -26,8 +26,6 @@ MESSAGE_BYTES_MAX = 1 << 17
 
 
 class ForkServer:
-    """The server, seen from the tests."""
-
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it; it ends with the process that started it."""
         self._lock = threading.Lock()

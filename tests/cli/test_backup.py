@@ -27,14 +27,12 @@ JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
 
 def is_caught_up(data: Path) -> bool:
-    """Whether the service on a data directory says so; there may be no mirror yet."""
     status = call("status", "--data", data, "--json")
     return bool(status.out) and caught_up(status.json)
 
 
 @contextmanager
 def under_load(source: SandboxThread) -> Iterator[None]:
-    """Writes to 500 keys, some of them deletions, as long as the block lasts."""
     stop = threading.Event()
 
     def write() -> None:

@@ -104,7 +104,6 @@ def keys(lines: list[Any]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
-    """A mirror of two collections, with a source that goes on."""
     data = tmp_path_factory.mktemp("moving") / "data"
     with SandboxThread(SandboxCluster(vbuckets=4)) as source:
         source.call(source.cluster.bucket.create_scope, "shop")

@@ -14,8 +14,6 @@ from mirror.messages import GetStatus, Ping, RollBack
 
 
 class Service:
-    """A service that answers one given line."""
-
     def __init__(self, directory: Path, answer: Callable[[socket.socket, bytes], object]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         with socket_address(directory) as address:

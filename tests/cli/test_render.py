@@ -17,7 +17,6 @@ def drawn(view: RenderableType, width: int = 80) -> str:
 
 
 def document(**more: Any) -> dict[str, Any]:
-    """A status with one good, one lagging and one refused vbucket."""
     rows = [
         reported_row(
             {

@@ -21,7 +21,6 @@ JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
 @pytest.fixture(scope="module")
 def source_and_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxThread, Path]]:
-    """A mirror with two boundaries in each vbucket."""
     path = tmp_path_factory.mktemp("rollback") / "data"
     with SandboxThread(SandboxCluster(vbuckets=4)) as thread:
         for change in (fill, delete_some):

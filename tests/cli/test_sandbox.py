@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,12 +19,19 @@ from tests.feed.authority import Authority
 from tests.terminal import Terminal
 
 
-def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_path: Path) -> None:
-    with background(
-        "sandbox", "--nodes", "2", "--vbuckets", "8", "--load", "100", "--control", tmp_path / "s"
-    ) as source:
+@contextmanager
+def sandbox(*options: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A source and its connection string, until the block ends."""
+    with background("sandbox", *options) as source:
         assert source.stdout is not None
-        url = source.stdout.readline().strip()
+        yield source, source.stdout.readline().strip()
+        if source.poll() is None:
+            source.terminate()
+            source.communicate(timeout=LIMIT_S)
+
+
+def test_it_says_where_it_is_does_what_it_is_commanded_and_ends_on_command(tmp_path: Path) -> None:
+    with sandbox("--nodes", "2", "--vbuckets", "8", "--load", "100", "--control", tmp_path / "s") as (source, url):
         assert parse(url).bucket == "demo"
         fault = ["sandbox", "fault", "--control", tmp_path / "s"]
         status = call(*fault, "status").json
@@ -47,12 +57,8 @@ def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
     uuids = []
     chosen = ["--bucket-uuid", same]
     for options in ([], [], chosen, ["--port", port], ["--port", port], ["--port", port, "--bucket", "other"]):
-        with background("sandbox", "--control", tmp_path / "s", *options) as source:
-            assert source.stdout is not None
-            source.stdout.readline()
+        with sandbox("--control", tmp_path / "s", *options):
             uuids.append(call("sandbox", "fault", "--control", tmp_path / "s", "status").json["bucket_uuid"])
-            source.terminate()
-            source.communicate(timeout=LIMIT_S)
     assert len(set(uuids[:4])) == 4
     assert uuids[2] == same
     assert uuids[3] == uuids[4] != uuids[5]
@@ -60,23 +66,18 @@ def test_a_restart_on_a_port_is_the_same_bucket(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with background("sandbox", "--control", tmp_path / "one") as source:
-        assert source.stdout is not None
-        port = parse(source.stdout.readline()).addresses[0].port
+    with sandbox("--control", tmp_path / "one") as (_, url):
+        port = parse(url).addresses[0].port
         second = call("sandbox", "--port", str(port), "--control", tmp_path / "two")
         assert second.code == 2
         assert str(port) in second.complaint
-        source.terminate()
-        source.communicate(timeout=LIMIT_S)
 
 
 def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("127.0.0.1")
     flags = ("--tls-cert", cert, "--tls-key", key, "--tls-client-ca", authority.ca_file, "--vbuckets", "2")
-    with background("sandbox", *flags) as source:
-        assert source.stdout is not None
-        url = source.stdout.readline().strip()
+    with sandbox(*flags) as (_, url):
         assert parse(url).tls
         mirrored = ("run", "--source", url, "--data", tmp_path / "data", "--until-caught-up", "--tls-ca-file")
         assert call(*mirrored, authority.ca_file).code == 0
@@ -89,8 +90,6 @@ def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
         assert wrong.code == 2
         assert "absent.pem cannot be used" in wrong.complaint
         assert call(*mirrored, other.ca_file).code == 0
-        source.terminate()
-        source.communicate(timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from mirror.document.judge import DEPTH_MAX, NUMBER_BYTES_MAX, STEP_BYTES, is_js
 
 
 def judged(data: bytes | bytearray) -> tuple[bool, int]:
-    """The judgement, and in how many steps it was made."""
     steps, count = is_json(data), 0
     while True:
         try:

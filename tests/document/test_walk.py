@@ -29,7 +29,6 @@ SIZES = st.sampled_from(((5, 9), (40, 300), (walk.STEP_BYTES, walk.FLAT_BYTES_MA
 
 
 def run(steps: Steps[Any]) -> tuple[Any, int]:
-    """What it returns, and how many steps it took."""
     count = 0
     while True:
         try:

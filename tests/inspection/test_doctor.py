@@ -26,7 +26,6 @@ __all__ = ["cluster"]
 
 
 async def examined(source: str, path: Path, data: Path | None = None, **values: Any) -> dict[str, list[Finding]]:
-    """Findings by step."""
     secrets = path / "doctor"
     secrets.mkdir(exist_ok=True)
     (secrets / "password").write_text(values.pop("password", "demo"))

@@ -48,7 +48,6 @@ def write(cluster: SandboxCluster, count: int, name: str = "doc", **where: Any) 
 
 
 async def filled(cluster: SandboxCluster, path: Path) -> Mirror:
-    """A mirror of everything that the source has now, stopped."""
     mirror = mirror_of(cluster, path)
     mirror.start(cluster.connection_string)
     await caught_up(mirror, cluster)
@@ -233,7 +232,6 @@ async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
 
 
 def rows_of(txn: Any, tree: Any) -> list[tuple[bytes, bytes]]:
-    """Rows of mutations, without their checksums."""
     return [
         (key, stored[: -seal.SIZE])
         for key, stored in txn.cursor(tree)

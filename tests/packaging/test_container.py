@@ -217,7 +217,6 @@ def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: P
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with success."""
     with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10):
         return True
     return False

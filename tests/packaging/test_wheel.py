@@ -39,7 +39,6 @@ def run(*command: str | Path, cwd: Path, code: int = 0, **more: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist and the wheel that was built from it."""
     place = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, place / "checkout", ignore=shutil.ignore_patterns(*LEFT_OUT))
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", place, place / "checkout", cwd=place)

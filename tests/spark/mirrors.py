@@ -16,8 +16,6 @@ IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)
 
 
 class SmallMirror:
-    """A data directory with a writer of each group."""
-
     def __init__(self, path: Path, *, filled: bool = True) -> None:
         """`filled`: a vbucket without documents is complete; otherwise it is in its first fill."""
         self.path = path
@@ -102,6 +100,5 @@ def orders(first: int, count: int) -> dict[str, bytes | None]:
 
 
 def scanned(path: Path) -> dict[str, tuple[int, bytes]]:
-    """What `scan` finds: key to seqno and value."""
     with open_view(str(path)) as view:
         return {each.key.decode(): (each.seqno, each.value) for each in view.scan()}

@@ -32,8 +32,6 @@ def spark_environment(**more: str) -> dict[str, str]:
 
 
 class Standalone:
-    """The cluster."""
-
     def __init__(self, folder: Path, workers: int = 2) -> None:
         self._folder = folder
         self._count = workers

@@ -50,8 +50,6 @@ class Kill(NamedTuple):
 
 
 class Stream:
-    """The driver, started again and again."""
-
     def __init__(self, lake: Path, *arguments: str) -> None:
         self.lake = lake
         self.log = lake.parent / "sync.log"
@@ -163,7 +161,6 @@ def follow(source: SandboxThread, data: Path) -> None:
 
 
 def documents_of(cluster: SandboxCluster) -> dict[bytes, tuple[int, bytes]]:
-    """What the source has now: wire key to seqno and cas."""
     found: dict[bytes, Any] = {}
     for vbid in range(len(cluster.vbuckets)):
         vbucket = cluster.vbucket(vbid)

@@ -41,8 +41,6 @@ def source() -> Iterator[SandboxThread]:
 
 
 class Driver:
-    """A driver process, and what it says."""
-
     def __init__(self, folder: Path, *command: object) -> None:
         self.out, self.err = folder / "driver.out", folder / "driver.err"
         with self.out.open("wb") as out, self.err.open("wb") as err:

@@ -23,6 +23,7 @@ from mirror.supervise.processes.child import Child
 from mirror.supervise.processes.life import ChildProcess, Make, Send
 from mirror.supervise.processes.plan import Heartbeat
 from mirror.supervise.supervisor import Supervisor
+from tests.supervise import service
 from tests.supervise.scripted import look_up, settings_for
 
 Report = dict[str, Any]
@@ -50,8 +51,6 @@ class Work:
 
 
 class TaskProcess:
-    """What `Child` needs of a process."""
-
     numbers = itertools.count(1)
 
     def __init__(self, end: socket.socket, make: Make) -> None:
@@ -103,17 +102,12 @@ def use(
 async def serving(data: Path, settings: Settings | None = None, **more: Any) -> AsyncIterator[Supervisor]:
     """A service of eight vbuckets until the block ends."""
     arguments: dict[str, Any] = {"clock": SystemClock(), "look_up": look_up} | more
-    service = Supervisor(settings or settings_for(data, workers=1), arguments.pop("look_up"), **arguments)
-    task = asyncio.create_task(service.run())
-    try:
-        yield service
-    finally:
-        service.stop()
-        await task
+    made = Supervisor(settings or settings_for(data, workers=1), arguments.pop("look_up"), **arguments)
+    async with service.serving(made):
+        yield made
 
 
 def vbucket(vbid: int, published: int = 5, high: int | None = 5, **more: Any) -> Report:
-    """A worker's report of a vbucket that streams."""
     return {
         "vbid": vbid, "state": "streaming", "node": "db1:11210" if high is not None else None,
         "published_seqno": published, "staged_seqno": published, "source_high_seqno": high, "vbuuid": 0xABC,

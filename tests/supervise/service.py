@@ -67,7 +67,6 @@ def children_of(process: ProcessGroup) -> list[psutil.Process]:
 
 
 def ask_now(data: Path) -> dict[str, Any]:
-    """The status by a fresh connection; empty workers while nobody answers."""
     try:
         answer: dict[str, Any] = asyncio.run(ask(data, {"op": "status"}))["status"]
     except (OSError, ValueError):

@@ -12,8 +12,6 @@ from mirror.supervise.processes.worker import NEW_CONTAINERS_MAX, settle_collect
 
 
 class Node:
-    """Part of a cycle."""
-
     def __init__(self) -> None:
         self.other: Node | None = None
 

@@ -12,7 +12,6 @@ from mirror.supervise.reports.systemd import Notifier
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A service manager's end of the line."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind(str(tmp_path / "notify"))
         end.settimeout(5)

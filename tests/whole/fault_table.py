@@ -51,8 +51,6 @@ CHANNELS = ("status", "page", "readyz", "metrics", "event", "doctor")
 
 @dataclass
 class Site:
-    """A mirror that follows, and its source."""
-
     source: SandboxThread
     service: Service
     url: str
@@ -117,7 +115,6 @@ def recreate(site: Site) -> None:
 
 
 def other_ports(site: Site) -> None:
-    """The second node comes back at another port, with a map of the same revision."""
     cluster = site.source.cluster
 
     async def move() -> None:
@@ -427,7 +424,6 @@ def measure(name: str) -> Outcome:
 
 
 def states_now(site: Site) -> dict[str, str]:
-    """The state by each channel that names one; nothing of those that do not answer."""
     metrics = re.search(r'dcp_mirror_state{state="([^"]+)"} 1.0', LOOKS["metrics"](site))
     found = {"status": status_text(site).partition(":")[0], "page": page_text(site).partition(":")[0]}
     found |= {"metrics": metrics[1]} if metrics else {}

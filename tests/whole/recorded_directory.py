@@ -90,7 +90,6 @@ def source_of(path: Path) -> SandboxCluster:
 
 
 def formats() -> dict[int, Path]:
-    """Recorded directories by their format."""
     return {int(path.name.split("-")[1].split(".")[0]): path for path in FOLDER.glob("format-*.tar.xz")}
 
 
@@ -101,7 +100,6 @@ def unpacked(path: Path, folder: Path) -> Path:
 
 
 def follow(data: Path) -> None:
-    """Mirror the source into `data`, step by step."""
     with SandboxThread(cluster()) as source, Service(source.connection_string, data, *FLAGS) as service:
         service.start()
         for step in STORY:

@@ -60,7 +60,6 @@ def data(mirrored: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def writing(source: SandboxThread) -> Iterator[Load]:
-    """A live load, for as long as a test takes."""
     load = Load(source.cluster, 4, rate=150, keys=2000)
     task = source.call(lambda: asyncio.get_running_loop().create_task(load.run()))
     yield load
@@ -229,7 +228,6 @@ def test_a_file_size_limit_is_said_and_lifted(source: SandboxThread, data: Path,
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     as_root = [] if os.geteuid() == 0 else ["sudo", "-n"]

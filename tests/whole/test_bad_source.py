@@ -38,7 +38,6 @@ pytestmark = pytest.mark.xdist_group("bad source")  # they share a service
 
 @contextmanager
 def loaded_source() -> Iterator[SandboxThread]:
-    """A source of two nodes with a live load."""
     cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=7)
     load = Load(cluster, 7, rate=150, keys=400)
     with SandboxThread(cluster) as thread:
@@ -52,7 +51,6 @@ def loaded_source() -> Iterator[SandboxThread]:
 
 @contextmanager
 def following(source: SandboxThread, folder: Path) -> Iterator[Service]:
-    """A mirror that follows the source."""
     with Service(source.connection_string, folder / "data", *FLAGS) as running:
         running.start()
         running.wait_workers(2)

@@ -45,7 +45,6 @@ def free_port() -> int:
 
 
 def published(service: Service) -> dict[int, int]:
-    """Nothing while the directory is being made."""
     if not (service.data / "mirror.json").exists():
         return {}
     with open_view(str(service.data)) as view:

@@ -35,8 +35,6 @@ QUERIES = [
 
 
 class Prometheus:
-    """A server that scrapes one target each second."""
-
     def __init__(self, process: ProcessGroup) -> None:
         """It may still be starting."""
         self._url = until("Prometheus to listen", lambda: _address(process))
@@ -64,7 +62,6 @@ def _address(process: ProcessGroup) -> str | None:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has scraped a mirror under load a few times."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("Prometheus is not installed (Debian package prometheus)")

@@ -30,8 +30,6 @@ FAILED_OVER = range(0, VBUCKETS, 6)
 
 
 class Story:
-    """A source under load and its mirror."""
-
     def __init__(self, source: SandboxThread, service: Service, load: Load) -> None:
         self.source = source
         self.service = service

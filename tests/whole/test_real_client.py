@@ -47,8 +47,6 @@ DEFAULT, CARTS, ITEMS = "_default._default", "shop.carts", "shop.items"
 
 @dataclass
 class Written:
-    """What the SDK did last to a document."""
-
     result: Any
     value: Any
     """A Python value for JSON, bytes for the rest, or REMOVED."""
@@ -59,7 +57,6 @@ class Written:
 
 
 def write_everything(bucket: Any) -> dict[tuple[str, str], Written]:
-    """Documents of many kinds, by all the ways there are."""
     default: Collection = bucket.default_collection()
     carts: Collection = bucket.scope("shop").collection("carts")
     items: Collection = bucket.scope("shop").collection("items")

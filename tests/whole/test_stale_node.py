@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ def write(source: SandboxThread, name: str, bucket: Bucket | None = None) -> Non
 
 
 def level(source: SandboxThread, data: Path) -> bool:
-    """Every vbucket is published up to what the cluster has, on the cluster's history."""
     if not (data / "mirror.json").exists():
         return False
     highs = source.call(lambda: [(each.high_seqno, each.vbuuid) for each in source.cluster.vbuckets])
@@ -69,6 +69,16 @@ def rollbacks(data: Path) -> list[Any]:
         return [each for vbid in range(VBUCKETS) for each in view.rollbacks(vbid)]
 
 
+@contextmanager
+def levelled(source: SandboxThread, data: Path, *numbers: int) -> Iterator[Service]:
+    """A service that has mirrored what was written before; `numbers` are the nodes that it is told. Ends it cleanly."""
+    write(source, "before")
+    with Service(url(source, *numbers), data, *FLAGS) as service:
+        service.start()
+        until("the mirror to be level", lambda: level(source, data))
+        yield service
+
+
 def fail_over_node_1(source: SandboxThread) -> Bucket:
     """Node 1 is stopped and failed over; it comes back only when it is restarted. Returns what it has."""
     source.run(source.cluster.kill_node(1))
@@ -79,10 +89,7 @@ def fail_over_node_1(source: SandboxThread) -> Bucket:
 
 def test_a_restart_that_finds_the_old_node_first_follows_the_newer_map(source: SandboxThread, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    write(source, "before")
-    with Service(url(source, 1, 0), data, *FLAGS) as service:
-        service.start()
-        until("the mirror to be level", lambda: level(source, data))
+    with levelled(source, data, 1, 0) as service:
         fail_over_node_1(source)
         write(source, "good")
         until("the mirror to be level after the failover", lambda: level(source, data))
@@ -97,16 +104,12 @@ def test_a_restart_that_finds_the_old_node_first_follows_the_newer_map(source: S
         assert_true_to_the_cluster(source, data)
         result = call("verify", "--data", data, "--source", url(source, 1, 0), "--json")
         assert result.code == 0, (result.out, result.err)
-        assert service.terminate() == 0
 
 
 def test_an_old_map_is_not_followed_where_no_other_node_answers(source: SandboxThread, tmp_path: Path) -> None:
     """Node 0 is away for a while: the mirror waits for it, says why, and serves what it has."""
     data = tmp_path / "data"
-    write(source, "before")
-    with Service(url(source, 1, 0), data, *FLAGS) as service:
-        service.start()
-        until("the mirror to be level", lambda: level(source, data))
+    with levelled(source, data, 1, 0) as service:
         fail_over_node_1(source)
         write(source, "good")
         until("the mirror to be level after the failover", lambda: level(source, data))
@@ -122,7 +125,6 @@ def test_an_old_map_is_not_followed_where_no_other_node_answers(source: SandboxT
         write(source, "later")
         until("the mirror to be level when node 0 is back", lambda: level(source, data))
         assert rollbacks(data) == []
-        assert service.terminate() == 0
     stored = json.loads((data / "map.json").read_text())
     assert (stored["rev_epoch"], stored["rev"])[1] == followed[1]
 
@@ -130,10 +132,7 @@ def test_an_old_map_is_not_followed_where_no_other_node_answers(source: SandboxT
 def test_a_node_that_goes_on_after_it_was_failed_over_is_left_at_once(source: SandboxThread, tmp_path: Path) -> None:
     """Clients write to it meanwhile; the worker whose vbuckets it has is connected to no other node."""
     data = tmp_path / "data"
-    write(source, "before")
-    with Service(url(source, 0, 1), data, *FLAGS) as service:
-        service.start()
-        until("the mirror to be level", lambda: level(source, data))
+    with levelled(source, data, 0, 1) as service:
         source.call(source.cluster.faults.silence, node=1, dcp_only=False, future=True)
         alone = source.call(source.cluster.split_off, 1)
         source.run(source.cluster.failover_node(1))
@@ -148,7 +147,6 @@ def test_a_node_that_goes_on_after_it_was_failed_over_is_left_at_once(source: Sa
         assert_true_to_the_cluster(source, data)
         nodes = {row["node"] for row in (service.status() or {})["vbuckets"]}
         assert nodes == {f"127.0.0.1:{source.cluster.nodes[0].port}"}
-        assert service.terminate() == 0
 
 
 def test_streams_of_a_stale_node_end_when_another_worker_learns_of_the_newer_map(
@@ -156,28 +154,21 @@ def test_streams_of_a_stale_node_end_when_another_worker_learns_of_the_newer_map
 ) -> None:
     """The node never stops: cut off from its cluster, it goes on serving the mirror."""
     data = tmp_path / "data"
-    write(source, "before")
-    with Service(url(source, 0), data, *FLAGS) as service:
-        service.start()
-        until("the mirror to be level", lambda: level(source, data))
+    with levelled(source, data, 0):
         alone = source.call(source.cluster.split_off, 1)
         write(source, "stale", alone)
         source.run(source.cluster.failover_node(1))
         write(source, "good")
         until("the mirror to be level", lambda: level(source, data))
         assert_true_to_the_cluster(source, data)
-        assert service.terminate() == 0
 
 
 def test_a_cluster_that_was_restored_is_followed_when_the_operator_says_so(
     source: SandboxThread, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    write(source, "before")
-    with Service(url(source, 0), data, *FLAGS) as service:
-        service.start()
-        until("the mirror to be level", lambda: level(source, data))
-        assert service.terminate() == 0
+    with levelled(source, data, 0):
+        pass
     source.call(setattr, source.cluster.bucket.map, "rev", 0)
     source.call(source.cluster.bucket.map.bump)
     write(source, "restored")

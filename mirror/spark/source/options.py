@@ -8,13 +8,12 @@ docs/spark.md, "Options", says what each means.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from typing import Any
 
-from mirror import units
+from mirror import health, units
 from mirror.errors import ConfigError
 from mirror.spark.places import local_path
 from mirror.spark.source.columns import TABLES
@@ -61,7 +60,7 @@ class Options:
         if self.collections is not None:
             parts.append(f"collection={','.join(sorted(self.collections))}")
         if self.vbuckets is not None:
-            parts.append(f"vbuckets={','.join(_as_ranges(self.vbuckets))}")
+            parts.append(f"vbuckets={','.join(health.ranges(sorted(self.vbuckets)))}")
         return " ".join(parts)
 
     def vbids_of(self, held: Sequence[int]) -> list[int]:
@@ -139,12 +138,6 @@ def ranges(text: str) -> frozenset[int]:
             raise ValueError(f"{part.strip()} is not a range of vbuckets")
         found.update(range(low, high + 1))
     return frozenset(found)
-
-
-def _as_ranges(numbers: frozenset[int]) -> Iterator[str]:
-    for _, run in groupby(enumerate(sorted(numbers)), lambda each: each[1] - each[0]):
-        found = [number for _, number in run]
-        yield str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"
 
 
 def _names(text: str) -> tuple[str, ...]:

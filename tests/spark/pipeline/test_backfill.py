@@ -35,7 +35,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 def fill(cluster: SandboxCluster) -> None:
-    """Documents in two collections, one of them new, some deleted, some rewritten."""
     cluster.bucket.create_scope("s")
     cluster.bucket.create_collection("s", "c")
     for number in range(400):
@@ -59,7 +58,6 @@ def is_the_sources(source: SandboxThread, data: Path) -> None:
 
 
 def requested_starts(source: SandboxThread) -> list[list[int]]:
-    """Where each accepted stream of each vbucket began."""
     return [
         [each.start_seqno for each in source.call(source.cluster.sent, vbid).stream_requests]
         for vbid in range(VBUCKETS)

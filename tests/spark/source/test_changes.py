@@ -45,8 +45,6 @@ def options(small: SmallMirror, **more: str) -> Options:
 
 
 class Follower:
-    """A stream and the table that it keeps."""
-
     def __init__(self, options: Options) -> None:
         self.options = options
         self.driver = LocalChanges(options)

@@ -47,8 +47,6 @@ def write(source: SandboxThread, first: int, count: int, value: object = 1, **wh
 
 
 def there(source: SandboxThread) -> dict[str, tuple[int, bytes]]:
-    """What the source holds."""
-
     def look() -> dict[str, tuple[int, bytes]]:
         found = {}
         for vbid in range(VBUCKETS):
@@ -67,8 +65,6 @@ def documents(options: Options, restriction: Restriction | None = None) -> list[
 
 
 class Follower:
-    """A stream over a connection and the table that it keeps."""
-
     def __init__(self, options: Options) -> None:
         self.options = options
         self.driver = RemoteChanges(options)

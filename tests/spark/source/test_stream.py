@@ -58,7 +58,6 @@ class Table:
 
 
 def run(spark: SparkSession, table: Table, checkpoint: Path, **options: str) -> None:
-    """All that there is, from the checkpoint on."""
     stream = spark.readStream.format("mirror").options(table="changes", **options).load()
     writer = stream.writeStream.foreachBatch(table).option("checkpointLocation", str(checkpoint))
     query = writer.trigger(availableNow=True).start()

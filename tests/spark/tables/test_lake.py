@@ -167,7 +167,6 @@ def follow(folder: Path, seed: int, per_collection: bool) -> None:
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batches that were merged."""
     found: list[int] = []
     merge = DocumentsTable._merge
 
