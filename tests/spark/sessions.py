@@ -86,13 +86,16 @@ def java_environment() -> dict[str, str]:
     from mirror.spark import java
 
     jars = Path(pyspark.__file__).parent / "jars"
-    fits = zlib.crc32(f"{java.home()} {os.stat(jars).st_mtime_ns} {TOUR}".encode())
-    archive = Path(sys.prefix, f"spark-classes-{fits:08x}.jsa")
+    fits = zlib.crc32(f"{java.home()} {jars} {os.stat(jars).st_mtime_ns} {TOUR}".encode())
+    place = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())
+    archive = place / f"spark-classes-{fits:08x}.jsa"
     python = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
     names = {"JAVA_HOME": java.home(), "PYTHONPATH": python, "PYSPARK_PYTHON": sys.executable}
     with Path(f"{archive}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not archive.exists():
+            for old in place.glob("spark-classes-*.jsa"):
+                old.unlink()
             made = Path(f"{archive}.new")
             with tempfile.TemporaryDirectory() as folder:
                 tour(
