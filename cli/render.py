@@ -483,6 +483,29 @@ class Screen:
             self._console.file.flush()
 
 
+class Bar:
+    """A bar on stderr, if that is a terminal, from the first `show` until `hide`."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+
+    def show(self, share: float | None) -> None:
+        """Show a share between 0 and 1; None if it is unknown."""
+        if not stderr.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(console=stderr, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._live.start()
+        self._live.update(
+            ProgressBar(total=None if share is None else 1.0, completed=share or 0, width=40), refresh=True
+        )
+
+    def hide(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
 def show(view: RenderableType) -> None:
     """Draw once on stdout. A pipe gets no padding and 160 columns, unless COLUMNS is set."""
     if stdout.is_terminal:

@@ -195,6 +195,16 @@ class Settings:
     verify_reads: bool = takes(Effect.SERVERS, True)
     """Compare the checksum of each row that is read on the KV, HTTP and DCP addresses. Costs a point read 5 %, a scan 6
     %, a DCP backfill up to 18 %."""
+    sql: bool = takes(Effect.SERVERS, False)
+    """Answer SQL at `POST /v1/query` of the HTTP listener. It needs the extra `dcp-mirror[sql]`."""
+    sql_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.SERVERS, 2)
+    """Queries that each HTTP process runs at a time, each in a process of its own that uses one core. Others wait."""
+    sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = takes(Effect.SERVERS, 512 * MIB)
+    """Memory of a query. One that needs more is refused: nothing is spilled to disk."""
+    sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 60.0)
+    """Time for a query, from its request until its reader has the answer."""
+    sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = takes(Effect.SERVERS, 100_000)
+    """Rows of an answer. A longer one is cut there, and says so."""
 
     history_s: Annotated[int, Field(ge=0, le=10 * 366 * 86_400)] = 3600
     """Age to which superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more

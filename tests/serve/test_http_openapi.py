@@ -71,7 +71,7 @@ schema.config.generation.update(modes=[schemathesis.GenerationMode.POSITIVE, sch
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server with something in every vbucket, that calls itself healthy."""
     folder = tmp_path_factory.mktemp("http")
-    with made(folder) as source, running(Path(source.path), source) as served:
+    with made(folder) as source, running(Path(source.path), source, sql=True) as served:
         for vbid in range(VBUCKETS):
             source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
             for number in range(3):
@@ -192,10 +192,17 @@ def odd_requests(site: Site) -> Iterator[tuple[str, str, dict[str, bytes], bytes
             if path == "/v1/collections":  # every path reads these
                 parameters += [{"name": name, "in": "header"} for name in ("Authorization", "Host", "Sec-Fetch-Site")]
             if "requestBody" in operation:
-                parameters += [{"name": name, "in": "body"} for name in ("keys", "keys_b64", "unknown", "")]
+                parameters += [{"name": name, "in": "body"} for name in BODIES[path]]
             for parameter in parameters:
                 for value in (*ODD, *odd_pages(site)) if parameter["name"] == "page" else ODD:
                     yield method.upper(), *odd_request(path, parameter["name"], parameter["in"], value)
+
+
+BODIES = {
+    "/v1/collections/{collection}/multi-get": ("keys", "keys_b64", "unknown", ""),
+    "/v1/query": ("sql", "as_of", "limit_rows", "unknown", ""),
+}
+"""The members of a body, and one in place of the whole."""
 
 
 def odd_request(path: str, name: str, where: str, value: str) -> tuple[str, dict[str, bytes], bytes]:
@@ -208,7 +215,9 @@ def odd_request(path: str, name: str, where: str, value: str) -> tuple[str, dict
     elif where == "header":
         headers = {name: data.translate(None, b"\0\r\n")}
     elif where == "body":
-        body = json.dumps({name: [data.decode(errors="replace")]}).encode() if name else data
+        text = data.decode(errors="replace")
+        members = {"sql": "select 1", name: text} if path == "/v1/query" else {name: [text]}
+        body = json.dumps(members).encode() if name else data
     return path.format(**filled) + query, headers, body
 
 

@@ -24,6 +24,7 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.changes import get_changes
 from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
 from mirror.serve.http.problems import Problem, internal, of_http, of_storage
+from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, vbucket
 from mirror.serve.http.service import Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
@@ -313,6 +314,7 @@ def make_app(service: Service) -> GuardedApp:
         Route(f"{collection}/multi-get", get_documents, methods=["POST"]),
         Route("/v1/collections", get_collections, methods=get),
         Route("/v1/changes", get_changes, methods=get),
+        Route("/v1/query", post_query, methods=["POST"]),
         Route("/v1/vbuckets", get_vbuckets, methods=get),
         Route("/v1/vbuckets/{vbid}", get_vbucket, methods=get),
         Route("/v1/status", get_status, methods=get),

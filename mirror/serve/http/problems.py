@@ -55,6 +55,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "not-published": (503, "Not mirrored yet"),
     "unavailable": (503, "Not available now"),
     "too-busy": (503, "Too many readers"),
+    "query-timeout": (504, "The query took too long"),
     "not-published-in-time": (504, "The write was not published within the deadline"),
 }
 """Name -> status and title. The OpenAPI description lists them from here."""

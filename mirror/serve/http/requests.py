@@ -107,16 +107,21 @@ class Parameters:
             return None
         if text.isascii() and text.isdigit():
             return integer("as_of", text, 0, SEQNO_MAX)
-        try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
-            raise _bad(f"as_of is {text[:60]!r}, neither a seqno nor a time", "2026-01-31T12:00:00Z") from None
-        if moment.tzinfo is None:
-            raise _bad(f"as_of {text!r} has no time zone", "end it with Z or +hh:mm")
-        try:
-            return Time(int(moment.astimezone(UTC).timestamp() * 1000))
-        except (OverflowError, ValueError):
-            raise _bad(f"as_of {text!r} is out of range") from None
+        return moment(text)
+
+
+def moment(text: str) -> Time:
+    """Parse a time in ISO 8601 with its zone."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise _bad(f"as_of is {text[:60]!r}, neither a seqno nor a time", "2026-01-31T12:00:00Z") from None
+    if found.tzinfo is None:
+        raise _bad(f"as_of {text!r} has no time zone", "end it with Z or +hh:mm")
+    try:
+        return Time(int(found.astimezone(UTC).timestamp() * 1000))
+    except (OverflowError, ValueError):
+        raise _bad(f"as_of {text!r} is out of range") from None
 
 
 def integer(name: str, text: str, low: int, high: int) -> int:

@@ -29,6 +29,7 @@ from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.api import make_app
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
+from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.service import PublishWatch, Service
 from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror
@@ -87,6 +88,7 @@ class HttpServer:
             stale_reads=settings.resync_reads == "stale",
             streams_max=streams_max,
             streams_per_reader_max=max(1, streams_max // STREAMS_PER_READER_SHARE),
+            queries=Queries(settings) if settings.sql else None,
         )
         app = make_app(self.service)
         self.gate = Gate(
@@ -147,6 +149,8 @@ class HttpServer:
             connection.transport.abort()
         await asyncio.sleep(0)
         self._acceptors.clear()
+        if self.service.queries is not None:
+            await self.service.queries.close()
         self.service.logins.close()
         self.service.changes_thread.shutdown(wait=False, cancel_futures=True)
         self.service.mirror.close()

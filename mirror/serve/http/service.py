@@ -30,6 +30,7 @@ from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
 from mirror.serve.http.problems import Problem
+from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http.status import StatusReporter
 from mirror.serve.http.view import Mirror
@@ -200,6 +201,8 @@ class Service:
     """Reads the batches of all streams of changes, one after the other."""
     _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
     heartbeat_s: float = 10.0
+    queries: Queries | None = None
+    """The processes that answer SQL; None if the settings say no."""
     description: bytes = b""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     large: LargeReads = field(init=False)

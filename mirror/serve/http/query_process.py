@@ -1,0 +1,118 @@
+"""A process that answers one query after the other for an HTTP process, over a socket on its stdin.
+
+The HTTP process sends a line of JSON for a query, and gets a line of JSON for its answer, then the answer's bytes.
+Invariants: this process opens no answer before it has all of it; it ends, and lets go of its lease, when the HTTP
+process hangs up or is gone; its memory is bounded by the kernel, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack, closing
+from typing import Any
+
+from mirror.errors import MirrorError
+from mirror.serve.access.auth import Reader
+from mirror.serve.http.problems import Problem, internal, of_storage
+from mirror.sql import Session
+from mirror.sql.answers import Body
+from mirror.sql.read import Boundaries
+from storage.errors import StorageError
+from storage.read.view import Time, open_view
+
+ABOVE_LIMIT_BYTES = 768 * 1024 * 1024
+"""Memory of Python, Arrow and the scan above that of a query. Half of it is stacks and heaps that are only reserved."""
+NICENESS = 5
+"""Ingest and point reads come first."""
+LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
+"""For a query to end by itself once nobody waits for it; one that is only planned takes no notice."""
+
+JsonObject = dict[str, Any]
+
+
+class QueryProcess:
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._session: Session | None = None
+
+    def run(self) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+        for request in self._line.makefile("rb"):
+            head, pieces = self._answer(json.loads(request))
+            self._line.sendall(json.dumps(head).encode() + b"\n")
+            for piece in pieces:
+                self._line.sendall(piece)
+
+    def _watch(self) -> None:
+        """End this process once the other end has hung up."""
+        hung_up = select.poll()
+        hung_up.register(self._line, select.POLLRDHUP)
+        hung_up.poll()
+        for _ in range(LEAVE_TRIES):
+            session = self._session
+            if session is None:
+                break
+            session.interrupt()
+            time.sleep(LEAVE_TRY_S)
+        os._exit(1)
+
+    def _answer(self, request: JsonObject) -> tuple[JsonObject, list[bytes]]:
+        body = Body(request["memory_bytes"])
+        try:
+            self._query(request, body)
+        except StorageError as error:
+            problem = of_storage(error)
+        except MemoryError:
+            problem = Problem(
+                "too-large", "the query needs more memory than it may have", hint="raise sql_memory_bytes"
+            )
+        except MirrorError as error:
+            problem = Problem("bad-request", error.what, hint=error.hint)
+        except Exception:
+            traceback.print_exc()
+            problem = internal()
+        else:
+            head = {"bytes": sum(map(len, body.pieces)), "rows": body.row_count, "truncated": body.is_cut}
+            return head, body.pieces
+        return {"name": problem.name, "detail": problem.detail, "hint": problem.hint, **problem.more}, []
+
+    def _query(self, request: JsonObject, body: Body) -> None:
+        reader = Reader("", frozenset(request["patterns"]))
+        as_of = None if request["as_of_ms"] is None else Time(request["as_of_ms"])
+        with open_view(request["data"], verify_reads=request["verify_reads"]) as view, ExitStack() as stack:
+            allowed = None
+            if not reader.reads_all:
+                names = Boundaries(view, as_of, "sql").collections()
+                allowed = frozenset(name for name in names if reader.may_read(*name.split(".", 1)))
+            made = Session(
+                view, as_of=as_of, memory_bytes=request["memory_bytes"], threads=1, collections_allowed=allowed
+            )
+            session = stack.enter_context(made)
+            self._session = session
+            try:
+                with closing(session.run(request["sql"])) as result:
+                    body.fill(result.reader, request["rows_max"], arrow=request["arrow"])
+            finally:
+                self._session = None
+
+
+def main() -> None:
+    line = socket.socket(fileno=os.dup(0))
+    os.nice(NICENESS)
+    limit = int(sys.argv[1]) + ABOVE_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    QueryProcess(line).run()
+    os._exit(0)  # what DuckDB's module says of its own functions at the end is nobody's business
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The rows of an answer as JSON, CSV, Parquet and Arrow's stream.
+
+Invariants: a number keeps all its digits: a decimal of more than a double's is a text; bytes become base64, a time its
+ISO 8601 text, NaN and infinities null.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mirror.errors import QueryFailed
+
+DOUBLE_DIGITS = 15
+"""Decimal digits that a double keeps."""
+
+
+def plain(value: Any) -> Any:
+    """Return a value of Arrow's as JSON has it."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # an interval
+        return value._asdict()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, Decimal):
+        if value == value.to_integral_value():
+            return int(value)
+        return float(value) if len(value.as_tuple().digits) <= DOUBLE_DIGITS else str(value)
+    return value.total_seconds() if isinstance(value, timedelta) else str(value)
+
+
+def rows(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """Yield rows of plain values. Raises QueryFailed for a value that Python has not, such as the year 294247."""
+    try:
+        columns = [[plain(value) for value in column.to_pylist()] for column in batch.columns]
+    except (ValueError, OverflowError) as error:
+        raise QueryFailed(f"a value cannot be shown: {error}", hint="cast its column to VARCHAR") from None
+    return zip(*columns, strict=True)
+
+
+def numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def up_to(reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
+    """Yield batches with one row more than `rows_max` at most, so that a cut shows."""
+    left = rows_max + 1
+    for batch in reader:
+        yield batch.slice(0, left)
+        left -= batch.num_rows
+        if left <= 0:
+            return
+
+
+def csv_writer(file: IO[str], schema: pa.Schema) -> Callable[[pa.RecordBatch], None]:
+    """Write a head, and return the function that writes rows; nested values as JSON."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(schema.names)
+
+    def write(batch: pa.RecordBatch) -> None:
+        for row in rows(batch):
+            writer.writerow([json_text(cell) if isinstance(cell, list | dict | bool) else cell for cell in row])
+
+    return write
+
+
+@contextmanager
+def parquet_writer(file: IO[bytes], schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield the function that writes rows. Raises QueryFailed."""
+    try:
+        with pq.ParquetWriter(file, schema) as writer:
+            yield writer.write_batch
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        raise QueryFailed(f"Parquet cannot hold this answer: {error}", hint="cast that column to VARCHAR") from None
+
+
+class Body:
+    """An answer of bounded size, as JSON or as Arrow's stream."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.pieces: list[bytes] = []
+        self.is_cut = False
+        self.row_count = 0
+        self._left = bytes_max
+
+    def write(self, piece: bytes) -> None:
+        """Raises QueryFailed above the bound."""
+        self._left -= len(piece)
+        if self._left < 0:
+            raise QueryFailed("the answer is too large", hint="ask for fewer rows or columns")
+        self.pieces.append(bytes(piece))
+
+    def fill(self, reader: pa.RecordBatchReader, rows_max: int, *, arrow: bool) -> None:
+        """Raises QueryFailed."""
+        if arrow:
+            sink = pa.PythonFile(_Sink(self), "w")
+            with pa.ipc.new_stream(sink, reader.schema) as writer:
+                for batch in self._counted(reader, rows_max):
+                    writer.write_batch(batch)
+            return
+        columns = [{"name": field.name, "type": str(field.type)} for field in reader.schema]
+        self.write(f'{{"columns":{json_text(columns)},"rows":['.encode())
+        for batch in self._counted(reader, rows_max):
+            first = "" if self.row_count == batch.num_rows else ","
+            text = ",".join(map(json_text, rows(batch)))
+            self.write((first + text).encode(errors="surrogatepass"))
+        self.write(f'],"truncated":{json_text(self.is_cut)}}}'.encode())
+
+    def _counted(self, reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
+        for batch in up_to(reader, rows_max):
+            self.is_cut = self.row_count + batch.num_rows > rows_max
+            kept = batch.slice(0, rows_max - self.row_count)
+            self.row_count += kept.num_rows
+            if kept.num_rows:
+                yield kept
+
+
+class _Sink:
+    """Gives what Arrow writes to a body."""
+
+    closed = False
+
+    def __init__(self, body: Body) -> None:
+        self.write = body.write
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...

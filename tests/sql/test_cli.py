@@ -1,0 +1,176 @@
+"""`dcp-mirror sql` and `schema` as people use them: one query, a pipe, and the shell on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from cli.sql import REMEDY
+from mirror.typed.ddl import fields_of
+from storage.model import Collection, Seqno
+from tests.cli.conftest import call
+from tests.serve.http_site import VBUCKETS, made
+from tests.terminal import Terminal, plain
+
+pytestmark = pytest.mark.xdist_group("sql_cli")
+
+ENDLESS = "SELECT count(*) FROM range(1000000000000) t(a) WHERE a % 7 = 3"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with made(tmp_path_factory.mktemp("cli")) as source:
+        for vbid in range(VBUCKETS):
+            source.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
+        for number in range(30):
+            source.put(
+                f"o{number}", b'{"city":"c%d","n":%d,"tags":["a"],"state":"\\u001b[31mred"}' % (number % 3, number)
+            )
+            source.put(f"s{number}", b'{"total":%d.5}' % number, collection_id=9)
+        source.put(b"\xff\xfe", b"\x00binary", datatype=0)
+        source.put("broken", b"{broken", datatype=1)
+        yield Path(source.path)
+
+
+def test_an_answer_into_a_pipe_is_csv(data: Path) -> None:
+    ended = call("sql", "SELECT city, count(*) AS n, list(n ORDER BY n)[:2] AS l FROM documents WHERE city = 'c1' "
+                 "GROUP BY city", "--data", data)  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == 'city,n,l\nc1,10,"[1,4]"\n'
+
+
+def test_an_answer_as_json_has_an_object_a_line(data: Path) -> None:
+    ended = call("sql", "SELECT _key, tags FROM documents WHERE n < 2 ORDER BY n", "--data", data, "--json")
+    assert [json.loads(line) for line in ended.out.splitlines()] == [
+        {"_key": "o0", "tags": ["a"]},
+        {"_key": "o1", "tags": ["a"]},
+    ]
+
+
+def test_an_answer_as_parquet_is_complete_or_not_there(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "answer.parquet"
+    ended = call("sql", "SELECT * FROM shop.orders", "--data", data, "--to", file)
+    assert (ended.code, ended.out) == (0, "")
+    assert "30 rows" in ended.err
+    assert pq.read_table(file).num_rows == 30
+    assert call("sql", "SELECT INTERVAL 1 DAY", "--data", data, "--to", tmp_path / "no.parquet").code == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["answer.parquet"]
+
+
+def test_documents_that_are_no_json_are_rows_with_null_columns(data: Path) -> None:
+    ended = call("sql", "SELECT count(*), count(city), sum(n) FROM documents", "--data", data, "--json")
+    assert list(json.loads(ended.out).values()) == [32, 30, 435]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["SELEC 1"], "syntax error"),
+        (["SELECT * FROM nowhere"], "documents, shop.orders"),
+        (["SELECT nothing FROM documents"], "nothing"),
+        ([""], "dcp-mirror:"),
+        (["SELECT 1; SELECT 2"], "one statement"),
+        (["DROP TABLE documents"], "read only"),
+        (["SELECT 'infinity'::timestamp"], "VARCHAR"),
+        (["SELECT 1", "--json", "--csv"], "exclude each other"),
+        (["SELECT 1", "--to", "answer.txt"], "parquet"),
+        (["SELECT 1", "--to", "/nowhere/at/all/a.parquet"], "/nowhere"),
+        (["SELECT n FROM documents", "--as-of", "soon"], "soon"),
+        (["SELECT n FROM documents", "--as-of", "12"], "seqno"),
+        (["SELECT n FROM documents", "--as-of", "2001-01-01T00:00"], "nothing is kept"),
+        (["SELECT CAST(city AS INT) FROM documents"], "Conversion"),
+    ],
+)
+def test_an_error_is_one_line(arguments: list[str], text: str, data: Path) -> None:
+    if "/nowhere/at/all/a.parquet" in arguments and os.geteuid() == 0:
+        pytest.skip("root makes any directory")
+    ended = call("sql", *arguments, "--data", data)
+    assert ended.code != 0
+    assert ended.out in ("", "CAST('infinity' AS TIMESTAMP)\n")
+    assert ended.err.startswith("dcp-mirror: ")
+    assert text in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_without_the_packages_one_line_says_how_to_install_them(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cli.sql import need
+    from mirror.errors import ConfigError
+
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ConfigError, match="duckdb") as caught:
+        need("duckdb")
+    assert REMEDY in str(caught.value)
+
+
+def test_a_query_on_a_terminal_is_a_table_with_a_bar_after_a_second(data: Path) -> None:
+    with Terminal("sql", "SELECT city, n, state FROM documents WHERE n = 4", "--data", data, cwd=data) as terminal:
+        shown = plain(terminal.until("red"))
+        assert "city" in shown
+        assert "\x1b[31mred" not in terminal.shown
+        assert terminal.end() == 0
+    slow = "SELECT sum(a.range % 7) FROM range(800000000) a"
+    with Terminal("sql", slow, "--data", data, cwd=data) as terminal:
+        terminal.until("━")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert terminal.end() == 130
+
+
+def test_the_shell_answers_completes_and_cancels(data: Path, tmp_path: Path) -> None:
+    with Terminal(
+        "sql", "--data", data, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path), PROMPT_TOOLKIT_NO_CPR="1"
+    ) as terminal:
+        terminal.until("sql>")
+        terminal.type("SELECT count(*) AS answer FROM shop.ord\t")
+        terminal.until("ers")
+        terminal.type("\r")
+        terminal.until("answer")
+        terminal.until("30")
+        terminal.until("1 row, ")
+        terminal.type("\\d\r")
+        terminal.until("shop.orders")
+        terminal.until("sql>")
+        terminal.type("\\d shop.orders\r")
+        terminal.until("total")
+        terminal.until("double")
+        terminal.until("sql>")
+        terminal.type("SELECT * FROM nowhere\r")
+        terminal.until("does not exist")
+        terminal.until("sql>")
+        terminal.type(f"{ENDLESS}\r")
+        terminal.until("━")
+        terminal.type("\x03")
+        terminal.until("cancelled")
+        terminal.until("sql>")
+        terminal.type("SELECT 41 + 1 AS sum\r")
+        terminal.until("42")
+        terminal.until("sql>")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+    history = tmp_path / "dcp-mirror" / "sql_history"
+    assert "41 + 1" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_a_schema_is_what_pipelines_and_spark_take(data: Path) -> None:
+    ended = call("schema", "--data", data)
+    assert ended.code == 0
+    assert "_default._default: 4 columns" in ended.out
+    assert "--collection shop.orders --schema 'total double'" in ended.out
+    rows = [json.loads(line) for line in call("schema", "--data", data, "--json").out.splitlines()]
+    assert [each["collection"] for each in rows] == ["_default._default", "shop.orders"]
+    assert fields_of(rows[0]["schema"]).names == ["city", "n", "tags", "state"]
+    assert rows[0]["columns"][1] == {
+        "column": "n",
+        "type": "bigint",
+        "share": 1.0,
+        "example": rows[0]["columns"][1]["example"],
+    }
+    wrong = call("schema", "nowhere", "--data", data)
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)

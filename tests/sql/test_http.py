@@ -1,0 +1,290 @@
+"""SQL over HTTP: answers, bounds, rights, and processes that end with their clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pyarrow as pa
+import pytest
+
+from mirror.serve.access.auth import entry_of, new_salt_key
+from storage.model import Collection, Seqno
+from tests.crash.service import until
+from tests.serve.http_site import VBUCKETS, Site, Source, made, running
+
+pytestmark = pytest.mark.xdist_group("sql_http")
+
+ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
+ENDLESS = "SELECT count(*) FROM range(1000000000000) t(a) WHERE a % 7 = 3"
+PASSWORD = "a good password"
+OWN_BYTES = 512 << 20
+SHARED_BYTES = 200 << 20
+"""No other server here has this bound: a process has it in its command."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    with made(tmp_path_factory.mktemp("sql")) as opened:
+        for vbid in range(VBUCKETS):
+            opened.collections(vbid, Collection(9, 8, "orders", Seqno(0)))
+        for number in range(50):
+            opened.put(f"o{number}", b'{"city":"c%d","n":%d}' % (number % 3, number))
+        opened.put("hidden", b'{"secret":true}', collection_id=9)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def site(source: Source) -> Iterator[Site]:
+    limits = {"sql_rows_max": 40, "sql_timeout_s": 30, "sql_memory_bytes": SHARED_BYTES}
+    with running(Path(source.path), source, sql=True, sql_processes=1, **limits) as served:
+        yield served
+
+
+def ask(site: Site, sql: str, status: int = 200, headers: Any = None, auth: Any = None, **more: Any) -> httpx.Response:
+    answer = site.client.post("/v1/query", json={"sql": sql} | more, headers=headers, auth=auth)
+    assert answer.status_code == status, answer.text
+    return answer
+
+
+def processes(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
+    return [
+        each
+        for each in psutil.Process().children()
+        if each.status() != psutil.STATUS_ZOMBIE
+        and each.cmdline()[2:] == ["mirror.serve.http.query_process", str(memory_bytes)]
+    ]
+
+
+def busy(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
+    found = []
+    for each in processes(memory_bytes):
+        with suppress(psutil.NoSuchProcess):
+            if each.cpu_percent(0.1) > 20:
+                found.append(each)
+    return found
+
+
+def begun(site: Site, sql: str = ENDLESS) -> tuple[Any, psutil.Process]:
+    """A connection with a query that runs, and its process."""
+    line = site.connect()
+    body = json.dumps({"sql": sql}).encode()
+    line.sendall(b"POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    assert site.server.service.queries is not None
+    memory_bytes = site.server.service.queries.settings.sql_memory_bytes
+    return line, until("a query", lambda: busy(memory_bytes))[0]
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(60)
+        return found[0]
+
+    return wait
+
+
+def test_an_answer_is_json(site: Site) -> None:
+    answer = ask(site, "SELECT city, count(*) AS orders, sum(n) AS n FROM documents GROUP BY city ORDER BY city")
+    assert answer.headers["content-type"] == "application/json"
+    found = answer.json()
+    assert [each["name"] for each in found["columns"]] == ["city", "orders", "n"]
+    assert found["rows"] == [["c0", 17, 408], ["c1", 17, 425], ["c2", 16, 392]]
+    assert found["truncated"] is False
+
+
+def test_an_answer_is_arrow_for_who_accepts_it(site: Site) -> None:
+    answer = ask(site, "SELECT n, city FROM documents WHERE n < 5 ORDER BY n", headers=ARROW)
+    assert answer.headers["content-type"] == ARROW["Accept"]
+    table = pa.ipc.open_stream(answer.content).read_all()
+    assert table.to_pydict() == {"n": [0, 1, 2, 3, 4], "city": ["c0", "c1", "c2", "c0", "c1"]}
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 40), (3, 3), (0, 0), (40, 40)])
+def test_rows_above_the_limit_are_cut_and_the_answer_says_so(limit: int | None, count: int, site: Site) -> None:
+    for headers in ({}, ARROW):
+        answer = ask(site, "SELECT n FROM documents ORDER BY n", headers=headers, limit_rows=limit)
+        assert answer.headers["mirror-truncated"] == "true"
+    assert len(ask(site, "SELECT n FROM documents", limit_rows=limit).json()["rows"]) == count
+    assert ask(site, "SELECT n FROM documents LIMIT 40").headers["mirror-truncated"] == "false"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"{}", b"null", b'"SELECT 1"', b'{"sql": 1}', b'{"sql": null}', b'{"sql": "SELECT 1", "other": 1}',
+        b'{"sql": "SELECT 1", "limit_rows": 41}', b'{"sql": "SELECT 1", "limit_rows": -1}',
+        b'{"sql": "SELECT 1", "limit_rows": true}', b'{"sql": "SELECT 1", "limit_rows": "1"}',
+        b'{"sql": "SELECT 1", "as_of": 1}', b'{"sql": "SELECT 1", "as_of": "soon"}',
+        b'{"sql": "SELECT 1", "as_of": "2026-01-01T00:00:00"}', b'{"sql": "%b"}' % (b" " * 70_000),
+        b'{"sql": ""}', b'{"sql": ";"}', b'{"sql": "-- nothing"}', b'{"sql": "SELECT"}', b'{"sql": "\\u0000"}',
+        b'{"sql": "\\ud800"}', b'{"sql": "hello"}', b'{"sql": "SELECT nothing FROM documents"}',
+        b'{"sql": "SELECT 1; SELECT 2"}', b'{"sql": "SELECT error(\'a\\nb\')"}', b"\xff",
+        b'{"sql": "SELECT \'infinity\'::timestamp"}',
+    ],
+)  # fmt: skip
+def test_nonsense_is_one_clear_error(body: bytes, site: Site) -> None:
+    answer = site.client.post("/v1/query", content=body)
+    assert answer.status_code == 400, answer.text
+    problem = answer.json()
+    assert problem["detail"]
+    assert "\n" not in problem["detail"]
+    assert "Traceback" not in answer.text
+
+
+def test_a_number_keeps_its_digits_and_what_json_has_not_is_text_or_null(site: Site) -> None:
+    answer = ask(
+        site,
+        "SELECT 9007199254740993 AS a, 1.50::DECIMAL(4,2) AS b, 12345678901234567890.5::DECIMAL(38,1) AS c, "
+        "'nan'::DOUBLE AS d, 'a'::BLOB AS e, DATE '2026-01-31' AS f, [1, NULL] AS g, {'a': 1} AS h",
+    )
+    expected = [9007199254740993, 1.5, "12345678901234567890.5", None, "YQ==", "2026-01-31", [1, None], {"a": 1}]
+    assert answer.json()["rows"] == [expected]
+
+
+def test_a_query_may_be_as_of_an_earlier_time(site: Site, source: Source) -> None:
+    with made_later(source, b"later"):
+        now = ask(site, "SELECT count(*) FROM documents").json()["rows"][0][0]
+        as_of = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(source.now_ms / 1000 - 3600)) + "Z"
+        answer = site.client.post("/v1/query", json={"sql": "SELECT count(*) FROM documents", "as_of": as_of})
+        assert answer.status_code in (200, 410)
+        assert answer.status_code == 410 or answer.json()["rows"][0][0] < now
+
+
+class made_later:
+    def __init__(self, source: Source, key: bytes) -> None:
+        self._source, self._key = source, key
+
+    def __enter__(self) -> None:
+        self._source.now_ms += 10_000_000
+        self._source.put(self._key, b'{"n":1000}')
+
+    def __exit__(self, *_: object) -> None:
+        self._source.put(self._key, None)
+
+
+def test_sql_is_off_by_default(source: Source) -> None:
+    with running(Path(source.path), source) as quiet:
+        problem = ask(quiet, "SELECT 1", 404).json()
+        assert "sql = true" in problem["hint"]
+        assert not processes(OWN_BYTES)
+
+
+def test_a_query_that_takes_too_long_ends(source: Source) -> None:
+    with running(Path(source.path), source, sql=True, sql_processes=1, sql_timeout_s=2) as site:
+        assert ask(site, ENDLESS, 504).json()["type"].endswith("query-timeout")
+        until("the processes", lambda: not busy(OWN_BYTES))
+        assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+
+
+def test_a_query_ends_when_its_client_hangs_up(site: Site) -> None:
+    line, process = begun(site)
+    line.close()
+    until("the processes", lambda: not process.is_running())
+    assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+
+
+def test_a_client_who_waits_for_a_place_and_hangs_up_takes_none(site: Site) -> None:
+    line, process = begun(site)
+    waiting = site.connect()
+    body = b'{"sql": "SELECT 1"}'
+    waiting.sendall(b"POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    waiting.close()
+    line.close()
+    until("the processes", lambda: not process.is_running())
+    assert ask(site, "SELECT 2").json()["rows"] == [[2]]
+    assert len(processes()) == 1
+
+
+def test_queries_above_the_number_of_processes_wait_for_their_turn(site: Site) -> None:
+    waits = [in_thread(lambda: ask(site, "SELECT sum(a) FROM range(20000000) t(a)").status_code) for _ in range(4)]
+    assert [wait() for wait in waits] == [200] * 4
+    assert len(processes()) == 1
+
+
+def test_a_killed_process_costs_its_query_and_nothing_else(site: Site) -> None:
+    wait = in_thread(lambda: ask(site, ENDLESS, 503).json())
+    until("a query", busy)[0].kill()
+    assert "process" in wait()["detail"]
+    assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+    (idle,) = processes()
+    idle.kill()
+    idle.wait(10)
+    assert ask(site, "SELECT 2").json()["rows"] == [[2]]
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT list(a) FROM range(1000000000) t(a)",
+        "SELECT repeat('x', 4000000000)",
+        "SELECT sum(length(repeat('x', 1000000000)))",
+        "(" * 10_000,
+        "SELECT * FROM range(100000) a, range(100000) b ORDER BY hash(a.range) LIMIT 90000000",
+    ],
+    ids=lambda sql: sql[:30],
+)
+def test_a_query_that_needs_too_much_memory_is_refused(sql: str, source: Source) -> None:
+    with running(Path(source.path), source, sql=True, sql_processes=1, sql_memory_bytes=64 << 20) as site:
+        answer = site.client.post("/v1/query", json={"sql": sql})
+        assert answer.status_code in (400, 413, 503), answer.text
+        assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+
+
+def test_the_processes_end_with_their_server(source: Source) -> None:
+    with running(Path(source.path), source, sql=True, sql_processes=2) as site:
+        ask(site, "SELECT 1")
+        line, _ = begun(site)
+        started = processes(OWN_BYTES)
+        assert started
+    line.close()
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started)
+
+
+def test_a_query_process_has_no_variable_of_the_service(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "a secret")
+    with running(Path(source.path), source, sql=True) as site:
+        ask(site, "SELECT 1")
+        (process,) = processes(OWN_BYTES)
+        assert not [name for name in process.environ() if name.startswith("DCP_MIRROR")]
+
+
+def write_users(path: Path, **patterns: tuple[str, ...]) -> None:
+    users = {name: entry_of(PASSWORD, each) for name, each in patterns.items()}
+    path.write_text(json.dumps({"users": users, "salt_key": new_salt_key()}))
+
+
+def test_only_collections_that_the_user_may_read_exist(source: Source, tmp_path: Path) -> None:
+    write_users(tmp_path / "users.json", ann=("*",), bob=("_default._default",), eve=("shop.*",))
+    with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
+        ask(site, "SELECT 1", 401)
+        for user, default, orders in (("ann", 200, 200), ("bob", 200, 400), ("eve", 400, 200)):
+            ask(site, "SELECT * FROM documents", default, auth=(user, PASSWORD))
+            ask(site, "SELECT * FROM shop.orders", orders, auth=(user, PASSWORD))
+
+
+def test_a_user_removed_during_a_query_gets_nothing(source: Source, tmp_path: Path) -> None:
+    write_users(tmp_path / "users.json", bob=("*",), ann=("*",))
+    with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
+        sql = "SELECT sum(a % 7) FROM range(400000000) t(a)"
+        wait = in_thread(lambda: site.client.post("/v1/query", json={"sql": sql}, auth=("bob", PASSWORD)))
+        until("the processes", lambda: bool(busy(OWN_BYTES)))
+        write_users(tmp_path / "users.json", ann=("*",))
+        assert wait().status_code == 403
+
+
+def test_a_vbucket_that_is_not_published_is_no_empty_table(tmp_path: Path) -> None:
+    with made(tmp_path) as source:
+        source.put("a", b'{"n":1}')
+        with running(Path(source.path), source, sql=True) as site:
+            assert ask(site, "SELECT count(*) FROM documents").json()["rows"] == [[1]]
