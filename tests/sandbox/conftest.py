@@ -20,6 +20,13 @@ async def _nothing_stays_open() -> AsyncIterator[None]:
 
 
 @pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    """A cluster of one node with one vbucket."""
+    async with SandboxCluster(vbuckets=1) as running:
+        yield running
+
+
+@pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[SandboxControl]:
     async with SandboxCluster(nodes=2, vbuckets=4) as cluster:
         control = SandboxControl(cluster, Workload(cluster.bucket, WorkloadOptions()), tmp_path / "s.sock")

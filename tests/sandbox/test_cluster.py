@@ -51,16 +51,15 @@ async def test_a_killed_node_breaks_connections_and_comes_back_on_its_port() -> 
         assert client.markers() == [(0, 1, 6)]
 
 
-async def test_a_crash_loses_the_newest_changes() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(10):
-            cluster.set(f"k{index}", {})
-        uuid = cluster.vbucket(0).vbuuid
-        await cluster.restart_node(0, lose=4)
-        assert cluster.vbucket(0).high_seqno == 6
-        client = await Client.dcp(cluster)
-        answer = await client.stream(0, start=10, uuid=uuid)
-        assert codec_dcp.decode_rollback_seqno(answer.value) == 6
+async def test_a_crash_loses_the_newest_changes(cluster: SandboxCluster) -> None:
+    for index in range(10):
+        cluster.set(f"k{index}", {})
+    uuid = cluster.vbucket(0).vbuuid
+    await cluster.restart_node(0, lose=4)
+    assert cluster.vbucket(0).high_seqno == 6
+    client = await Client.dcp(cluster)
+    answer = await client.stream(0, start=10, uuid=uuid)
+    assert codec_dcp.decode_rollback_seqno(answer.value) == 6
 
 
 async def test_a_failed_over_node_leaves_the_map() -> None:
@@ -143,14 +142,13 @@ async def test_nodes_join_and_leave_by_rebalance() -> None:
         assert sorted(chains) == [[0]] * 4 + [[1]] * 4, "a node that left comes back"
 
 
-async def test_a_bucket_recreated_breaks_connections() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {})
-        uuid = cluster.bucket.map.bucket_uuid
-        client = await Client.dcp(cluster)
-        await cluster.recreate_bucket()
-        await client.until_closed()
-        assert (await config_of(cluster, 0))["uuid"] != uuid
+async def test_a_bucket_recreated_breaks_connections(cluster: SandboxCluster) -> None:
+    cluster.set("k", {})
+    uuid = cluster.bucket.map.bucket_uuid
+    client = await Client.dcp(cluster)
+    await cluster.recreate_bucket()
+    await client.until_closed()
+    assert (await config_of(cluster, 0))["uuid"] != uuid
 
 
 async def test_expired_documents_are_found_by_the_pager() -> None:
@@ -162,26 +160,26 @@ async def test_expired_documents_are_found_by_the_pager() -> None:
         assert isinstance(client.events[-1], ev.Deletion)
 
 
-async def test_a_million_changes_are_not_needed_to_see_that_nothing_leaks() -> None:
+async def test_a_million_changes_are_not_needed_to_see_that_nothing_leaks(cluster: SandboxCluster) -> None:
     """Connections that come and go leave no listener at a vbucket."""
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(5):
-            client = await Client.dcp(cluster, name=f"c{index}")
-            await client.stream(0)
-            await client.close()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not cluster.nodes[0].connections
-        assert not cluster.vbucket(0).changed
+    for index in range(5):
+        client = await Client.dcp(cluster, name=f"c{index}")
+        await client.stream(0)
+        await client.close()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not cluster.nodes[0].connections
+    assert not cluster.vbucket(0).changed
 
 
-async def test_a_collection_whose_creation_a_failover_lost_is_made_again_in_the_vbucket() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("shop")
-        cluster.bucket.create_collection("shop", "carts")
-        cluster.bucket.set(b"a", b"1", collection="shop.carts")
-        cluster.failover(0, lose=2)
-        assert cluster.vbucket(0).high_seqno == 2
-        assert cluster.bucket.get(b"a", collection="shop.carts") is None
-        cluster.bucket.set(b"a", b"2", collection="shop.carts")
-        assert cluster.vbucket(0).high_seqno == 3
+async def test_a_collection_whose_creation_a_failover_lost_is_made_again_in_the_vbucket(
+    cluster: SandboxCluster,
+) -> None:
+    cluster.bucket.create_scope("shop")
+    cluster.bucket.create_collection("shop", "carts")
+    cluster.bucket.set(b"a", b"1", collection="shop.carts")
+    cluster.failover(0, lose=2)
+    assert cluster.vbucket(0).high_seqno == 2
+    assert cluster.bucket.get(b"a", collection="shop.carts") is None
+    cluster.bucket.set(b"a", b"2", collection="shop.carts")
+    assert cluster.vbucket(0).high_seqno == 3

@@ -85,28 +85,26 @@ async def test_a_source_may_be_made_to_send_one_stream_after_the_other() -> None
         assert [vbid for vbid, _ in groupby(vbids_sent(client))] == [0, 1, 2]
 
 
-async def test_a_window_that_grows_lets_the_stream_go_on() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(100):
-            cluster.set(f"k{index}", {})
-        client = await Client.dcp(cluster, connection_buffer_size="500")
-        await client.stream(0)
-        await client.until(lambda: sum(client.sizes) >= 500)
-        assert client.seqno(0) < 100
-        await client.control("connection_buffer_size", "0")
-        await client.until_seqno(0, 100)
+async def test_a_window_that_grows_lets_the_stream_go_on(cluster: SandboxCluster) -> None:
+    for index in range(100):
+        cluster.set(f"k{index}", {})
+    client = await Client.dcp(cluster, connection_buffer_size="500")
+    await client.stream(0)
+    await client.until(lambda: sum(client.sizes) >= 500)
+    assert client.seqno(0) < 100
+    await client.control("connection_buffer_size", "0")
+    await client.until_seqno(0, 100)
 
 
-async def test_noops_come_at_the_interval_and_silence_ends_the_connection() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.nodes[0].dcp_idle_timeout_s = 0.4
-        client = await Client.dcp(cluster, set_noop_interval="0.1")
-        await client.stream(0)
-        await client.until(lambda: len(client.of(ev.DcpNoop)) >= 6)
-        opaques = [e.opaque for e in client.of(ev.DcpNoop)]
-        assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
-        client.answer_noops = False
-        await client.until_closed()
+async def test_noops_come_at_the_interval_and_silence_ends_the_connection(cluster: SandboxCluster) -> None:
+    cluster.nodes[0].dcp_idle_timeout_s = 0.4
+    client = await Client.dcp(cluster, set_noop_interval="0.1")
+    await client.stream(0)
+    await client.until(lambda: len(client.of(ev.DcpNoop)) >= 6)
+    opaques = [e.opaque for e in client.of(ev.DcpNoop)]
+    assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
+    client.answer_noops = False
+    await client.until_closed()
 
 
 async def test_a_change_of_state_ends_streams() -> None:
@@ -125,70 +123,71 @@ async def test_a_change_of_state_ends_streams() -> None:
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2
 
 
-async def test_after_a_failover_with_loss_a_client_has_to_roll_back() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(20):
-            cluster.set(f"k{index}", {})
-        uuid = cluster.vbucket(0).vbuuid
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        await client.until_seqno(0, 20)
-        assert cluster.failover(0, lose=5) == 15
-        await client.until(lambda: client.of(ev.StreamEnd))
-        answer = await client.stream(0, start=20, uuid=uuid)
-        assert answer.status == Status.ROLLBACK
-        assert codec_dcp.decode_rollback_seqno(answer.value) == 15
-        assert (await client.stream(0, start=15, uuid=uuid)).status == 0
-        sent = cluster.sent(0)
-        assert [request.start_seqno for request in sent.stream_requests] == [0, 15]
-        assert sent.refused_requests == 1
-        assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
+async def test_after_a_failover_with_loss_a_client_has_to_roll_back(cluster: SandboxCluster) -> None:
+    for index in range(20):
+        cluster.set(f"k{index}", {})
+    uuid = cluster.vbucket(0).vbuuid
+    client = await Client.dcp(cluster)
+    await client.stream(0)
+    await client.until_seqno(0, 20)
+    assert cluster.failover(0, lose=5) == 15
+    await client.until(lambda: client.of(ev.StreamEnd))
+    answer = await client.stream(0, start=20, uuid=uuid)
+    assert answer.status == Status.ROLLBACK
+    assert codec_dcp.decode_rollback_seqno(answer.value) == 15
+    assert (await client.stream(0, start=15, uuid=uuid)).status == 0
+    sent = cluster.sent(0)
+    assert [request.start_seqno for request in sent.stream_requests] == [0, 15]
+    assert sent.refused_requests == 1
+    assert sent.frames == len(client.frames) - 1  # the STREAM_END is none of the vbucket's data
 
 
-async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        bucket = cluster.bucket
-        bucket.create_scope("_system")
-        hidden = bucket.create_collection("_system", "_mobile")
-        bucket.create_scope("s")
-        bucket.create_collection("s", "c")
-        cluster.set("mine", {}, collection="s.c")
-        cluster.set("theirs", {}, collection="_system._mobile")
-        bucket.to_disk()
-        user = cluster.add_user("u", "pw", cluster.user.privileges - {"SystemCollectionLookup"})
-        client = await Client.dcp(cluster, user="u", password="pw")
-        refused = await client.stream(0, value=b'{"collections":["%x"]}' % hidden)
-        assert refused.status == Status.UNKNOWN_COLLECTION
-        assert (await client.stream(0, value=b'{"scope":"8"}')).status == Status.UNKNOWN_SCOPE
-        assert (await client.stream(0)).status == 0
-        await client.until_seqno(0, 6)
-        seen = [(type(e).__name__, e.seqno) for e in client.events if not isinstance(e, ev.SnapshotMarker)]
-        assert seen == [("SystemEvent", 3), ("SystemEvent", 4), ("Mutation", 5), ("SeqnoAdvanced", 6)]
-        bucket.drop_scope("_system")
-        cluster.set("more", {}, collection="s.c")
-        await client.until_seqno(0, 9)
-        assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0]
-        whole = await Client.dcp(cluster, name="whole")
-        await whole.stream(0)
-        await whole.until_seqno(0, 9)
-        cluster.user.privileges = user.privileges
-        cluster.set("again", {}, collection="s.c")
-        await whole.until(lambda: whole.of(ev.StreamEnd))
-        assert whole.of(ev.StreamEnd)[0].reason == StreamEndReason.LOST_PRIVILEGES
-        await client.until_seqno(0, 10)
+async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them_and_without_a_word(
+    cluster: SandboxCluster,
+) -> None:
+    bucket = cluster.bucket
+    bucket.create_scope("_system")
+    hidden = bucket.create_collection("_system", "_mobile")
+    bucket.create_scope("s")
+    bucket.create_collection("s", "c")
+    cluster.set("mine", {}, collection="s.c")
+    cluster.set("theirs", {}, collection="_system._mobile")
+    bucket.to_disk()
+    user = cluster.add_user("u", "pw", cluster.user.privileges - {"SystemCollectionLookup"})
+    client = await Client.dcp(cluster, user="u", password="pw")
+    refused = await client.stream(0, value=b'{"collections":["%x"]}' % hidden)
+    assert refused.status == Status.UNKNOWN_COLLECTION
+    assert (await client.stream(0, value=b'{"scope":"8"}')).status == Status.UNKNOWN_SCOPE
+    assert (await client.stream(0)).status == 0
+    await client.until_seqno(0, 6)
+    seen = [(type(e).__name__, e.seqno) for e in client.events if not isinstance(e, ev.SnapshotMarker)]
+    assert seen == [("SystemEvent", 3), ("SystemEvent", 4), ("Mutation", 5), ("SeqnoAdvanced", 6)]
+    bucket.drop_scope("_system")
+    cluster.set("more", {}, collection="s.c")
+    await client.until_seqno(0, 9)
+    assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0]
+    whole = await Client.dcp(cluster, name="whole")
+    await whole.stream(0)
+    await whole.until_seqno(0, 9)
+    cluster.user.privileges = user.privileges
+    cluster.set("again", {}, collection="s.c")
+    await whole.until(lambda: whole.of(ev.StreamEnd))
+    assert whole.of(ev.StreamEnd)[0].reason == StreamEndReason.LOST_PRIVILEGES
+    await client.until_seqno(0, 10)
 
 
-async def test_a_filtered_stream_that_has_all_of_its_collection_does_not_mind_a_purge_elsewhere() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        cluster.set("mine", {}, collection="s.c")
-        cluster.set("gone", {})
-        cluster.delete("gone")
-        cluster.set("last", {})
-        cluster.bucket.purge()
-        uuid = cluster.vbucket(0).vbuuid
-        client = await Client.dcp(cluster)
-        assert (await client.stream(0, start=3, uuid=uuid)).status == Status.ROLLBACK
-        assert (await client.stream(0, start=2, uuid=uuid, value=b'{"collections":["8"]}')).status == Status.ROLLBACK
-        assert (await client.stream(0, start=3, uuid=uuid, value=b'{"collections":["8"]}')).status == 0
+async def test_a_filtered_stream_that_has_all_of_its_collection_does_not_mind_a_purge_elsewhere(
+    cluster: SandboxCluster,
+) -> None:
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c")
+    cluster.set("mine", {}, collection="s.c")
+    cluster.set("gone", {})
+    cluster.delete("gone")
+    cluster.set("last", {})
+    cluster.bucket.purge()
+    uuid = cluster.vbucket(0).vbuuid
+    client = await Client.dcp(cluster)
+    assert (await client.stream(0, start=3, uuid=uuid)).status == Status.ROLLBACK
+    assert (await client.stream(0, start=2, uuid=uuid, value=b'{"collections":["8"]}')).status == Status.ROLLBACK
+    assert (await client.stream(0, start=3, uuid=uuid, value=b'{"collections":["8"]}')).status == 0

@@ -28,61 +28,57 @@ def get(key: bytes, opcode: Opcode = Opcode.GET) -> Frame:
     return fr.request(opcode, key=key)
 
 
-async def test_a_client_without_features_gets_plain_answers() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.set("k", {"pad": "a" * 500}, compressed=True, xattrs={"u": 1})
-        client = await Client.login(cluster, features=())
-        answer = await client.ask(get(b"k"))
-        assert (answer.datatype, answer.value[:8]) == (0, b'{"pad":"')
-        stored = await client.ask(store(b"k", b"{}"))
-        assert (stored.status, stored.extras) == (0, b"")
-        refused = await client.ask(get(b"nope"))
-        assert (refused.status, refused.value) == (Status.KEY_ENOENT, b"")
-        assert state_at(cluster.vbucket(0))[b"\0k"].datatype == 1
+async def test_a_client_without_features_gets_plain_answers(cluster: SandboxCluster) -> None:
+    cluster.bucket.set("k", {"pad": "a" * 500}, compressed=True, xattrs={"u": 1})
+    client = await Client.login(cluster, features=())
+    answer = await client.ask(get(b"k"))
+    assert (answer.datatype, answer.value[:8]) == (0, b'{"pad":"')
+    stored = await client.ask(store(b"k", b"{}"))
+    assert (stored.status, stored.extras) == (0, b"")
+    refused = await client.ask(get(b"nope"))
+    assert (refused.status, refused.value) == (Status.KEY_ENOENT, b"")
+    assert state_at(cluster.vbucket(0))[b"\0k"].datatype == 1
 
 
-async def test_quiet_forms_answer_only_what_matters() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        client.send(store(b"\0k", b"1", Opcode.SETQ))
-        client.send(get(b"\0nope", Opcode.GETQ))
-        hit = client.send(get(b"\0k", Opcode.GETKQ))
-        lost = client.send(store(b"\0k", b"1", Opcode.ADDQ))
-        await client.ask(kv_client.noop())
-        assert sorted(client.answers) == [hit, lost]
-        assert client.answers[hit].key == b"\0k"
-        assert client.answers[lost].status == Status.KEY_EEXISTS
+async def test_quiet_forms_answer_only_what_matters(cluster: SandboxCluster) -> None:
+    client = await Client.login(cluster)
+    client.send(store(b"\0k", b"1", Opcode.SETQ))
+    client.send(get(b"\0nope", Opcode.GETQ))
+    hit = client.send(get(b"\0k", Opcode.GETKQ))
+    lost = client.send(store(b"\0k", b"1", Opcode.ADDQ))
+    await client.ask(kv_client.noop())
+    assert sorted(client.answers) == [hit, lost]
+    assert client.answers[hit].key == b"\0k"
+    assert client.answers[lost].status == Status.KEY_EEXISTS
 
 
-async def test_compressed_values_are_taken_and_checked() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        packed = bytes(cramjam.snappy.compress_raw(b'{"a":"%b"}' % (b"x" * 300)))
-        able = await Client.login(cluster, features=(*FEATURES, 0x0A))
-        assert (await able.ask(store(b"\0k", packed, datatype=2))).status == 0
-        assert (await able.ask(get(b"\0k"))).datatype == 3
-        assert (await able.ask(store(b"\0k", b"\xff\xff\xff\xff\xff", datatype=2))).status == Status.EINVAL
-        unable = await Client.login(cluster)
-        assert (await unable.ask(store(b"\0k", packed, datatype=2))).status == Status.EINVAL
-        assert (await unable.ask(get(b"\0k"))).value == b'{"a":"%b"}' % (b"x" * 300)
+async def test_compressed_values_are_taken_and_checked(cluster: SandboxCluster) -> None:
+    packed = bytes(cramjam.snappy.compress_raw(b'{"a":"%b"}' % (b"x" * 300)))
+    able = await Client.login(cluster, features=(*FEATURES, 0x0A))
+    assert (await able.ask(store(b"\0k", packed, datatype=2))).status == 0
+    assert (await able.ask(get(b"\0k"))).datatype == 3
+    assert (await able.ask(store(b"\0k", b"\xff\xff\xff\xff\xff", datatype=2))).status == Status.EINVAL
+    unable = await Client.login(cluster)
+    assert (await unable.ask(store(b"\0k", packed, datatype=2))).status == Status.EINVAL
+    assert (await unable.ask(get(b"\0k"))).value == b'{"a":"%b"}' % (b"x" * 300)
 
 
-async def test_counters_and_extensions() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
+async def test_counters_and_extensions(cluster: SandboxCluster) -> None:
+    client = await Client.login(cluster)
 
-        async def count(opcode: Opcode, delta: int, initial: int = 0, expiry: int = 0) -> Frame:
-            return await client.ask(fr.request(opcode, key=b"\0n", extras=struct.pack(">QQI", delta, initial, expiry)))
+    async def count(opcode: Opcode, delta: int, initial: int = 0, expiry: int = 0) -> Frame:
+        return await client.ask(fr.request(opcode, key=b"\0n", extras=struct.pack(">QQI", delta, initial, expiry)))
 
-        assert (await count(Opcode.INCREMENT, 1, 7, 0xFFFFFFFF)).status == Status.KEY_ENOENT
-        assert (await count(Opcode.INCREMENT, 1, 7)).value == (7).to_bytes(8)
-        assert (await count(Opcode.INCREMENT, 2)).value == (9).to_bytes(8)
-        assert (await count(Opcode.DECREMENT, 20)).value == (0).to_bytes(8)
-        append = fr.request(Opcode.APPEND, key=b"\0n", value=b"x")
-        assert (await client.ask(append)).status == 0
-        assert (await client.ask(fr.request(Opcode.PREPEND, key=b"\0n", value=b"<"))).status == 0
-        assert (await client.ask(get(b"\0n"))).value == b"<0x"
-        assert (await count(Opcode.INCREMENT, 1)).status == Status.DELTA_BADVAL
-        assert (await client.ask(fr.request(Opcode.APPEND, key=b"\0gone", value=b"x"))).status == Status.NOT_STORED
+    assert (await count(Opcode.INCREMENT, 1, 7, 0xFFFFFFFF)).status == Status.KEY_ENOENT
+    assert (await count(Opcode.INCREMENT, 1, 7)).value == (7).to_bytes(8)
+    assert (await count(Opcode.INCREMENT, 2)).value == (9).to_bytes(8)
+    assert (await count(Opcode.DECREMENT, 20)).value == (0).to_bytes(8)
+    append = fr.request(Opcode.APPEND, key=b"\0n", value=b"x")
+    assert (await client.ask(append)).status == 0
+    assert (await client.ask(fr.request(Opcode.PREPEND, key=b"\0n", value=b"<"))).status == 0
+    assert (await client.ask(get(b"\0n"))).value == b"<0x"
+    assert (await count(Opcode.INCREMENT, 1)).status == Status.DELTA_BADVAL
+    assert (await client.ask(fr.request(Opcode.APPEND, key=b"\0gone", value=b"x"))).status == Status.NOT_STORED
 
 
 async def test_another_node_refuses_with_the_map() -> None:
@@ -105,22 +101,20 @@ async def test_another_node_refuses_with_the_map() -> None:
         (fr.request(0x7E), Status.UNKNOWN_COMMAND),
     ],
 )
-async def test_requests_that_make_no_sense(frame: Frame, status: Status) -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        assert (await client.ask(frame)).status == status
-        assert (await client.ask(kv_client.noop())).status == 0
+async def test_requests_that_make_no_sense(cluster: SandboxCluster, frame: Frame, status: Status) -> None:
+    client = await Client.login(cluster)
+    assert (await client.ask(frame)).status == status
+    assert (await client.ask(kv_client.noop())).status == 0
 
 
-async def test_durability_and_kept_expiry_stand_in_the_frame() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster, features=(*FEATURES, 0x10, 0x11, 0x14))
-        await client.ask(store(b"\0k", b"1", expiry=1000))
-        kept = fr.request(Opcode.SET, key=b"\0k", value=b"2", extras=bytes(8), framing=b"\x50")
-        assert (await client.ask(kept)).status == 0
-        assert cluster.vbucket(0).log[-1].expiry > 0
-        durable = fr.request(Opcode.SET, key=b"\0k", value=b"3", extras=bytes(8), framing=b"\x11\x01")
-        assert (await client.ask(durable)).status == 0
-        assert cluster.vbucket(0).high_seqno == 4
-        odd = fr.request(Opcode.SET, key=b"\0k", value=b"3", extras=bytes(8), framing=b"\x11\x09")
-        assert (await client.ask(odd)).status == Status.DURABILITY_INVALID_LEVEL
+async def test_durability_and_kept_expiry_stand_in_the_frame(cluster: SandboxCluster) -> None:
+    client = await Client.login(cluster, features=(*FEATURES, 0x10, 0x11, 0x14))
+    await client.ask(store(b"\0k", b"1", expiry=1000))
+    kept = fr.request(Opcode.SET, key=b"\0k", value=b"2", extras=bytes(8), framing=b"\x50")
+    assert (await client.ask(kept)).status == 0
+    assert cluster.vbucket(0).log[-1].expiry > 0
+    durable = fr.request(Opcode.SET, key=b"\0k", value=b"3", extras=bytes(8), framing=b"\x11\x01")
+    assert (await client.ask(durable)).status == 0
+    assert cluster.vbucket(0).high_seqno == 4
+    odd = fr.request(Opcode.SET, key=b"\0k", value=b"3", extras=bytes(8), framing=b"\x11\x09")
+    assert (await client.ask(odd)).status == Status.DURABILITY_INVALID_LEVEL

@@ -20,50 +20,37 @@ from tests.oracle import kv_client
 from .client import Client
 
 
-async def test_answers_come_in_the_order_of_the_requests() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        sent = [client.send(kv_client.noop()) for _ in range(100)]
-        await client.until(lambda: len(client.answers) == 100)
-        assert list(client.answers) == sent
+async def test_answers_come_in_the_order_of_the_requests(cluster: SandboxCluster) -> None:
+    client = await Client.login(cluster)
+    sent = [client.send(kv_client.noop()) for _ in range(100)]
+    await client.until(lambda: len(client.answers) == 100)
+    assert list(client.answers) == sent
 
 
-async def test_frames_may_come_byte_by_byte() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.connect(cluster)
-        for byte in fr.encode(fr.request(Opcode.NOOP, opaque=9)):
-            client.writer.write(bytes((byte,)))
-            await client.writer.drain()
-        await client.until(lambda: 9 in client.answers)
-        assert client.answers[9].status == 0
-
-
-async def test_garbage_ends_its_own_connection_only() -> None:
+async def test_garbage_ends_its_own_connection_only(cluster: SandboxCluster) -> None:
     rng = Random(4)
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {})
-        sound = await Client.dcp(cluster)
-        await sound.stream(0)
-        good = fr.encode(codec_kv.hello(b"x", (0x12, 0x0B)))
-        for _ in range(200):
-            bad = bytearray(good)
-            for _ in range(rng.randint(1, 4)):
-                bad[rng.randrange(len(bad))] = rng.randrange(256)
-            client = await Client.connect(cluster)
-            client.writer.write(bytes(bad))
-            client.writer.write_eof()
-            await client.until_closed()
-        cluster.set("l", {})
-        await sound.until_seqno(0, 2)
-        assert [e.seqno for e in sound.of(ev.Mutation)] == [1, 2]
-
-
-async def test_a_length_that_cannot_be_true_ends_the_connection_at_once() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
+    cluster.set("k", {})
+    sound = await Client.dcp(cluster)
+    await sound.stream(0)
+    good = fr.encode(codec_kv.hello(b"x", (0x12, 0x0B)))
+    for _ in range(200):
+        bad = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            bad[rng.randrange(len(bad))] = rng.randrange(256)
         client = await Client.connect(cluster)
-        client.writer.write(b"\x80\x00" + bytes(6) + b"\xff\xff\xff\xff" + bytes(12))
+        client.writer.write(bytes(bad))
+        client.writer.write_eof()
         await client.until_closed()
-        assert client.answers == {}
+    cluster.set("l", {})
+    await sound.until_seqno(0, 2)
+    assert [e.seqno for e in sound.of(ev.Mutation)] == [1, 2]
+
+
+async def test_a_length_that_cannot_be_true_ends_the_connection_at_once(cluster: SandboxCluster) -> None:
+    client = await Client.connect(cluster)
+    client.writer.write(b"\x80\x00" + bytes(6) + b"\xff\xff\xff\xff" + bytes(12))
+    await client.until_closed()
+    assert client.answers == {}
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -95,22 +82,21 @@ async def test_before_login_only_login_is_answered() -> None:
         await client.until_closed()
 
 
-async def test_a_slow_reader_does_not_fill_memory() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        body = b'"%b"' % (b"x" * 2000)
-        cluster.bucket.load(((b"k%d" % i, body) for i in range(20_000)), vbid=0)
-        client = await Client.dcp(cluster)
-        client.pause()
-        await client.stream_without_answer(0)
-        connection = next(iter(cluster.nodes[0].connections))
-        before = -1
-        while before != connection.link.bytes_sent:
-            before = connection.link.bytes_sent
-            for _ in range(50):
-                await client.breathe()
-        assert before < 16 * 1024 * 1024
-        client.resume()
-        await client.until_seqno(0, 20_000)
+async def test_a_slow_reader_does_not_fill_memory(cluster: SandboxCluster) -> None:
+    body = b'"%b"' % (b"x" * 2000)
+    cluster.bucket.load(((b"k%d" % i, body) for i in range(20_000)), vbid=0)
+    client = await Client.dcp(cluster)
+    client.pause()
+    await client.stream_without_answer(0)
+    connection = next(iter(cluster.nodes[0].connections))
+    before = -1
+    while before != connection.link.bytes_sent:
+        before = connection.link.bytes_sent
+        for _ in range(50):
+            await client.breathe()
+    assert before < 16 * 1024 * 1024
+    client.resume()
+    await client.until_seqno(0, 20_000)
 
 
 NOTICES = (Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF)
@@ -132,11 +118,10 @@ async def test_maps_are_announced_to_clients_that_requested_it_also_on_dcp_conne
         assert plain.pushed == []
 
 
-async def test_announcements_need_duplex() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for notice in NOTICES:
-            client = await Client.connect(cluster)
-            assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
+async def test_announcements_need_duplex(cluster: SandboxCluster) -> None:
+    for notice in NOTICES:
+        client = await Client.connect(cluster)
+        assert (await client.ask(codec_kv.hello(b"x", (notice,)))).status == Status.EINVAL
 
 
 async def test_a_client_that_declines_a_map_it_has_gets_none_with_a_refusal() -> None:

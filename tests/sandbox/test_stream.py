@@ -55,16 +55,15 @@ async def test_a_backfill_sends_the_newest_version_of_each_key_and_then_goes_liv
         assert cluster.sent(1).snapshot_ends == {151, 152}
 
 
-async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot() -> None:
+async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot(cluster: SandboxCluster) -> None:
     """As recorded: 210 documents that were never on disk come as [0..210] memory|checkpoint (72_d1)."""
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(210):
-            cluster.set(f"k{index % 160}", {"n": index})
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        await client.until_seqno(0, 210)
-        assert client.markers() == [(0, 210, 5)]
-        assert data(client) == list(range(51, 211))
+    for index in range(210):
+        cluster.set(f"k{index % 160}", {"n": index})
+    client = await Client.dcp(cluster)
+    await client.stream(0)
+    await client.until_seqno(0, 210)
+    assert client.markers() == [(0, 210, 5)]
+    assert data(client) == list(range(51, 211))
 
 
 async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> None:
@@ -99,48 +98,47 @@ async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> No
                 found.pop(event.key, None)
 
 
-async def test_a_group_lands_in_one_snapshot() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        for index in range(60):
-            cluster.multi_write(0, [(f"a{index % 3}", {"n": index}), ("b", {"n": index}), (f"c{index}", {"n": index})])
-            if index % 7 == 0:
-                await asyncio.sleep(0)
-        await client.until_seqno(0, 180)
-        ends = {end for _, end, _ in client.markers()}
-        assert ends <= {3 * n for n in range(1, 61)}
+async def test_a_group_lands_in_one_snapshot(cluster: SandboxCluster) -> None:
+    client = await Client.dcp(cluster)
+    await client.stream(0)
+    for index in range(60):
+        cluster.multi_write(0, [(f"a{index % 3}", {"n": index}), ("b", {"n": index}), (f"c{index}", {"n": index})])
+        if index % 7 == 0:
+            await asyncio.sleep(0)
+    await client.until_seqno(0, 180)
+    ends = {end for _, end, _ in client.markers()}
+    assert ends <= {3 * n for n in range(1, 61)}
 
 
-async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(100):
-            cluster.set(f"k{index}", {})
-        cluster.bucket.to_disk()
-        client = await Client.dcp(cluster)
-        await client.stream(0, end=20)
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert client.markers() == [(0, 100, 6)]
-        assert data(client) == list(range(1, 101))
-        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
+async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in(cluster: SandboxCluster) -> None:
+    for index in range(100):
+        cluster.set(f"k{index}", {})
+    cluster.bucket.to_disk()
+    client = await Client.dcp(cluster)
+    await client.stream(0, end=20)
+    await client.until(lambda: client.of(ev.StreamEnd))
+    assert client.markers() == [(0, 100, 6)]
+    assert data(client) == list(range(1, 101))
+    assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
 
 
-async def test_a_resumed_stream_begins_at_its_own_start_and_a_later_marker_at_the_next_seqno() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(10):
-            cluster.set(f"k{index}", {})
-        uuid = cluster.vbucket(0).vbuuid
-        client = await Client.dcp(cluster)
-        await client.stream(0, start=4, uuid=uuid)
-        await client.until_seqno(0, 10)
-        cluster.set("k", {})
-        await client.until_seqno(0, 11)
-        assert [marker[:2] for marker in client.markers()] == [(4, 10), (11, 11)]
-        other = await Client.dcp(cluster, name="other")
-        cluster.bucket.to_disk()
-        await other.stream(0, start=4, uuid=uuid, snap=(2, 8))
-        await other.until_seqno(0, 11)
-        assert other.markers() == [(2, 11, 6)]
+async def test_a_resumed_stream_begins_at_its_own_start_and_a_later_marker_at_the_next_seqno(
+    cluster: SandboxCluster,
+) -> None:
+    for index in range(10):
+        cluster.set(f"k{index}", {})
+    uuid = cluster.vbucket(0).vbuuid
+    client = await Client.dcp(cluster)
+    await client.stream(0, start=4, uuid=uuid)
+    await client.until_seqno(0, 10)
+    cluster.set("k", {})
+    await client.until_seqno(0, 11)
+    assert [marker[:2] for marker in client.markers()] == [(4, 10), (11, 11)]
+    other = await Client.dcp(cluster, name="other")
+    cluster.bucket.to_disk()
+    await other.stream(0, start=4, uuid=uuid, snap=(2, 8))
+    await other.until_seqno(0, 11)
+    assert other.markers() == [(2, 11, 6)]
 
 
 async def test_a_cursor_that_is_dropped_continues_from_disk_and_returns_to_memory() -> None:
@@ -176,146 +174,139 @@ async def test_new_checkpoints_are_marked_by_their_flag() -> None:
         assert [flags for _, _, flags in client.markers()] == [5, 1, 1, 5]
 
 
-async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
-        await client.stream(0)
-        cluster.bucket.set("k", {}, durable=True)
-        cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
-        await client.until_seqno(0, 4)
-        seen = client.of(ev.Prepare, ev.Commit, ev.Abort)
-        assert [(type(e).__name__, e.seqno) for e in seen] == [
-            ("Prepare", 1),
-            ("Commit", 2),
-            ("Prepare", 3),
-            ("Abort", 4),
-        ]
-        assert {m.version for m in client.of(ev.SnapshotMarker)} == {MarkerVersion.V2_0}
-        cluster.bucket.to_disk()
-        other = await Client.dcp(cluster, name="other", enable_sync_writes="true", consumer_name="n9")
-        await other.stream(0)
-        await other.until_seqno(0, 4)
-        marker = other.of(ev.SnapshotMarker)[0]
-        assert (marker.end_seqno, marker.high_completed_seqno) == (4, 3)
-        assert data(other) == [2]
+async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort(cluster: SandboxCluster) -> None:
+    client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
+    await client.stream(0)
+    cluster.bucket.set("k", {}, durable=True)
+    cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
+    await client.until_seqno(0, 4)
+    seen = client.of(ev.Prepare, ev.Commit, ev.Abort)
+    assert [(type(e).__name__, e.seqno) for e in seen] == [
+        ("Prepare", 1),
+        ("Commit", 2),
+        ("Prepare", 3),
+        ("Abort", 4),
+    ]
+    assert {m.version for m in client.of(ev.SnapshotMarker)} == {MarkerVersion.V2_0}
+    cluster.bucket.to_disk()
+    other = await Client.dcp(cluster, name="other", enable_sync_writes="true", consumer_name="n9")
+    await other.stream(0)
+    await other.until_seqno(0, 4)
+    marker = other.of(ev.SnapshotMarker)[0]
+    assert (marker.end_seqno, marker.high_completed_seqno) == (4, 3)
+    assert data(other) == [2]
 
 
-async def test_a_marker_of_version_2_2_carries_the_purge_seqno() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for key in "abc":
-            cluster.set(key, {})
-        for key in "ab":
-            cluster.delete(key)
-        cluster.bucket.purge()
-        cluster.bucket.to_disk()
-        client = await Client.dcp(cluster, max_marker_version="2.2")
-        await client.stream(0)
-        await client.until_seqno(0, 5)
-        cluster.set("d", {})
-        await client.until_seqno(0, 6)
-        disk, memory = client.of(ev.SnapshotMarker)
-        assert (disk.version, disk.purge_seqno) == (MarkerVersion.V2_2, 4)
-        assert memory.version == MarkerVersion.V1
-        assert data(client) == [3, 5, 6]
+async def test_a_marker_of_version_2_2_carries_the_purge_seqno(cluster: SandboxCluster) -> None:
+    for key in "abc":
+        cluster.set(key, {})
+    for key in "ab":
+        cluster.delete(key)
+    cluster.bucket.purge()
+    cluster.bucket.to_disk()
+    client = await Client.dcp(cluster, max_marker_version="2.2")
+    await client.stream(0)
+    await client.until_seqno(0, 5)
+    cluster.set("d", {})
+    await client.until_seqno(0, 6)
+    disk, memory = client.of(ev.SnapshotMarker)
+    assert (disk.version, disk.purge_seqno) == (MarkerVersion.V2_2, 4)
+    assert memory.version == MarkerVersion.V1
+    assert data(client) == [3, 5, 6]
 
 
-async def test_a_scope_filter_follows_new_collections() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        client = await Client.dcp(cluster)
-        await client.stream(0, value=b'{"scope":"8"}')
-        cluster.bucket.create_collection("s", "c")
-        cluster.set("k", {"a": 1}, collection="s.c")
-        await client.until_seqno(0, 3)
-        cluster.set("k", {"b": 1})
-        cluster.bucket.drop_scope("s")
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k"]
-        assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0, 1, 4]
+async def test_a_scope_filter_follows_new_collections(cluster: SandboxCluster) -> None:
+    cluster.bucket.create_scope("s")
+    client = await Client.dcp(cluster)
+    await client.stream(0, value=b'{"scope":"8"}')
+    cluster.bucket.create_collection("s", "c")
+    cluster.set("k", {"a": 1}, collection="s.c")
+    await client.until_seqno(0, 3)
+    cluster.set("k", {"b": 1})
+    cluster.bucket.drop_scope("s")
+    await client.until(lambda: client.of(ev.StreamEnd))
+    assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k"]
+    assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0, 1, 4]
 
 
-async def test_writes_outside_the_filter_are_not_sent_live() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        client = await Client.dcp(cluster)
-        await client.stream(0, value=b'{"collections":["8"]}')
-        await client.until_seqno(0, 2)
-        for index in range(10):
-            cluster.set(f"k{index}", {})
-            await asyncio.sleep(0)
-        cluster.set("k", {}, collection="s.c")
-        await client.until_seqno(0, 13)
-        assert not client.of(ev.SeqnoAdvanced)
-        assert data(client) == [13]
+async def test_writes_outside_the_filter_are_not_sent_live(cluster: SandboxCluster) -> None:
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c")
+    client = await Client.dcp(cluster)
+    await client.stream(0, value=b'{"collections":["8"]}')
+    await client.until_seqno(0, 2)
+    for index in range(10):
+        cluster.set(f"k{index}", {})
+        await asyncio.sleep(0)
+    cluster.set("k", {}, collection="s.c")
+    await client.until_seqno(0, 13)
+    assert not client.of(ev.SeqnoAdvanced)
+    assert data(client) == [13]
 
 
-async def test_a_client_that_resumes_is_brought_to_its_snapshots_end_also_if_the_rest_is_not_shown() -> None:
+async def test_a_client_that_resumes_is_brought_to_its_snapshots_end_also_if_the_rest_is_not_shown(
+    cluster: SandboxCluster,
+) -> None:
     """MB-47009: it would hold part of a snapshot until something is shown again."""
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c")
-        cluster.set("k", {}, collection="s.c")
-        for index in range(3):
-            cluster.set(f"k{index}", {})
-        client = await Client.dcp(cluster)
-        uuid = cluster.vbucket(0).vbuuid
-        await client.stream(0, start=3, uuid=uuid, snap=(0, 5), value=b'{"collections":["8"]}')
-        await client.until(lambda: client.of(ev.SeqnoAdvanced))
-        assert [marker[:2] for marker in client.markers()] == [(0, 6)]
-        assert [each.seqno for each in client.of(ev.SeqnoAdvanced)] == [6]
-        assert data(client) == []
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c")
+    cluster.set("k", {}, collection="s.c")
+    for index in range(3):
+        cluster.set(f"k{index}", {})
+    client = await Client.dcp(cluster)
+    uuid = cluster.vbucket(0).vbuuid
+    await client.stream(0, start=3, uuid=uuid, snap=(0, 5), value=b'{"collections":["8"]}')
+    await client.until(lambda: client.of(ev.SeqnoAdvanced))
+    assert [marker[:2] for marker in client.markers()] == [(0, 6)]
+    assert [each.seqno for each in client.of(ev.SeqnoAdvanced)] == [6]
+    assert data(client) == []
 
 
-async def test_a_stream_at_the_end_of_its_range_ends_at_once() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster)
-        await client.stream(0, end=0)
-        await client.until(lambda: client.of(ev.StreamEnd))
-        assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
-        assert ENDLESS == 2**64 - 1
+async def test_a_stream_at_the_end_of_its_range_ends_at_once(cluster: SandboxCluster) -> None:
+    client = await Client.dcp(cluster)
+    await client.stream(0, end=0)
+    await client.until(lambda: client.of(ev.StreamEnd))
+    assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
 
 
-async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones() -> None:
+async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones(cluster: SandboxCluster) -> None:
     """Found by the simulation: the deletion was purged before it was sent, and the client kept the document for ever.
     The engine judges the position again when it opens the file, and ends the stream as rolled back.
     """
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("kept", {})
-        cluster.set("gone", {})
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        await client.until_seqno(0, 2)
-        vbucket = cluster.vbucket(0)
-        unreported, vbucket.changed = vbucket.changed, set()
-        cluster.bucket.delete("gone", vbid=0)
-        cluster.set("more", {})
-        vbucket.purge()
-        vbucket.to_disk()
-        vbucket.changed = unreported
-        cluster.set("last", {})
-        await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.STATE_CHANGED])
-        assert data(client) == [1, 2]
+    cluster.set("kept", {})
+    cluster.set("gone", {})
+    client = await Client.dcp(cluster)
+    await client.stream(0)
+    await client.until_seqno(0, 2)
+    vbucket = cluster.vbucket(0)
+    unreported, vbucket.changed = vbucket.changed, set()
+    cluster.bucket.delete("gone", vbid=0)
+    cluster.set("more", {})
+    vbucket.purge()
+    vbucket.to_disk()
+    vbucket.changed = unreported
+    cluster.set("last", {})
+    await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.STATE_CHANGED])
+    assert data(client) == [1, 2]
 
 
-async def test_a_backfill_sends_what_was_there_when_it_began() -> None:
+async def test_a_backfill_sends_what_was_there_when_it_began(cluster: SandboxCluster) -> None:
     """Found by the simulation: tombstones that were purged while a backfill ran were left out of the rest of it."""
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(4):
-            cluster.set(f"k{index}", {})
-        cluster.bucket.delete("k0", vbid=0)
-        cluster.set("last", {})
-        vbucket = cluster.vbucket(0)
-        vbucket.to_disk()
-        request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
-        encoder = ItemEncoder(Controls(ABILITIES, collections=True))
-        stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, StreamOptions(), random.Random(1))
-        assert stream.take(1)  # the marker
-        vbucket.purge()
-        assert vbucket.purge_seqno == 5
-        frames, _ = scan(stream.take(1 << 20), 0, {7: bytes(4)})
-        assert isinstance(frames[0], Run)
-        assert [int.from_bytes(key[4:]) for key, _ in frames[0].rows] == [2, 3, 4, 5, 6]
+    for index in range(4):
+        cluster.set(f"k{index}", {})
+    cluster.bucket.delete("k0", vbid=0)
+    cluster.set("last", {})
+    vbucket = cluster.vbucket(0)
+    vbucket.to_disk()
+    request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
+    encoder = ItemEncoder(Controls(ABILITIES, collections=True))
+    stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, StreamOptions(), random.Random(1))
+    assert stream.take(1)  # the marker
+    vbucket.purge()
+    assert vbucket.purge_seqno == 5
+    frames, _ = scan(stream.take(1 << 20), 0, {7: bytes(4)})
+    assert isinstance(frames[0], Run)
+    assert [int.from_bytes(key[4:]) for key, _ in frames[0].rows] == [2, 3, 4, 5, 6]
 
 
 class Counts(random.Random):
@@ -410,52 +401,50 @@ def test_durable_writes_are_shown_as_recorded(
     assert seen(got) == seen(expected)
 
 
-async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        bucket = cluster.bucket
-        bucket.set("k", {"old": 1})
-        bucket.prepare("gone", {})
-        bucket.abort("gone")
-        bucket.prepare("k", {"new": 1})
-        bucket.to_disk()
-        able = await Client.dcp(cluster, enable_sync_writes="true")
-        await able.stream(0)
-        await able.until_seqno(0, 4)
-        assert [(type(e).__name__, e.seqno) for e in able.events[1:]] == [("Mutation", 1), ("Abort", 3), ("Prepare", 4)]
-        plain = await Client.dcp(cluster, name="plain")
-        await plain.stream(0)
-        await plain.until_seqno(0, 4)
-        assert [(type(e).__name__, e.seqno) for e in plain.events[1:]] == [("Mutation", 1), ("SeqnoAdvanced", 4)]
-        bucket.commit("k")
-        await able.until_seqno(0, 5)
-        await plain.until_seqno(0, 5)
-        assert able.of(ev.Commit) == [ev.Commit(0, b"\0k", 4, 5, opaque=able.of(ev.Commit)[0].opaque)]
-        assert plain.state(0) == {b"\0k": b'{"new":1}'}
-        bucket.prepare("k", None)
-        bucket.commit("k")
-        await able.until_seqno(0, 7)
-        await plain.until_seqno(0, 7)
-        assert [bool(e.deleted) for e in able.of(ev.Prepare)] == [False, True]
-        assert plain.state(0) == {}
+async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(cluster: SandboxCluster) -> None:
+    bucket = cluster.bucket
+    bucket.set("k", {"old": 1})
+    bucket.prepare("gone", {})
+    bucket.abort("gone")
+    bucket.prepare("k", {"new": 1})
+    bucket.to_disk()
+    able = await Client.dcp(cluster, enable_sync_writes="true")
+    await able.stream(0)
+    await able.until_seqno(0, 4)
+    assert [(type(e).__name__, e.seqno) for e in able.events[1:]] == [("Mutation", 1), ("Abort", 3), ("Prepare", 4)]
+    plain = await Client.dcp(cluster, name="plain")
+    await plain.stream(0)
+    await plain.until_seqno(0, 4)
+    assert [(type(e).__name__, e.seqno) for e in plain.events[1:]] == [("Mutation", 1), ("SeqnoAdvanced", 4)]
+    bucket.commit("k")
+    await able.until_seqno(0, 5)
+    await plain.until_seqno(0, 5)
+    assert able.of(ev.Commit) == [ev.Commit(0, b"\0k", 4, 5, opaque=able.of(ev.Commit)[0].opaque)]
+    assert plain.state(0) == {b"\0k": b'{"new":1}'}
+    bucket.prepare("k", None)
+    bucket.commit("k")
+    await able.until_seqno(0, 7)
+    await plain.until_seqno(0, 7)
+    assert [bool(e.deleted) for e in able.of(ev.Prepare)] == [False, True]
+    assert plain.state(0) == {}
 
 
-async def test_a_marker_of_version_2_2_says_what_is_prepared_too() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {})
-        cluster.bucket.to_disk()
-        client = await Client.dcp(cluster, max_marker_version="2.2")
-        await client.stream(0)
-        await client.until_seqno(0, 1)
-        cluster.bucket.set("k", {}, durable=True)
-        cluster.bucket.prepare("l", {})
-        cluster.bucket.to_disk()
-        again = await Client.dcp(cluster, name="again", max_marker_version="2.2")
-        await again.stream(0)
-        await again.until_seqno(0, 4)
-        assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1  # nothing purged, nothing prepared
-        marker = again.of(ev.SnapshotMarker)[0]
-        assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
-        assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)
+async def test_a_marker_of_version_2_2_says_what_is_prepared_too(cluster: SandboxCluster) -> None:
+    cluster.set("k", {})
+    cluster.bucket.to_disk()
+    client = await Client.dcp(cluster, max_marker_version="2.2")
+    await client.stream(0)
+    await client.until_seqno(0, 1)
+    cluster.bucket.set("k", {}, durable=True)
+    cluster.bucket.prepare("l", {})
+    cluster.bucket.to_disk()
+    again = await Client.dcp(cluster, name="again", max_marker_version="2.2")
+    await again.stream(0)
+    await again.until_seqno(0, 4)
+    assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1  # nothing purged, nothing prepared
+    marker = again.of(ev.SnapshotMarker)[0]
+    assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
+    assert (marker.high_completed_seqno, marker.high_prepared_seqno) == (2, 4)
 
 
 async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot() -> None:
@@ -591,47 +580,48 @@ async def test_a_backfill_with_history_has_every_version_that_the_filter_shows()
         assert data(plain) == [4]
 
 
-async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_requested() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        bucket = cluster.bucket
-        flat = await Client.dcp(cluster, name="flat", flatbuffers_system_events="true")
-        fixed = await Client.dcp(cluster, name="fixed")
-        scoped = await Client.dcp(cluster, name="scoped", flatbuffers_system_events="true")
-        bucket.create_scope("s")
-        for client, value in ((flat, b""), (fixed, b""), (scoped, b'{"scope":"8"}')):
-            await client.stream(0, value=value)
-        bucket.create_collection("s", "c")
-        cluster.set("gone", {}, collection="s.c")
-        bucket.modify_collection("s.c", max_ttl=60)
-        bucket.flush_collection("s.c")
-        cluster.set("k", {}, collection="s.c")
-        for client in (flat, fixed, scoped):
-            await client.until_seqno(0, 6)
-        reported = [decode_system_event(e) for e in flat.of(ev.SystemEvent)]
-        assert reported == [decode_system_event(e) for e in scoped.of(ev.SystemEvent)]
-        assert reported == [
-            ev.ScopeCreated(1, 8, "s"),
-            ev.CollectionCreated(2, 8, 8, "c"),
-            ev.CollectionModified(3, 8, 8, "c", 60),
-            ev.CollectionCreated(4, 8, 8, "c", 60, flush_uid=4),
-        ]
-        assert [decode_system_event(e) for e in fixed.of(ev.SystemEvent)] == [
-            ev.ScopeCreated(1, 8, "s"),
-            ev.CollectionCreated(2, 8, 8, "c"),
-            ev.CollectionCreated(4, 8, 8, "c", 60),
-        ]
-        assert fixed.state(0).keys() == {b"\x08k"}
-        bucket.modify_collection("s.c", max_ttl=None)
-        bucket.to_disk()
-        for name, kind in (("flat again", ev.SystemEvent), ("fixed again", ev.SeqnoAdvanced)):
-            controls: dict[str, Any] = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
-            client = await Client.dcp(cluster, name=name, **controls)
-            await client.stream(0)
-            await client.until_seqno(0, 7)
-            assert isinstance(client.events[-1], kind)
-        bucket.drop_collection("s.c")
-        bucket.to_disk()
-        last = await Client.dcp(cluster, name="last", flatbuffers_system_events="true")
-        await last.stream(0)
-        await last.until_seqno(0, 8)
-        assert [e.event for e in last.of(ev.SystemEvent)] == [3, 1]
+async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client_requested(
+    cluster: SandboxCluster,
+) -> None:
+    bucket = cluster.bucket
+    flat = await Client.dcp(cluster, name="flat", flatbuffers_system_events="true")
+    fixed = await Client.dcp(cluster, name="fixed")
+    scoped = await Client.dcp(cluster, name="scoped", flatbuffers_system_events="true")
+    bucket.create_scope("s")
+    for client, value in ((flat, b""), (fixed, b""), (scoped, b'{"scope":"8"}')):
+        await client.stream(0, value=value)
+    bucket.create_collection("s", "c")
+    cluster.set("gone", {}, collection="s.c")
+    bucket.modify_collection("s.c", max_ttl=60)
+    bucket.flush_collection("s.c")
+    cluster.set("k", {}, collection="s.c")
+    for client in (flat, fixed, scoped):
+        await client.until_seqno(0, 6)
+    reported = [decode_system_event(e) for e in flat.of(ev.SystemEvent)]
+    assert reported == [decode_system_event(e) for e in scoped.of(ev.SystemEvent)]
+    assert reported == [
+        ev.ScopeCreated(1, 8, "s"),
+        ev.CollectionCreated(2, 8, 8, "c"),
+        ev.CollectionModified(3, 8, 8, "c", 60),
+        ev.CollectionCreated(4, 8, 8, "c", 60, flush_uid=4),
+    ]
+    assert [decode_system_event(e) for e in fixed.of(ev.SystemEvent)] == [
+        ev.ScopeCreated(1, 8, "s"),
+        ev.CollectionCreated(2, 8, 8, "c"),
+        ev.CollectionCreated(4, 8, 8, "c", 60),
+    ]
+    assert fixed.state(0).keys() == {b"\x08k"}
+    bucket.modify_collection("s.c", max_ttl=None)
+    bucket.to_disk()
+    for name, kind in (("flat again", ev.SystemEvent), ("fixed again", ev.SeqnoAdvanced)):
+        controls: dict[str, Any] = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
+        client = await Client.dcp(cluster, name=name, **controls)
+        await client.stream(0)
+        await client.until_seqno(0, 7)
+        assert isinstance(client.events[-1], kind)
+    bucket.drop_collection("s.c")
+    bucket.to_disk()
+    last = await Client.dcp(cluster, name="last", flatbuffers_system_events="true")
+    await last.stream(0)
+    await last.until_seqno(0, 8)
+    assert [e.event for e in last.of(ev.SystemEvent)] == [3, 1]

@@ -33,17 +33,16 @@ async def test_a_stream_request_is_refused_as_often_as_requested(status: Status)
             assert answers[0].value == b""
 
 
-async def test_a_refusal_can_say_anything_and_ends_when_it_is_cleared() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.faults.streams.refuse(Status.NOT_MY_VBUCKET, value=b"")
-        cluster.faults.streams.refuse(Status.ROLLBACK, times=1, value=(7).to_bytes(8))
-        client = await Client.dcp(cluster)
-        assert codec_dcp.decode_rollback_seqno((await client.stream(0)).value) == 7
-        for _ in range(2):
-            refused = await client.stream(0)
-            assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, b"")
-        cluster.faults.clear()
-        assert (await client.stream(0)).status == 0
+async def test_a_refusal_can_say_anything_and_ends_when_it_is_cleared(cluster: SandboxCluster) -> None:
+    cluster.faults.streams.refuse(Status.NOT_MY_VBUCKET, value=b"")
+    cluster.faults.streams.refuse(Status.ROLLBACK, times=1, value=(7).to_bytes(8))
+    client = await Client.dcp(cluster)
+    assert codec_dcp.decode_rollback_seqno((await client.stream(0)).value) == 7
+    for _ in range(2):
+        refused = await client.stream(0)
+        assert (refused.status, refused.value) == (Status.NOT_MY_VBUCKET, b"")
+    cluster.faults.clear()
+    assert (await client.stream(0)).status == 0
 
 
 @pytest.mark.parametrize("reason", list(StreamEndReason))
@@ -77,15 +76,14 @@ async def test_a_muted_stream_is_accepted_and_goes_on_when_all_is_well() -> None
         await client.until_seqno(0, 2)
 
 
-async def test_noops_are_withheld() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.dcp(cluster, set_noop_interval="0.1")
-        cluster.faults.streams.noops_withheld = True
-        await client.stream(0)
-        await asyncio.sleep(0.25)
-        assert not client.of(ev.DcpNoop)
-        cluster.faults.clear()
-        await client.until(lambda: client.of(ev.DcpNoop))
+async def test_noops_are_withheld(cluster: SandboxCluster) -> None:
+    client = await Client.dcp(cluster, set_noop_interval="0.1")
+    cluster.faults.streams.noops_withheld = True
+    await client.stream(0)
+    await asyncio.sleep(0.25)
+    assert not client.of(ev.DcpNoop)
+    cluster.faults.clear()
+    await client.until(lambda: client.of(ev.DcpNoop))
 
 
 def test_the_newest_refusal_counts_and_is_used_up() -> None:

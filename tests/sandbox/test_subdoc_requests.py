@@ -31,88 +31,81 @@ def lookup(*specs: LookupSpec, extras: bytes = b"") -> Frame:
     return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=KEY, extras=extras, value=kv_client.encode_lookup_specs(specs))
 
 
-async def test_single_paths() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {"a": {"b": [1, 2]}})
-        client = await Client.login(cluster)
-        assert (await client.ask(single(Opcode.SUBDOC_GET, b"a.b[1]"))).value == b"2"
-        assert (await client.ask(single(Opcode.SUBDOC_GET_COUNT, b"a.b"))).value == b"2"
-        assert (await client.ask(single(Opcode.SUBDOC_EXISTS, b"a.c"))).status == Status.SUBDOC_PATH_ENOENT
-        answer = await client.ask(single(Opcode.SUBDOC_COUNTER, b"n", b"5"))
-        assert (answer.status, answer.value, len(answer.extras)) == (0, b"5", 16)
-        assert (await client.ask(single(Opcode.SUBDOC_DICT_ADD, b"n", b"1"))).status == Status.SUBDOC_PATH_EEXISTS
-        assert cluster.vbucket(0).high_seqno == 2
+async def test_single_paths(cluster: SandboxCluster) -> None:
+    cluster.set("k", {"a": {"b": [1, 2]}})
+    client = await Client.login(cluster)
+    assert (await client.ask(single(Opcode.SUBDOC_GET, b"a.b[1]"))).value == b"2"
+    assert (await client.ask(single(Opcode.SUBDOC_GET_COUNT, b"a.b"))).value == b"2"
+    assert (await client.ask(single(Opcode.SUBDOC_EXISTS, b"a.c"))).status == Status.SUBDOC_PATH_ENOENT
+    answer = await client.ask(single(Opcode.SUBDOC_COUNTER, b"n", b"5"))
+    assert (answer.status, answer.value, len(answer.extras)) == (0, b"5", 16)
+    assert (await client.ask(single(Opcode.SUBDOC_DICT_ADD, b"n", b"1"))).status == Status.SUBDOC_PATH_EEXISTS
+    assert cluster.vbucket(0).high_seqno == 2
 
 
-async def test_all_paths_or_none() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        before = cluster.set("k", {"a": 1})
-        client = await Client.login(cluster)
-        answer = await client.ask(
-            mutation(
-                MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"b", b"2"), MutationSpec(Opcode.SUBDOC_REPLACE, b"zz", b"1")
-            )
+async def test_all_paths_or_none(cluster: SandboxCluster) -> None:
+    before = cluster.set("k", {"a": 1})
+    client = await Client.login(cluster)
+    answer = await client.ask(
+        mutation(MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"b", b"2"), MutationSpec(Opcode.SUBDOC_REPLACE, b"zz", b"1"))
+    )
+    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
+    failed = kv_client.decode_mutation_results(answer.value)
+    assert [(r.index, r.status) for r in failed] == [(1, Status.SUBDOC_PATH_ENOENT)]
+    assert cluster.bucket.get("k") is before
+    answer = await client.ask(
+        mutation(
+            MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"x.y", b"1", 0x05),
+            MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"b", b"2"),
+            MutationSpec(Opcode.SUBDOC_COUNTER, b"c", b"3"),
         )
-        assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
-        failed = kv_client.decode_mutation_results(answer.value)
-        assert [(r.index, r.status) for r in failed] == [(1, Status.SUBDOC_PATH_ENOENT)]
-        assert cluster.bucket.get("k") is before
-        answer = await client.ask(
-            mutation(
-                MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"x.y", b"1", 0x05),
-                MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"b", b"2"),
-                MutationSpec(Opcode.SUBDOC_COUNTER, b"c", b"3"),
-            )
-        )
-        assert [(r.index, r.value) for r in kv_client.decode_mutation_results(answer.value)] == [(2, b"3")]
-        assert cluster.vbucket(0).high_seqno == 2
-        found = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"x", 4), LookupSpec(Opcode.GET, b"")))
-        assert [r.value for r in kv_client.decode_lookup_results(found.value)] == [b'{"y":1}', b'{"a":1,"b":2,"c":3}']
+    )
+    assert [(r.index, r.value) for r in kv_client.decode_mutation_results(answer.value)] == [(2, b"3")]
+    assert cluster.vbucket(0).high_seqno == 2
+    found = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"x", 4), LookupSpec(Opcode.GET, b"")))
+    assert [r.value for r in kv_client.decode_lookup_results(found.value)] == [b'{"y":1}', b'{"a":1,"b":2,"c":3}']
 
 
-async def test_document_flags() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        put = MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"a", b"1")
-        assert (await client.ask(mutation(put))).status == Status.KEY_ENOENT
-        assert (await client.ask(mutation(put, extras=b"\x02"))).status == 0
-        assert (await client.ask(mutation(put, extras=b"\x02"))).status == Status.KEY_EEXISTS
-        assert (await client.ask(mutation(put, extras=b"\x01"))).status == 0
-        assert (await client.ask(mutation(put, extras=b"\x03"))).status == Status.EINVAL
-        assert (await client.ask(mutation(put, extras=b"\x08"))).status == Status.NOT_SUPPORTED
-        answer = await client.ask(mutation(put, extras=(60).to_bytes(4) + b"\x01"))
-        assert answer.status == 0
-        item = cluster.bucket.get("k")
-        assert item is not None
-        assert item.expiry > 0
-        gone = mutation(MutationSpec(Opcode.DELETE, b""))
-        assert (await client.ask(gone)).status == 0
-        assert cluster.bucket.get("k") is None
+async def test_document_flags(cluster: SandboxCluster) -> None:
+    client = await Client.login(cluster)
+    put = MutationSpec(Opcode.SUBDOC_DICT_UPSERT, b"a", b"1")
+    assert (await client.ask(mutation(put))).status == Status.KEY_ENOENT
+    assert (await client.ask(mutation(put, extras=b"\x02"))).status == 0
+    assert (await client.ask(mutation(put, extras=b"\x02"))).status == Status.KEY_EEXISTS
+    assert (await client.ask(mutation(put, extras=b"\x01"))).status == 0
+    assert (await client.ask(mutation(put, extras=b"\x03"))).status == Status.EINVAL
+    assert (await client.ask(mutation(put, extras=b"\x08"))).status == Status.NOT_SUPPORTED
+    answer = await client.ask(mutation(put, extras=(60).to_bytes(4) + b"\x01"))
+    assert answer.status == 0
+    item = cluster.bucket.get("k")
+    assert item is not None
+    assert item.expiry > 0
+    gone = mutation(MutationSpec(Opcode.DELETE, b""))
+    assert (await client.ask(gone)).status == 0
+    assert cluster.bucket.get("k") is None
 
 
-async def test_deleted_documents_are_seen_on_request() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.set("k", {}, xattrs={"_sync": {"rev": 1}, "user": 2})
-        cluster.delete("k")
-        client = await Client.login(cluster)
-        specs = (LookupSpec(Opcode.SUBDOC_GET, b"_sync.rev", 4),)
-        assert (await client.ask(lookup(*specs))).status == Status.KEY_ENOENT
-        answer = await client.ask(lookup(*specs, extras=b"\x04"))
-        assert answer.status == Status.SUBDOC_SUCCESS_DELETED
-        assert kv_client.decode_lookup_results(answer.value)[0].value == b"1"
-        answer = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"user", 4), extras=b"\x04"))
-        assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
+async def test_deleted_documents_are_seen_on_request(cluster: SandboxCluster) -> None:
+    cluster.bucket.set("k", {}, xattrs={"_sync": {"rev": 1}, "user": 2})
+    cluster.delete("k")
+    client = await Client.login(cluster)
+    specs = (LookupSpec(Opcode.SUBDOC_GET, b"_sync.rev", 4),)
+    assert (await client.ask(lookup(*specs))).status == Status.KEY_ENOENT
+    answer = await client.ask(lookup(*specs, extras=b"\x04"))
+    assert answer.status == Status.SUBDOC_SUCCESS_DELETED
+    assert kv_client.decode_lookup_results(answer.value)[0].value == b"1"
+    answer = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"user", 4), extras=b"\x04"))
+    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
 
 
-async def test_the_order_of_paths_and_their_kinds() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {})
-        client = await Client.login(cluster)
-        wrong = lookup(LookupSpec(Opcode.SUBDOC_GET, b"a"), LookupSpec(Opcode.SUBDOC_GET, b"x", 4))
-        assert (await client.ask(wrong)).status == Status.SUBDOC_INVALID_XATTR_ORDER
-        odd = lookup(LookupSpec(Opcode.SUBDOC_COUNTER, b"a"))
-        assert (await client.ask(odd)).status == Status.SUBDOC_INVALID_COMBO
-        bad = lookup(LookupSpec(Opcode.SUBDOC_GET, b"\xff"))
-        answer = await client.ask(bad)
-        assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
-        assert [each.status for each in kv_client.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]
+async def test_the_order_of_paths_and_their_kinds(cluster: SandboxCluster) -> None:
+    cluster.set("k", {})
+    client = await Client.login(cluster)
+    wrong = lookup(LookupSpec(Opcode.SUBDOC_GET, b"a"), LookupSpec(Opcode.SUBDOC_GET, b"x", 4))
+    assert (await client.ask(wrong)).status == Status.SUBDOC_INVALID_XATTR_ORDER
+    odd = lookup(LookupSpec(Opcode.SUBDOC_COUNTER, b"a"))
+    assert (await client.ask(odd)).status == Status.SUBDOC_INVALID_COMBO
+    bad = lookup(LookupSpec(Opcode.SUBDOC_GET, b"\xff"))
+    answer = await client.ask(bad)
+    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
+    assert [each.status for each in kv_client.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]

@@ -12,10 +12,9 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, named_nodes
 from mirror.serve.kv.session import KvSession
-from mirror.server.errors import Refused
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
-from mirror.wire.constants import Feature, Opcode, Status
+from mirror.wire.constants import Feature, Opcode
 from storage.model import VbucketState
 from tests.serve.kv_rig import Endpoint, Store, session_of
 
@@ -27,16 +26,6 @@ def session(store: Store) -> Iterator[KvSession]:
     bucket = KvBucket(store.path, SystemClock(), stale_allowed=False)
     yield session_of(bucket)
     bucket.close()
-
-
-def test_a_client_that_declines_a_map_it_has_gets_it_once(session: KvSession) -> None:
-    session.grant(frozenset({int(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP)}))
-    first, second = (session.refused(Refused(Status.NOT_MY_VBUCKET)) for _ in "ab")
-    assert (first.value, second.value) == (session.cluster_map.of_bucket, b"")
-    session.cluster_map = ServedMap(session.bucket.identity, named_nodes("a:1"), 2)
-    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.cluster_map.of_bucket
-    session.send_map(with_bucket=True)
-    assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == b""
 
 
 NOTIFY, BRIEF = Feature.CLUSTERMAP_CHANGE_NOTIFICATION, Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from tests.sandbox.conftest import _nothing_stays_open, cluster
 
-import pytest
-
-from tests.sandbox.client import Client
-
-
-@pytest.fixture(autouse=True)
-async def _nothing_stays_open() -> AsyncIterator[None]:
-    yield
-    await Client.close_all()
+__all__ = ["_nothing_stays_open", "cluster"]

@@ -40,48 +40,45 @@ def test_a_path_that_is_not_text_is_an_error_of_the_path() -> None:
         (b"\x80", Status.EINVAL),
     ],
 )
-async def test_keys_have_1_to_250_bytes(key: bytes, status: int) -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.login(cluster)
-        assert (await client.ask(fr.request(Opcode.GET, key=key))).status == status
+async def test_keys_have_1_to_250_bytes(cluster: SandboxCluster, key: bytes, status: int) -> None:
+    client = await Client.login(cluster)
+    assert (await client.ask(fr.request(Opcode.GET, key=key))).status == status
 
 
-async def test_a_lookup_has_no_value_and_no_flags_of_a_change() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {"a": 1})
-        client = await Client.login(cluster)
-        good = fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a")
-        assert (await client.ask(good)).value == b"1"
-        with_value = fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a1")
-        assert (await client.ask(with_value)).status == Status.EINVAL
-        specs = kv_client.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"a")])
-        make = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0k", extras=b"\x01", value=specs)
-        assert (await client.ask(make)).status == Status.EINVAL
+async def test_a_lookup_has_no_value_and_no_flags_of_a_change(cluster: SandboxCluster) -> None:
+    cluster.set("k", {"a": 1})
+    client = await Client.login(cluster)
+    good = fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a")
+    assert (await client.ask(good)).value == b"1"
+    with_value = fr.request(Opcode.SUBDOC_GET, key=b"\0k", extras=b"\0\1\0", value=b"a1")
+    assert (await client.ask(with_value)).status == Status.EINVAL
+    specs = kv_client.encode_lookup_specs([LookupSpec(int(Opcode.SUBDOC_GET), b"a")])
+    make = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0k", extras=b"\x01", value=specs)
+    assert (await client.ask(make)).status == Status.EINVAL
 
 
-async def test_other_clients_have_their_turn_between_the_paths_of_a_large_document() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("small", {"a": 1})
-        cluster.set("large", {"a": 1, "text": "x" * LARGE_BYTES})
-        client = await Client.login(cluster)
-        (connection,) = cluster.nodes[0].connections
-        paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
-        value = kv_client.encode_lookup_specs(paths)
+async def test_other_clients_have_their_turn_between_the_paths_of_a_large_document(cluster: SandboxCluster) -> None:
+    cluster.set("small", {"a": 1})
+    cluster.set("large", {"a": 1, "text": "x" * LARGE_BYTES})
+    client = await Client.login(cluster)
+    (connection,) = cluster.nodes[0].connections
+    paths = [LookupSpec(int(Opcode.SUBDOC_GET), b"a"), LookupSpec(int(Opcode.SUBDOC_EXISTS), b"b")]
+    value = kv_client.encode_lookup_specs(paths)
 
-        def answered(key: bytes) -> Reply | Later | None:
-            frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)
-            return dispatch.answer(connection.session, OPERATIONS, frame)
+    def answered(key: bytes) -> Reply | Later | None:
+        frame = fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=value)
+        return dispatch.answer(connection.session, OPERATIONS, frame)
 
-        small, large = answered(b"\0small"), answered(b"\0large")
-        assert isinstance(small, Reply)
-        assert isinstance(large, Later)
-        replies = [large.step()]
-        while replies[-1] is None:
-            replies.append(large.step())
-        last = replies[-1]
-        assert isinstance(last, Reply)
-        walked = 2 * (len('{"a": 1}') + LARGE_BYTES)
-        assert len(replies) > walked // STEP_BYTES // 2 > 0, "the second path is looked for to the end, in steps"
-        assert last.value == small.value
-        reply = await client.ask(fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0large", value=value))
-        assert reply.value == small.value
+    small, large = answered(b"\0small"), answered(b"\0large")
+    assert isinstance(small, Reply)
+    assert isinstance(large, Later)
+    replies = [large.step()]
+    while replies[-1] is None:
+        replies.append(large.step())
+    last = replies[-1]
+    assert isinstance(last, Reply)
+    walked = 2 * (len('{"a": 1}') + LARGE_BYTES)
+    assert len(replies) > walked // STEP_BYTES // 2 > 0, "the second path is looked for to the end, in steps"
+    assert last.value == small.value
+    reply = await client.ask(fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=b"\0large", value=value))
+    assert reply.value == small.value

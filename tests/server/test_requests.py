@@ -94,11 +94,10 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> Non
         assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
 
 
-async def test_features_come_in_ascending_order_and_only_known_ones() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        client = await Client.connect(cluster)
-        answer = await client.ask(codec_kv.hello(b"t", (0x12, 0x06, 0x21, 0x0B)))
-        assert codec_kv.decode_features(answer.value) == (0x06, 0x0B, 0x12)
+async def test_features_come_in_ascending_order_and_only_known_ones(cluster: SandboxCluster) -> None:
+    client = await Client.connect(cluster)
+    answer = await client.ask(codec_kv.hello(b"t", (0x12, 0x06, 0x21, 0x0B)))
+    assert codec_kv.decode_features(answer.value) == (0x06, 0x0B, 0x12)
 
 
 async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
@@ -139,18 +138,17 @@ async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
         assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[2] == 3
 
 
-async def test_a_token_is_observed_on_its_history_and_after_a_failover() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        for index in range(5):
-            cluster.set(f"k{index}", {})
-        old = cluster.vbucket(0).vbuuid
-        client = await Client.login(cluster)
-        seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
-        assert (seen.current_seqno, seen.old_vbuuid) == (5, None)
-        cluster.failover(0, lose=2)
-        seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
-        assert (seen.vbuuid, seen.old_vbuuid, seen.last_seqno_received) == (cluster.vbucket(0).vbuuid, old, 3)
-        assert (await client.ask(codec_kv.observe_seqno(0, 12345))).status == Status.KEY_ENOENT
+async def test_a_token_is_observed_on_its_history_and_after_a_failover(cluster: SandboxCluster) -> None:
+    for index in range(5):
+        cluster.set(f"k{index}", {})
+    old = cluster.vbucket(0).vbuuid
+    client = await Client.login(cluster)
+    seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
+    assert (seen.current_seqno, seen.old_vbuuid) == (5, None)
+    cluster.failover(0, lose=2)
+    seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
+    assert (seen.vbuuid, seen.old_vbuuid, seen.last_seqno_received) == (cluster.vbucket(0).vbuuid, old, 3)
+    assert (await client.ask(codec_kv.observe_seqno(0, 12345))).status == Status.KEY_ENOENT
 
 
 async def test_statistics_end_with_an_empty_one() -> None:
@@ -166,30 +164,28 @@ async def test_statistics_end_with_an_empty_one() -> None:
         assert (await client.ask(fr.request(Opcode.STAT, key=b"nonsense"))).status == Status.KEY_ENOENT
 
 
-async def test_collections_are_found_by_name() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.bucket.create_scope("s")
-        cluster.bucket.create_collection("s", "c", max_ttl=60)
-        client = await Client.login(cluster)
-        answer = await client.ask(kv_client.get_collection_id(b"s.c"))
-        assert codec_kv.decode_collection_id(answer.extras) == (2, 8)
-        assert (await client.ask(kv_client.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
-        assert (await client.ask(kv_client.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
-        assert (await client.ask(kv_client.get_collection_id(b"nodot"))).status == Status.EINVAL
-        manifest = json.loads((await client.ask(kv_client.get_collections_manifest())).value)
-        assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
+async def test_collections_are_found_by_name(cluster: SandboxCluster) -> None:
+    cluster.bucket.create_scope("s")
+    cluster.bucket.create_collection("s", "c", max_ttl=60)
+    client = await Client.login(cluster)
+    answer = await client.ask(kv_client.get_collection_id(b"s.c"))
+    assert codec_kv.decode_collection_id(answer.extras) == (2, 8)
+    assert (await client.ask(kv_client.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
+    assert (await client.ask(kv_client.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
+    assert (await client.ask(kv_client.get_collection_id(b"nodot"))).status == Status.EINVAL
+    manifest = json.loads((await client.ask(kv_client.get_collections_manifest())).value)
+    assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
 
 
-async def test_privileges_are_looked_up_for_each_operation() -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        user = cluster.add_user("reader", "pw", ALL_PRIVILEGES - {"DcpProducer"})
-        client = await Client.login(cluster, user="reader", password="pw")
-        opening = codec_dcp.to_frame(ev.DcpOpen(b"x", 1))
-        refused = await client.ask(opening)
-        assert refused.status == Status.EACCESS
-        assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
-        user.privileges = ALL_PRIVILEGES
-        assert (await client.ask(opening)).status == Status.SUCCESS
+async def test_privileges_are_looked_up_for_each_operation(cluster: SandboxCluster) -> None:
+    user = cluster.add_user("reader", "pw", ALL_PRIVILEGES - {"DcpProducer"})
+    client = await Client.login(cluster, user="reader", password="pw")
+    opening = codec_dcp.to_frame(ev.DcpOpen(b"x", 1))
+    refused = await client.ask(opening)
+    assert refused.status == Status.EACCESS
+    assert "DcpProducer" in json.loads(refused.value)["error"]["context"]
+    user.privileges = ALL_PRIVILEGES
+    assert (await client.ask(opening)).status == Status.SUCCESS
 
 
 @pytest.mark.parametrize(
@@ -205,15 +201,14 @@ async def test_privileges_are_looked_up_for_each_operation() -> None:
         ("DcpProducer", codec_dcp.to_frame(ev.DcpOpen(b"x", 1))),
     ],
 )
-async def test_each_operation_needs_its_privilege(privilege: str, request_: Frame) -> None:
-    async with SandboxCluster(vbuckets=1) as cluster:
-        cluster.set("k", {"a": 1})
-        cluster.add_user("most", "pw", ALL_PRIVILEGES - {privilege})
-        client = await Client.login(cluster, user="most", password="pw")
-        refused = await client.ask(request_)
-        assert refused.status == Status.EACCESS
-        assert f"without the {privilege} privilege" in json.loads(refused.value)["error"]["context"]
-        assert (await client.ask(kv_client.get_collections_manifest())).status == 0
+async def test_each_operation_needs_its_privilege(cluster: SandboxCluster, privilege: str, request_: Frame) -> None:
+    cluster.set("k", {"a": 1})
+    cluster.add_user("most", "pw", ALL_PRIVILEGES - {privilege})
+    client = await Client.login(cluster, user="most", password="pw")
+    refused = await client.ask(request_)
+    assert refused.status == Status.EACCESS
+    assert f"without the {privilege} privilege" in json.loads(refused.value)["error"]["context"]
+    assert (await client.ask(kv_client.get_collections_manifest())).status == 0
 
 
 def test_every_privilege_is_needed_somewhere() -> None:

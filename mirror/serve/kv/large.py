@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from mirror.document.walk import Buffer
@@ -17,42 +16,22 @@ from mirror.serve.large import LargeReads, Pieces, drop, held_bytes, let_go
 from mirror.serve.turns import Budget, Turns
 from mirror.server.session import Later, Reply
 from storage.errors import StorageError
+from storage.model import Document
 from storage.read.large import LargeDocument
 
 Steps = Iterator[Reply | None]
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadDocument:
-    """A large document (`document_requests.FoundDocument`) whose value was not read."""
+class UnreadDocument(Document):
+    """A large document without its value, which `large` reads."""
 
     large: LargeDocument
-    value: bytes = b""
 
-    @property
-    def datatype(self) -> int:
-        return self.large.document.datatype
-
-    @property
-    def flags(self) -> int:
-        return self.large.document.flags
-
-    @property
-    def cas(self) -> int:
-        return self.large.document.cas
-
-    @property
-    def expiry(self) -> int:
-        return self.large.document.expiry
-
-    @property
-    def rev_seqno(self) -> int:
-        return self.large.document.rev_seqno
-
-    @property
-    def deleted(self) -> bool:
-        """Always False: values of tombstones are not large."""
-        return False
+    @classmethod
+    def of(cls, large: LargeDocument) -> UnreadDocument:
+        found = cls(*large.document)
+        found.large = large
+        return found
 
 
 class LargeAnswers:

@@ -207,7 +207,7 @@ class KvSession(DocumentSession):
 
     # -- documents
 
-    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document | UnreadDocument:
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
         """Return the document in the vbucket that the client names, if it selected a bucket."""
         vbid = None
         if self.bucket_selected:
@@ -217,7 +217,7 @@ class KvSession(DocumentSession):
         document = self.bucket.find(wire_key, vbid, self.known_reader, deletions=deletions)
         if document is None:
             raise Refused(Status.KEY_ENOENT)
-        return UnreadDocument(document) if isinstance(document, LargeDocument) else document
+        return UnreadDocument.of(document) if isinstance(document, LargeDocument) else document
 
     def content_of(self, document: FoundDocument) -> Content:
         assert isinstance(document, Document)
@@ -256,7 +256,7 @@ class KvSession(DocumentSession):
     ) -> Reply | Later:
         if not isinstance(document, UnreadDocument):
             return super().lookup(document, steps, path_count)
-        about = self._about(document.large.document)
+        about = self._about(document)
 
         def of_body(section: bytes, body: Buffer) -> LookupSteps:
             return steps(Content.of_large(section, body, about))
