@@ -12,6 +12,7 @@ from mirror.config_reader import validated
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.selection import Selection
+from mirror.sandbox.cluster import SandboxCluster
 from storage.env import directory
 from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
@@ -138,3 +139,18 @@ class Mirror:
 
     async def until_state(self, vbid: int, *states: str) -> None:
         await self.until(lambda: self.row(vbid)["state"] in states, f"vb {vbid} in {states}")
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, *, own_groups: list[int] | None = None, **options: Any) -> Mirror:
+    """A mirror of the cluster's bucket; `groups` and `selection` are the mirror's, the other options settings."""
+    return Mirror(
+        path,
+        bucket=cluster.bucket.name,
+        bucket_uuid=cluster.bucket.map.bucket_uuid,
+        vbuckets=len(cluster.vbuckets),
+        password="demo",
+        groups=options.pop("groups", 1),
+        own_groups=own_groups,
+        selection=options.pop("selection", None),
+        settings=options,
+    )

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from storage.admin.check import check
 from storage.read.view import open_view
-from tests.feed.harness import Mirror
+from tests.feed.harness import Mirror, mirror_of
 from tests.storage.model import events
 
 VBUCKETS = 1
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        settings=settings,
-    )
 
 
 def versions(mirror: Mirror) -> list[int]:

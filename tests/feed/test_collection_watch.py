@@ -22,11 +22,17 @@ from mirror.wire.constants import Status, StreamEndReason
 from storage.admin.check import check
 from storage.errors import UnknownCollection
 from storage.read.view import open_view
+from tests.feed import harness
 from tests.feed.harness import Mirror
 
 VBUCKETS = 4
 AIRLINE = Selection.of(None, ["inventory.airline"])
 TWO = Selection.of(None, ["inventory.airline", "inventory.route"])
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, selection: Selection) -> Mirror:
+    options: dict[str, Any] = {"noop_interval_s": 0.5, "map_poll_interval_s": 0.05}
+    return harness.mirror_of(cluster, path, groups=2, selection=selection, **options)
 
 
 @pytest.fixture
@@ -36,19 +42,6 @@ async def cluster() -> AsyncIterator[SandboxCluster]:
         running.bucket.create_collection("inventory", "airline")
         running.bucket.create_collection("inventory", "route")
         yield running
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, selection: Selection, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        groups=2,
-        selection=selection,
-        settings={"noop_interval_s": 0.5, "map_poll_interval_s": 0.05, **settings},
-    )
 
 
 def write(cluster: SandboxCluster, count: int, name: str = "doc", *collections: str) -> None:

@@ -21,7 +21,7 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from tests.feed.consumer_rig import VBUCKETS, write
-from tests.feed.harness import Mirror
+from tests.feed.harness import Mirror, mirror_of
 from tests.feed.scripted_node import ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to
 from tests.feed.test_discovery import map_of
@@ -149,20 +149,6 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
 # -- a consumer that is connected to a stale node alone --------------------------------------------------------------
 
 
-def half_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    """A mirror whose vbuckets all lie on node 1."""
-    return Mirror(
-        path,
-        bucket="demo",
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        groups=2,
-        own_groups=[1],
-        settings=settings,
-    )
-
-
 async def followed(mirror: Mirror, cluster: SandboxCluster) -> None:
     highs = {vbid: cluster.vbucket(vbid) for vbid in range(1, VBUCKETS, 2)}
     await mirror.until(
@@ -179,7 +165,7 @@ async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: st
     """It is the only node that the consumer is connected to; the other one is queried all the same."""
     async with source_of(profile=profile) as cluster:
         write(cluster, 100)
-        mirror = half_of(cluster, tmp_path)
+        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         mirror.start(cluster.connection_string)
         await followed(mirror, cluster)
         alone = cluster.split_off(1)
@@ -201,7 +187,7 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
     """The consumer has no session at all, and the nodes that announce maps are none of its own."""
     async with source_of(profile="8.0") as cluster:
         write(cluster, 50)
-        mirror = half_of(cluster, tmp_path)
+        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         consumer = mirror.start(cluster.connection_string)
         await followed(mirror, cluster)
         ours = range(1, VBUCKETS, 2)
@@ -224,7 +210,7 @@ async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_p
     async with source_of() as cluster:
         write(cluster, 50)
         url = cluster.connection_string
-        mirror = half_of(cluster, tmp_path)
+        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         mirror.start(url)
         await followed(mirror, cluster)
         alone = cluster.split_off(1)
@@ -244,7 +230,7 @@ async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_p
 async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tmp_path: Path) -> None:
     async with source_of() as cluster:
         write(cluster, 50)
-        mirror = half_of(cluster, tmp_path, bootstrap_timeout_s=0.3)
+        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1], bootstrap_timeout_s=0.3)
         consumer = mirror.start(cluster.connection_string)
         consumer.map_follower.maps.floor = (1, 1000)
         error = await mirror.fails()
@@ -255,7 +241,7 @@ async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tm
 async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
     async with source_of() as cluster:
         write(cluster, 50)
-        mirror = half_of(cluster, tmp_path)
+        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         consumer = mirror.start(cluster.connection_string)
         shared: list[ClusterMap] = []
         consumer._share_map = shared.append

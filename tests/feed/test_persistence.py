@@ -26,11 +26,16 @@ from storage.model import Seqno, Vbuuid
 from storage.read import wait
 from storage.read.view import Change, Token, open_view
 from storage.read.wait import MutationToken
+from tests.feed import harness
 from tests.feed.gated_rig import GatedVbucket
 from tests.feed.harness import Mirror
 from tests.sandbox.past import state_at
 
 VBUCKETS = 4
+
+
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return harness.mirror_of(cluster, path, publish="persisted", persistence_poll_interval_ms=5, **settings)
 
 
 # --- the gate
@@ -90,17 +95,6 @@ def test_of_a_failover_only_what_both_histories_share_counts() -> None:
 async def cluster() -> AsyncIterator[SandboxCluster]:
     async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, replicas=1, seed=3) as running:
         yield running
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        settings={"publish": "persisted", "persistence_poll_interval_ms": 5, **settings},
-    )
 
 
 def write(cluster: SandboxCluster, vbid: int, count: int, name: str = "doc") -> int:

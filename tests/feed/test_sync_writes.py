@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from storage.admin.check import check
 from storage.read.view import open_view
-from tests.feed.harness import Mirror
+from tests.feed.harness import Mirror, mirror_of
 from tests.sandbox.past import state_at
 
 VBUCKETS = 2
@@ -21,17 +20,6 @@ VBUCKETS = 2
 async def cluster() -> AsyncIterator[SandboxCluster]:
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as running:
         yield running
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        settings=settings,
-    )
 
 
 def durable(cluster: SandboxCluster, key: str, value: dict[str, object], vbid: int) -> None:

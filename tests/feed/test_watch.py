@@ -18,27 +18,21 @@ from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.supervise.status import reported_row
+from tests.feed import harness
 from tests.feed.harness import Mirror
 from tests.manual_clock import ManualClock
 
 VBUCKETS = 4
 
 
+def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+    return harness.mirror_of(cluster, path, **{"stall_timeout_s": 1, **settings})
+
+
 @pytest.fixture
 async def cluster() -> AsyncIterator[SandboxCluster]:
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as running:
         yield running
-
-
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=VBUCKETS,
-        password="demo",
-        settings={"stall_timeout_s": 1, **settings},
-    )
 
 
 def write(cluster: SandboxCluster, vbid: int, name: str) -> None:

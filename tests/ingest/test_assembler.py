@@ -224,14 +224,6 @@ def test_without_collections_a_following_marker_closes_a_snapshot_whose_end_was_
     ]
 
 
-def test_without_collections_the_regular_end_of_the_stream_closes_it() -> None:
-    assert said(assembler_at(collections=False), marker(0, 9), rows(3), ended()) == [
-        ("rows", 3),
-        ("advance", 9),
-        ("publish", 9),
-    ]
-
-
 def test_with_collections_the_regular_end_of_the_stream_closes_nothing() -> None:
     assert said(assembler_at(), marker(0, 9), rows(3), ended()) == [("rows", 3)]
 
@@ -407,14 +399,6 @@ def test_more_scopes_and_collections_than_a_bucket_can_have_are_a_violation() ->
 
 
 # --- sync writes ---
-
-
-def test_prepares_and_aborts_move_the_position_alone() -> None:
-    assembler = assembler_at()
-    assert said(assembler, marker(0, 9), prepared(4), rows(6), aborted(7)) == [
-        ("advance", 4), ("rows", 6), ("advance", 7),
-    ]  # fmt: skip
-    assert assembler.position_seqno == 7
 
 
 # --- what is left out ---

@@ -114,11 +114,6 @@ def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
     assert request.purge_seqno is None
 
 
-def test_between_snapshots_the_boundary_is_sent_in_three_places() -> None:
-    assert requested(rig_at(100, failover_log=log((0xB, 100), (0xA, 0)))) == (100, 100, 100, 0xB)
-    assert requested(rig_at(99, failover_log=log((0xB, 100), (0xA, 0)))) == (99, 99, 99, 0xA)
-
-
 def test_after_a_break_inside_a_snapshot_the_request_continues_it() -> None:
     rig = streaming_at(100)
     marker(rig, 101, 120)
@@ -252,13 +247,6 @@ def test_a_failover_log_that_did_not_change_is_not_saved_again() -> None:
     assert kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))) == []
 
 
-def test_live_snapshots_are_staged_and_published_as_they_come() -> None:
-    rig = streaming_at(100)
-    assert kinds(marker(rig, 101, 102)) == []
-    assert kinds(rows(rig, 101, 102)) == [ins.StageRows, ins.PublishSnapshot]
-    assert rig.store.served.seqno == rig.machine.durable_seqno == 102
-
-
 def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
     store = ToyStore()
     machine = VbucketMachine(0, store.state())
@@ -353,16 +341,6 @@ def test_prepares_and_aborts_are_skipped_and_a_commit_comes_as_a_mutation() -> N
     rig.feed(Abort(0, b"\0l", 102, 106, opaque=rig.opaque_counter))
     assert rig.store.served.seqno == 106
     assert [document.seqno for document in rig.store.served.documents.values()] == [104]
-
-
-def test_a_commit_without_its_value_is_never_left_out_of_a_snapshot() -> None:
-    rig = streaming_at(100)
-    marker(rig, 101, 102)
-    rig.feed(Prepare(0, b"\0k", 101, 1, 5, value=b"v", opaque=rig.opaque_counter))
-    done = rig.feed(Commit(0, b"\0k", 101, 102, opaque=rig.opaque_counter))
-    assert ins.PublishSnapshot not in kinds(done)
-    assert rig.machine.shown.violation_count == 1
-    assert rig.store.served.seqno == 100
 
 
 # --- what is mirrored of the bucket ---
@@ -492,13 +470,6 @@ def test_rollbacks_may_follow_each_other_as_long_as_they_fall() -> None:
     rollback(rig, 30)
     assert requested(rig) == (20, 20, 20, 0xA)
     assert rig.store.rollbacks == [(100, 80), (80, 50), (50, 20)]
-
-
-def test_a_checkpoint_ahead_of_the_source_is_a_rollback_like_any_other() -> None:
-    """Another client panicked for ever (its stored seqno was above the source's)."""
-    rig = rig_at(80, 100)
-    rollback(rig, 90)
-    assert requested(rig) == (80, 80, 80, 0xA)
 
 
 @pytest.mark.parametrize("answer", [85, 100, 2**64 - 1])

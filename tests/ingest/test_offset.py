@@ -41,10 +41,6 @@ def test_whatever_a_state_says_an_offset_can_be_made_of_it(
     assert made.inside_snapshot or made.start_seqno == made.snap_start_seqno == made.snap_end_seqno == boundary
 
 
-def test_a_fresh_start_asks_from_zero_of_no_history() -> None:
-    assert requested(0, 0, None) == (0, 0, 0, 0)
-
-
 def test_between_snapshots_the_boundary_is_sent_in_three_places_with_the_history_it_lies_on() -> None:
     assert requested(99, 99, None) == (99, 99, 99, 0xA)
     assert requested(100, 100, None) == (100, 100, 100, 0xB)
@@ -61,10 +57,6 @@ def test_inside_a_snapshot_the_range_begins_at_our_own_boundary_and_not_where_th
 
 def test_inside_a_snapshot_the_history_is_the_one_its_end_lies_on() -> None:
     assert requested(40, 45, (41, 120)) == (45, 40, 120, 0xB)
-
-
-def test_inside_the_first_backfill_the_range_begins_at_zero() -> None:
-    assert requested(0, 45, (0, 60)) == (45, 0, 60, 0xA)
 
 
 @pytest.mark.parametrize("open_snapshot", [None, (41, 45), (41, 44)])

@@ -26,24 +26,6 @@ def test_only_what_asking_again_cannot_fix_stops_a_vbucket(status: int) -> None:
     assert (on_refusal(status).action is Action.STOP) == (status in STOPPING_STATUSES)
 
 
-@pytest.mark.parametrize(
-    ("status", "action"),
-    [
-        (Status.KEY_EEXISTS, Action.REOPEN),
-        (Status.EACCESS, Action.REFUSED),
-        (Status.NOT_MY_VBUCKET, Action.REFRESH_MAP),
-        (Status.ERANGE, Action.GO_BACK),
-        (Status.ENOMEM, Action.RETRY),
-        (Status.ETMPFAIL, Action.RETRY),
-        (Status.UNKNOWN_COLLECTION, Action.REFRESH_COLLECTIONS),
-        (Status.UNKNOWN_SCOPE, Action.REFRESH_COLLECTIONS),
-        (Status.AUTH_STALE, Action.RECONNECT),
-    ],
-)
-def test_each_status_asks_for_what_the_protocol_says(status: Status, action: Action) -> None:
-    assert on_refusal(status).action is action
-
-
 @pytest.mark.parametrize("reaction", [*STREAM_ENDS.values(), *REFUSALS.values(), on_refusal(0xFFFF), on_stream_end(99)])
 def test_every_reaction_says_what_happened_and_what_is_done(reaction: object) -> None:
     text = getattr(reaction, "text", "")

@@ -17,7 +17,6 @@ from typing import Any
 
 PAGE = 4096
 SECTOR = 512
-META_PAGES = frozenset((0, 1))
 
 
 class Disk:

@@ -131,15 +131,16 @@ def test_a_flipped_bit_ends_a_copy_with_an_error_or_is_in_the_data_that_is_copie
     good = file.read_bytes()
     rng = random.Random(5)
     errors = 0
-    for _ in range(600):
-        data = bytearray(good)
-        data[rng.choice(live) * 4096 + rng.randrange(64)] ^= 1 << rng.randrange(8)  # headers, and where nodes are
-        file.write_bytes(data)
-        try:
-            with closing(Compaction(_Closed(str(tmp_path)), _Number(number))) as copy:  # type: ignore[arg-type]
-                assert all(len(each) == copy.page_bytes for each in copy.pages())
-        except CorruptedError as error:
-            errors += "page" in str(error)
+    with file.open("r+b", buffering=0) as data:
+        for _ in range(600):
+            at = rng.choice(live) * 4096 + rng.randrange(64)  # headers, and where nodes are
+            os.pwrite(data.fileno(), bytes([good[at] ^ 1 << rng.randrange(8)]), at)
+            try:
+                with closing(Compaction(_Closed(str(tmp_path)), _Number(number))) as copy:  # type: ignore[arg-type]
+                    assert all(len(each) == copy.page_bytes for each in copy.pages())
+            except CorruptedError as error:
+                errors += "page" in str(error)
+            os.pwrite(data.fileno(), good[at : at + 1], at)
     assert errors > 100
 
 

@@ -163,20 +163,3 @@ def test_a_token_of_a_resynced_vbucket_is_refused(path: str, writer: GroupWriter
         assert not view.stale(0)
         with pytest.raises(ViewInvalidated, match="resynced"):
             list(view.changes(0, since=token))
-
-
-def test_a_scan_fails_when_a_rollback_passes_it(path: str, writer: GroupWriter) -> None:
-    names = keys_of(0, 10)
-    publish(writer, 0, [(key, b"1", n + 1) for n, key in enumerate(names)])
-    publish(writer, 0, [(key, b"2", n + 11) for n, key in enumerate(names)])
-    with open_view(path) as view:
-        scan = view.scan(0)
-        assert next(scan).value == b"2"
-        publish(writer, 0, [(names[-1], b"3", 21)])
-        assert [d.value for d in scan] == [b"2"] * 9  # what came later stays out of sight
-        scan = view.scan(0)
-        next(scan)
-        writer.vbuckets[0].rollback(10)
-        with pytest.raises(ViewInvalidated):
-            list(scan)
-        assert {d.value for d in view.scan(0)} == {b"1"}

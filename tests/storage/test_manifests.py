@@ -139,7 +139,7 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
     rng = Random(13)
     expected: dict[int, Manifest] = {0: Manifest.initial()}
     stored = []
-    for _ in range(600):
+    for _ in range(250):
         seqno = writer.vbuckets[0].state.published_seqno
         for at in range(seqno + 1, seqno + rng.choice((2, 3))):
             manifest = change_one(rng, writer.vbuckets[0].state.manifest, at)

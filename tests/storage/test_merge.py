@@ -78,10 +78,10 @@ def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str
 
     costs = []
     sizes = []
-    for number in range(150):
+    for number in range(70):
         fail_over(writer, number)
         purge_all(writer, WINDOW)
-        if number in (60, 149):
+        if number in (40, 69):
             costs.append(cost())
             sizes.append(stored(writer))
     assert costs[0] == costs[1]
@@ -89,11 +89,11 @@ def test_reads_cost_the_same_after_many_failovers(writer: GroupWriter, path: str
     assert sizes[1]["branch"] == sizes[0]["branch"]
     assert sizes[1]["rollback"] == sizes[0]["rollback"] == storage.history.merge.ROLLBACKS_KEPT
     assert sizes[1]["span"] == 0
-    assert sizes[1]["k0"] - sizes[0]["k0"] == sizes[1]["v0"] - sizes[0]["v0"] == 149 - 60
+    assert sizes[1]["k0"] - sizes[0]["k0"] == sizes[1]["v0"] - sizes[0]["v0"] == 69 - 40
     with View(path) as view:
-        assert {each.key: each.value for each in view.scan(0)} == {NAMES[n]: b"%d" % n for n in range(150)}
-        assert all(view.get(NAMES[n]) is not None for n in range(150))
-        assert [each.document.key for each in view.changes(0) if each.document] == NAMES[:150]
+        assert {each.key: each.value for each in view.scan(0)} == {NAMES[n]: b"%d" % n for n in range(70)}
+        assert all(view.get(NAMES[n]) is not None for n in range(70))
+        assert [each.document.key for each in view.changes(0) if each.document] == NAMES[:70]
         assert len(view.rollbacks(0)) == storage.history.merge.ROLLBACKS_KEPT
 
 

@@ -253,7 +253,7 @@ def branch_count(writer: GroupWriter) -> int:
 def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     tokens = [view.token(0, writer.vbuckets[0].state.branch, 2)]
-    for _ in range(200):
+    for _ in range(60):
         broken_backfill(writer)
         tokens.append(view.token(0, writer.vbuckets[0].state.branch, 2))
     assert len(stream.served_state(view.reader(0)).links) == 2
@@ -261,7 +261,7 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     half_read = view.scan(0)
     first = next(half_read)
     broken_backfill(writer)
-    assert branch_count(writer) == 202
+    assert branch_count(writer) == 62
     purge(writer, Window(time_ms=HOUR_MS))
     assert branch_count(writer) == 2
     publish(writer, 0, [(A, b"3", 3)])

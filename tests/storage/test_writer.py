@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.env.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
-from storage.format import records
 from storage.format.records import decode_row
 from storage.history.branches import all_branches, purge_row
 from storage.history.purge import Window
@@ -475,8 +473,3 @@ def settle(writer: GroupWriter) -> None:
     writer.commit()
     while writer.step() or writer.has_pending:
         writer.commit()
-
-
-def system_event_frame(seqno: int) -> bytes:
-    extras = struct.pack(">QIB", seqno, 0, 0)
-    return records.HEADER.pack(0x80, 0x5F, 0, len(extras), 0, 0, len(extras), 0, 0) + extras
