@@ -109,7 +109,7 @@ def _check_kept(
         if link.cut <= link.base_seqno:
             continue  # nothing of it is seen, and it may be forgotten
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > common_seqno:
-            raise _gone("what was rolled back", reader)
+            raise _gone("the history that a rollback left", reader)
 
 
 def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:

@@ -173,7 +173,7 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     assert [c.kind for c in view.changes(0, since=token)] == ["rollback", "retraction", "restoration", "retraction"]
     clock.now = 3 * HOUR_MS
     purge(writer, Window(time_ms=HOUR_MS))
-    with pytest.raises(ViewInvalidated, match="rolled back is gone"):
+    with pytest.raises(ViewInvalidated, match="rows of a rollback are gone"):
         list(view.changes(0, since=token))
     assert seqnos(view) == [1]
 
