@@ -169,7 +169,7 @@ def sql(
     config: options.ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Answer SQL (DuckDB's) from one consistent moment of the mirror. Each collection is a table: `documents` is the
+    """Answer SQL (DuckDB's) from one boundary of each vbucket. Each collection is a table: `documents` is the
     default one, `SCOPE.NAME` another.
     """
     if as_csv + as_json + (to is not None) > 1:
