@@ -14,7 +14,7 @@ import typer
 
 from cli import options, output, render
 from mirror.config import EFFECTS, Effect
-from mirror.config_reader import ENV_PREFIX, Description, describe, nearest
+from mirror.config_reader import ENV_PREFIX, NAMES, Description, describe, nearest
 from mirror.errors import ConfigError
 
 HELP = "Settings: flags, then DCP_MIRROR_*, then the file of --config, then defaults."
@@ -70,7 +70,7 @@ def show(
 def explain(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Only these settings.", autocompletion=options.setting_names),
+        typer.Argument(metavar="[NAME]...", help="Only these settings.", autocompletion=options.one_of(*NAMES)),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
     as_json: options.JsonOption = False,

@@ -85,10 +85,6 @@ AsOfTimeOption = Annotated[
 ]
 
 
-def setting_names() -> list[str]:
-    return list(NAMES)
-
-
 def flags_from(pairs: list[str] | None) -> Values:
     flags: Values = {}
     for pair in pairs or ():

@@ -103,7 +103,8 @@ def verify(
                 screen.show_line(f"{done} of {of} vbuckets fetched again")
 
             resync(str(path), url, settings, broken, progress=resynced)
-            results = sorted([result for result in results if result.vbid not in broken] + look(broken), key=by_vbid)
+            again = {result.vbid: result for result in look(broken)}
+            results = [again.get(result.vbid, result) for result in results]
     facts = {
         "data": str(path),
         "source": url,
@@ -149,10 +150,6 @@ def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
         if vbid not in held:
             raise ConfigError(f"this mirror holds no vbucket {vbid}", hint=f"it holds {held[0]} to {held[-1]}")
     return sorted(set(requested)) if requested else held
-
-
-def by_vbid(result: VbucketResult) -> int:
-    return result.vbid
 
 
 class Progress:

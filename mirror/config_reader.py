@@ -104,8 +104,10 @@ def validated(values: Mapping[str, Any], provenance: Mapping[str, str] | None = 
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
-        ours = first["type"] == "value_error"
-        wrong = first["msg"].removeprefix("Value error, ") if ours else f"must be {_values_of(name)}"
+        if first["type"] == "value_error":
+            wrong = first["msg"].removeprefix("Value error, ")
+        else:
+            wrong = "must be " + _values(name, _CheckedSettings.model_fields[name]).replace("`", "")
         raise ConfigError(
             f"setting {name} ({(provenance or {}).get(name, 'default')}) is wrong: {wrong}, "
             f"not {_shown(first['input'])}",
@@ -148,10 +150,6 @@ def _meanings() -> dict[str, str]:
         and isinstance(below, ast.Expr)
         and isinstance(below.value, ast.Constant)
     }
-
-
-def _values_of(name: str) -> str:
-    return _values(name, _CheckedSettings.model_fields[name]).replace("`", "")
 
 
 def _values(name: str, field: FieldInfo) -> str:

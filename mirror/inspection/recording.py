@@ -29,7 +29,7 @@ from mirror.feed.connection.transport import Link
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import BODY_LENGTH_MAX, Opcode
 from mirror.wire.errors import ProtocolError
-from mirror.wire.frame import Frame, encode
+from mirror.wire.frame import encode
 
 FORMAT, VERSION = "dcp-mirror-recording", 1
 SECRETS = frozenset((Opcode.SASL_AUTH, Opcode.SASL_STEP))
@@ -75,7 +75,7 @@ class Recorder:
         try:
             buffer.feed(data)
             while (frame := buffer.next_frame()) is not None:
-                whole.append(frame if frame.opcode not in SECRETS else _without_value(frame))
+                whole.append(frame if frame.opcode not in SECRETS else replace(frame, value=b""))
         except ProtocolError:  # the connection ends of it; what came before is whole
             del self._buffers[number, ours]
         if whole:
@@ -101,7 +101,3 @@ class Recorder:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, ValueError) as error:
             self.full, self.error = True, getattr(error, "strerror", None) or str(error)
-
-
-def _without_value(frame: Frame) -> Frame:
-    return replace(frame, value=b"")

@@ -209,7 +209,8 @@ class Verifier:
         there = (
             each
             for each in vbucket.runs.newest()
-            if source.has_collection(each) and (not filtered or _is_mirrored(each, mirror))
+            if source.has_collection(each)
+            and (not filtered or keys.split_key(each.key)[0] in mirror.manifest.collections)
         )
         with lease.hold(self._path, {vbid: (int(pin.branch), int(pin.seqno))}, name="verify"):
             moved = compare(result, self._fingerprints(pin, mirror), there, mirror, source, remember=self._service)
@@ -331,10 +332,6 @@ class Verifier:
         else:
             result.state = "rollback"
             result.text = f"the source has no such history above seqno {seqno}: the service will take it back to there"
-
-
-def _is_mirrored(version: Fingerprint, mirror: Side) -> bool:
-    return keys.split_key(version.key)[0] in mirror.manifest.collections
 
 
 def verify(

@@ -66,10 +66,6 @@ def stored_row(state: VbucketState, group: int, history: History | None = None) 
     return reported_row(history_fields(state, history) | known, group)
 
 
-def unreadable_row(vbid: int, group: int, error: str) -> VbucketRow:
-    return reported_row({"vbid": vbid, "state": "damaged", "detail": error}, group)
-
-
 def reported_row(report: Mapping[str, Any], group: int) -> VbucketRow:
     """Return a worker's report of a vbucket in the shape of cli/JSON.md."""
     log = report.get("failover_log") or ()
@@ -166,4 +162,4 @@ def _row(view: View, vbid: int, group: int) -> VbucketRow:
     try:
         return stored_row(view.state(vbid), group, view.history(vbid))
     except StorageError as error:
-        return unreadable_row(vbid, group, str(error))
+        return reported_row({"vbid": vbid, "state": "damaged", "detail": str(error)}, group)

@@ -104,10 +104,6 @@ def checkpoint_name(folder: Path) -> str | None:
         raise ConfigError(f"{folder}: cannot be read as a checkpoint: {error}", hint="restore it as a whole") from error
 
 
-def offsets_of(folder: Path, batch_number: int) -> str:
-    return (folder / "offsets" / str(batch_number)).read_text()
-
-
 def check_source(options: Mapping[str, str], settings: Settings) -> None:
     parsed = parse({**options, "table": "changes"})
     if parsed.path is not None:
@@ -149,7 +145,8 @@ class SyncTarget:
     def _apply(self, frame: Any, number: int) -> None:
         name = checkpoint_name(self._checkpoint)
         assert name is not None, "Spark makes it before the first batch"
-        batch = Batch(number, name, offsets_of(self._checkpoint, number))
+        offsets = (self._checkpoint / "offsets" / str(number)).read_text()
+        batch = Batch(number, name, offsets)
         self._number = number
         events = 0
         if not self._lake.has_changes(batch):

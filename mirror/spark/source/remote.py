@@ -244,7 +244,7 @@ class RemoteChanges(ChangesDriver):
             self._reader.close()
             raise
         super().__init__(options, "connection", self._reader.bucket_uuid)
-        self._probed: set[tuple[int, int, int]] = set()
+        self._probed: set[int] = set()
         self._looked = False
 
     def close(self) -> None:
@@ -308,18 +308,13 @@ class RemoteChanges(ChangesDriver):
         gone = not_on(at, log)
         if gone:
             return gone
-        probe = (vbid, at.vbuuid, at.seqno)
-        if probe not in self._probed and not self._probed_vbid(vbid):
+        if vbid not in self._probed:  # once: a running query is never far behind
             position = Position(at.vbuuid, at.seqno)
             for item in self._reader.read({vbid: position}, {vbid: at.seqno}):
                 if isinstance(item, SourceRolledBack):
                     return f"the source has forgotten deletions since seqno {at.seqno}"
-        self._probed.add(probe)
+        self._probed.add(vbid)
         return ""
-
-    def _probed_vbid(self, vbid: int) -> bool:
-        """A running query is never far behind, so one probe for each vbucket at its beginning is enough."""
-        return any(each[0] == vbid for each in self._probed)
 
     def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
         ways: dict[int, Way] = {}
