@@ -100,8 +100,9 @@ class Boundaries:
         that are not above it. Raises ViewInvalidated, DocumentDoesNotFit and what `pins` raises.
         """
         view = self.view
-        vbids = list(view.vbids)
+        vbids, rows_max = list(view.vbids), bulk.ROWS_MAX
         if key is not None:
+            rows_max = 1
             vbids = [vbid for vbid in (view.vbid_of(key),) if vbid in view.vbids]
             key_range = KeyRange(key, b"", key + b"\0")
         maker = Maker(shape, None, seal.SIZE)
@@ -112,7 +113,7 @@ class Boundaries:
                 names = bulk.collection_names(view, pin)
                 ids = [each for each, name in names.items() if collection in (None, name)]
                 if ids:
-                    for chunk in bulk.documents(view, pin, ids, key_range, after_seqno=after_seqno):
+                    for chunk in bulk.documents(view, pin, ids, key_range, rows_max=rows_max, after_seqno=after_seqno):
                         prefix_length = len(keys.encode_collection_id(chunk.collection_id))
                         name = names[chunk.collection_id]
                         yield from maker.add(pin, name, prefix_length, chunk.stored, chunk.byte_count)

@@ -155,7 +155,7 @@ class SqlSession:
         if self.failure is not None:
             return self.failure
         line = next(iter(str(error).splitlines()), type(error).__name__)
-        if "INTERRUPT" in line.upper():
+        if "INTERRUPT Error" in line:
             return QueryCancelled("the query was cancelled")
         hint = ""
         if "does not exist" in line and "Table" in line:

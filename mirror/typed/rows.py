@@ -71,7 +71,7 @@ class Documents:
         self._byte_count = 0
         self._stored_datatypes = b""
         self._lengths: Any = None
-        self._heads: Any = None
+        self._heads = b""
         self._key_lengths: Any = None
 
     def __len__(self) -> int:
@@ -93,9 +93,8 @@ class Documents:
         count = len(self._frames)
         # An array out of an iterator grows by one number at a time, which takes twice as long.
         self._lengths = _numbers(array("i", pack(f"{count}i", *map(len, self._frames))), pa.int32())
-        heads = b"".join([frame[:HEAD] for frame in self._frames])
-        self._heads = _binary(array("i", range(0, len(heads) + 1, HEAD)), pa.py_buffer(heads))
-        if not self._common(heads):
+        self._heads = b"".join([frame[:HEAD] for frame in self._frames])
+        if not self._common(self._heads):
             self._rewrite()
             self.close()
 
@@ -180,11 +179,10 @@ class Documents:
 
     def _number(self, which: Number) -> array[int]:
         start, size, code = which
-        numbers = array(code)
-        numbers.frombytes(_bytes(pc.binary_slice(self._heads, start, start + size)))
-        if sys.byteorder == "little":
-            numbers.byteswap()
-        return numbers
+        laid = bytearray(size * len(self))
+        for at in range(size):
+            laid[at::size] = self._heads[start + (size - 1 - at if sys.byteorder == "little" else at) :: HEAD]
+        return array(code, bytes(laid))
 
     def _arrow(self, which: Number) -> Any:
         return _numbers(self._number(which), _TYPES[which[2]])
@@ -233,11 +231,6 @@ def _numbers(numbers: array[int] | bytes, kind: Any) -> Any:
 def _array(numbers: Any) -> array[int]:
     found = array("i")
     found.frombytes(memoryview(numbers.buffers()[1])[: found.itemsize * len(numbers)])
-    return found
-
-
-def _bytes(texts: Any) -> bytes:
-    found: bytes = texts.buffers()[2].to_pybytes()
     return found
 
 
