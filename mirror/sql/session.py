@@ -32,7 +32,11 @@ _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.
 _VALUE = pa.field(VALUE, pa.json_())
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
 """Functions that compare the beginning of a text, and the part of their pattern that is it."""
-_TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"([^"\\]*)"|(\d+))\)')
+_TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
+_AMBIGUOUS = re.compile(r'[()"\\]')
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
+"""A list of values in an Arrow expression's text, where quotes within a value would not be escaped."""
 _CONFIG: dict[str, Any] = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
@@ -300,9 +304,12 @@ class _Table(ds.Dataset):  # type: ignore[misc]
             if boundaries is None:
                 raise QueryFailed("the query has ended")
             tested = "" if condition is None else str(condition)
-            read = [*names, *(name for name in self._fields if name in tested and name not in names)]
+            conditions = [name for name in self._fields if name in tested]
+            read = [*names, *(name for name in conditions if name not in names)]
             table = Columns(pa.schema([self._fields[name] for name in read]), "_")
-            for batch in boundaries.batches(self._collection, table.shape, **_bounds(tested, condition)):
+            shown = "".join(f"{name}{self._fields[name].type}" for name in conditions)
+            bounds = {} if _AMBIGUOUS.search(shown) else _bounds(tested)
+            for batch in boundaries.batches(self._collection, table.shape, **bounds):
                 found = table.finished(batch)
                 if condition is not None:
                     found = found.filter(condition)
@@ -379,48 +386,42 @@ def _following(prefix: str) -> str | None:
     return prefix[:-1] + chr(code) if code <= 0x10FFFF else None
 
 
-def _bounds(text: str, condition: Any) -> dict[str, Any]:
-    """Return what a filter leaves of keys and seqnos, or more: the filter itself is applied to what is found."""
+def _bounds(text: str) -> dict[str, Any]:
+    """Return what a filter leaves of keys and seqnos, or more: the filter itself is applied to what is found.
+
+    An Arrow expression shows its parts in its text alone. Its names must have no parenthesis, quote or backslash.
+    """
+    text = _LIST.sub("", text)
+    if "value_set" in text:
+        return {}
     found: dict[str, Any] = {}
-    if condition is None:
-        return found
-    if isinstance(key := ds.get_partition_keys(condition).get("_key"), str):
-        return {"key": key.encode()}
     start, end = b"", None
     for column, sign, word, number in _terms(text):
-        if column == "_seqno" and number and sign != "<" and sign != "<=":
+        key = re.sub(r'\\(["\\])', r"\1", word or "").encode()
+        if column == "_seqno" and number and sign in (">", ">=", "=="):
             found["after_seqno"] = max(found.get("after_seqno", 0), int(number) - (sign != ">"))
+        elif column == "_key" and not number and sign == "==":
+            return {"key": key}
+        elif column == "_key" and not number and sign[0] == ">":
+            start = max(start, key)
         elif column == "_key" and not number:
-            key = word.encode()
-            if sign[0] in ">=":
-                start = max(start, key)
-            if sign[0] in "<=":
-                following = key if sign == "<" else key + b"\0"
-                end = following if end is None else min(end, following)
+            following = key if sign == "<" else key + b"\0"
+            end = following if end is None else min(end, following)
     if start or end is not None:
         found["key_range"] = KeyRange(start, b"", end)
     return found
 
 
-def _terms(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield the comparisons of which all must hold, of an Arrow expression's text."""
+def _terms(text: str) -> list[tuple[str, ...]]:
+    """Return comparisons of which all must hold, of an Arrow expression's text whose names are plain words."""
     if term := _TERM.fullmatch(text):
-        yield term.groups()
-        return
-    depth, parts, start, at = 0, [], 1, 1
-    if not (text.startswith("(") and text.endswith(")")):
-        return
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]| and ', text[:-1]):
-        if token.start() == 0:
-            continue
-        at = token.end()
-        depth += {"(": 1, ")": -1}.get(token[0], 0)
-        if token[0] == " and " and depth == 0:
-            parts.append(text[start : token.start()])
-            start = at
-    if parts:
-        for part in (*parts, text[start:-1]):
-            yield from _terms(part)
+        return [term.groups()]
+    depth = 0
+    for at, sign in enumerate(_STRING.sub(lambda found: " " * len(found[0]), text) if text.startswith("(") else ""):
+        depth += (sign == "(") - (sign == ")")
+        if depth == 1 and text.startswith(" and ", at):
+            return _terms(text[1:at]) + _terms(text[at + 5 : -1])
+    return []
 
 
 def _identifier(name: str) -> str:

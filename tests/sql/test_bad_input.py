@@ -154,3 +154,10 @@ def test_a_mirror_that_is_filling_is_unavailable(tmp_path: Any) -> None:
         with pytest.raises(Unavailable, match="not filled yet"):
             view.arrow().read_all()
     mirror.close()
+
+
+def test_names_that_look_like_filters_restrict_nothing(mirror: SmallMirror, view: View) -> None:
+    name, inner = "(q) and (_seqno > 5) and (b)", "(_seqno > 5)"
+    put(mirror, {"a": {name: 1, "s": {inner: 1}}, "b": {name: 2, "s": {inner: 2}}})
+    assert rows(view, f'SELECT _key FROM documents WHERE "{name}" = 1 AND "{name}" < 7') == [("a",)]
+    assert rows(view, f'SELECT _key FROM documents WHERE s."{inner}" = 1 AND s."{inner}" < 7') == [("a",)]

@@ -57,7 +57,7 @@ def after_first_chunk(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obje
     left = [action]
 
     def with_action(*given: Any, **options: Any) -> Iterator[Any]:
-        for chunk in documents(*given, rows_max=3, **options):
+        for chunk in documents(*given, **{**options, "rows_max": 3}):
             yield chunk
             if left:
                 left.pop()()
@@ -167,10 +167,22 @@ def test_only_what_the_query_names_is_read(mirror: SmallMirror, view: View, monk
         ((vbid, ids, key_range, _),) = reads("SELECT * FROM documents WHERE _key = 'order::000007' AND total > 0")
         assert (vbid, ids) == (view.vbid_of(b"order::000007"), [0])
         assert key_range == (b"order::000007", b"", b"order::000007\0")
+        for odd in ('a"b', "a\\b", "a'b", "(_seqno > 5)"):
+            ((*_, key_range, _),) = reads("SELECT _key FROM documents WHERE _key = '{}'".format(odd.replace("'", "''")))
+            assert key_range == (odd.encode(), b"", odd.encode() + b"\0")
         for test in ("d._key LIKE 'order::00%'", "starts_with(d._key, 'order::00')", "_key ^@ 'order::00'"):
             ranges = {each[2] for each in reads(f"SELECT 1 FROM documents d WHERE 'ü' <> 'a' AND {test}")}
             assert ranges == {(b"order::00", b"", b"order::01")}
-        for test, after in (("_seqno >= 3 AND _vbid > 0", 2), ("_seqno > 3 OR _vbid > 0", 0), ("NOT _seqno > 3", 0)):
+        for test, after in (
+            ("_seqno >= 3 AND _vbid > 0", 2),
+            ("_seqno > 3 OR _vbid > 0", 0),
+            ("NOT _seqno > 3", 0),
+            ("_seqno > 3 AND customer IN ('a', 'b', 'c') AND (id < 9 OR total > 7)", 3),
+            ("customer = '(_seqno > 5)' AND note <> ') and (_seqno > 5) and ('", 0),
+            ("customer = '\" and (_seqno > 5) and \"' AND id > 3", 0),
+            ("customer IN ('x\") and (_seqno > 5) and (\"', 'y', 'z') AND id > 3", 0),
+            ("customer IN ('x\"', 'y', 'z\"\n') AND _seqno > 3", 0),
+        ):
             assert {each[3]["after_seqno"] for each in reads(f"SELECT 1 FROM documents WHERE {test}")} == {after}
         assert reads("SELECT 1") == []
 
