@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mirror.errors import ConfigError
 from storage.model import DEFAULT_COLLECTION
@@ -23,6 +22,9 @@ COLLECTIONS_MAX = 1000
 SYSTEM_SCOPE = "_system"
 """The scope of the server's own services, since 7.6 in every bucket."""
 
+
+FilterFields = dict[str, str | list[str]]
+"""The JSON value of a stream request: `scope` or `collections`, as hex ids."""
 
 MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 """Bytes of a source's manifest: ten times a full bucket with the longest names. Reading it takes some 50 ms."""
@@ -85,7 +87,7 @@ class StreamFilter:
         return None
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> FilterFields:
         if self.scope_id is not None:
             return {"scope": f"{self.scope_id:x}"}
         return {"collections": [f"{each:x}" for each in self.collection_ids]}

@@ -226,7 +226,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
     )
 
 
-def _is_ephemeral(config: dict[str, Any]) -> bool:
+def _is_ephemeral(config: Mapping[str, object]) -> bool:
     """Return True for an ephemeral bucket.
 
     Newer maps say it (ns_server, bucket_info_cache: `bucketType`); else only what persists has views (`couchapi`). The
@@ -329,7 +329,7 @@ def _load(text: bytes | str) -> dict[str, Any]:
         raise MalformedClusterMap(f"the cluster map is not JSON: {error}") from None
 
 
-def _node(host: str, ports: dict[str, Any]) -> Node:
+def _node(host: str, ports: Mapping[str, object]) -> Node:
     return Node(host, _port(ports, "kv"), _port(ports, "kvSSL"), _port(ports, "mgmt"))
 
 
@@ -348,7 +348,7 @@ def _host_and_port(value: Any, contacted_host: str) -> tuple[str, int]:
     return _host(host, contacted_host, "serverList"), int(port)
 
 
-def _port(ports: dict[str, Any], service: str) -> int | None:
+def _port(ports: Mapping[str, object], service: str) -> int | None:
     if service not in ports:
         return None
     port = _int(ports[service], f"services.{service}")

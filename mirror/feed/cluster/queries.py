@@ -16,6 +16,7 @@ from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_manifest
 from mirror.feed.connection.session import NodeSession
+from mirror.ingest.selection import FilterFields
 from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, status_name
@@ -38,7 +39,7 @@ class SourceQueries:
         """`timeout_s` is for each question."""
         self.refusal: MirrorError | None = None
         """Raised by every question once it is set: no further query can reach the source."""
-        self.stream_filter: dict[str, Any] = {}
+        self.stream_filter: FilterFields = {}
         """The JSON value of every stream request; see `resolve`."""
         self._maps = maps
         self._connections = connections

@@ -19,7 +19,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
@@ -28,6 +28,7 @@ from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
+from mirror.ingest.selection import FilterFields
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.wire import events as ev
@@ -116,8 +117,7 @@ class NodeSession:
         """Request superseded versions."""
         self.acks_held = False
         """While True nothing is acknowledged, so that the source pauses when the window is full; see `release_acks`."""
-        self.stream_filter: dict[str, Any] = {}
-        """The JSON value of stream requests: `collections` or `scope`, as hex ids."""
+        self.stream_filter: FilterFields = {}
         self.map_watch: MapWatch | None = None
         self._access = access
         self._owner = owner

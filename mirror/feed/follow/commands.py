@@ -8,7 +8,6 @@ it is rolled back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection.session import NodeSession
@@ -24,7 +23,7 @@ class ConsumerCommands:
         self._commits = commits
         self._attach = attach
 
-    def request(self, command: RollBack | Resync) -> dict[str, Any]:
+    def request(self, command: RollBack | Resync) -> dict[str, int]:
         """Execute a command; return what it did. Raises ConfigError, MirrorError, StorageError."""
         return self._roll_back(command) if isinstance(command, RollBack) else self._resync(command)
 
@@ -36,7 +35,7 @@ class ConsumerCommands:
                 return group, vbucket
         return None
 
-    def _roll_back(self, command: RollBack) -> dict[str, Any]:
+    def _roll_back(self, command: RollBack) -> dict[str, int]:
         """Go back to the newest kept boundary at or below a seqno, and stream on from there.
 
         At the published boundary there is nothing to take back, and nothing is changed.
@@ -76,7 +75,7 @@ class ConsumerCommands:
             "branch": int(result.branch),
         }
 
-    def _resync(self, command: Resync) -> dict[str, Any]:
+    def _resync(self, command: Resync) -> dict[str, int]:
         """Fetch a vbucket again next to its old copy, and swap it in when it is whole."""
         vbid = command.vbid
         found = self._of(vbid)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
@@ -317,5 +316,5 @@ class Consumer:
         """Return `vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         return self._status.report()
 
-    async def request(self, command: RollBack | Resync) -> dict[str, Any]:
+    async def request(self, command: RollBack | Resync) -> dict[str, int]:
         return self._commands.request(command)

@@ -114,7 +114,7 @@ def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str,
     failing = vbucket.machine.shown.failing_text if vbucket.machine is not None else None
     contact, status, text = _contact(vbucket), vbucket.status, vbucket.text
     if vbucket.streaming and not vbucket.in_contact:
-        status, text = VbucketStatus.WAITING, contact["last_error"]
+        status, text = VbucketStatus.WAITING, str(contact["last_error"])
     return {
         "vbid": vbucket.vbid,
         "state": "stalled" if vbucket.stalled_streams else "failing" if failing else str(status),
@@ -163,7 +163,7 @@ def _lag(vbucket: MirroredVbucket) -> int | None:
     return max(0, max(high_seqno, int(state.staged_seqno)) - int(state.staging_published_seqno))
 
 
-def _contact(vbucket: MirroredVbucket) -> dict[str, Any]:
+def _contact(vbucket: MirroredVbucket) -> dict[str, object]:
     session = vbucket.session
     if session is None or not session.ready:
         return {"node": None, "silent_ms": None, "last_error": vbucket.last_error}
@@ -177,7 +177,7 @@ def _contact(vbucket: MirroredVbucket) -> dict[str, Any]:
     return {"node": None, "silent_ms": silent_ms, "last_error": f"{session.address} does not answer"}
 
 
-def _node_row(keeper: NodeKeeper) -> dict[str, Any]:
+def _node_row(keeper: NodeKeeper) -> dict[str, object]:
     session = keeper.session
     return {
         "address": str(keeper.address),
@@ -193,7 +193,7 @@ def _node_row(keeper: NodeKeeper) -> dict[str, Any]:
     }
 
 
-def _group_row(group: Group) -> dict[str, Any]:
+def _group_row(group: Group) -> dict[str, object]:
     return {
         "group": group.writer.group,
         "error": str(group.error) if group.error is not None else None,

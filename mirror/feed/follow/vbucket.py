@@ -8,7 +8,7 @@ counted when they are sent again (`requested_again_bytes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.feed.cluster.collection_watch import CollectionWatch
@@ -20,7 +20,7 @@ from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus
-from mirror.ingest.selection import StreamFilter
+from mirror.ingest.selection import FilterFields, StreamFilter
 from mirror.wire import events as ev
 from storage.errors import StorageError
 from storage.write.writer import GroupWriter, RollbackResult
@@ -125,7 +125,7 @@ class MirroredVbucket(VbucketHost):
         )
 
     @property
-    def stream_filter(self) -> dict[str, Any]:
+    def stream_filter(self) -> FilterFields:
         return {} if self._filter is None else self._filter.fields
 
     @property

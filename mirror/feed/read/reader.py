@@ -21,6 +21,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -97,10 +98,7 @@ class SourceReader:
             raise ConfigError(f"a reader needs {MEMORY_BYTES_MIN} bytes of memory, a vbucket at a time, and time")
         if settings is None:
             settings = load().settings
-        plain: dict[str, Any] = {"change_streams": False}
-        if ca is not None:
-            plain["tls_ca_file"] = ca
-        settings = replace(settings, **plain)
+        settings = replace(settings, change_streams=False, tls_ca_file=Path(ca) if ca else settings.tls_ca_file)
         if not settings.connection_buffer_size:
             raise ConfigError("a reader needs flow control", setting="connection_buffer_size")
         access = replace(Access.of(parse(source), settings), tap=tap)

@@ -15,7 +15,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
@@ -30,6 +30,7 @@ from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import VbucketStatus
+from mirror.ingest.selection import FilterFields
 from mirror.wire import events as ev
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.constants import StreamEndReason
@@ -145,7 +146,7 @@ class ReadVbucket(VbucketHost):
         )
 
     @property
-    def stream_filter(self) -> dict[str, Any]:
+    def stream_filter(self) -> FilterFields:
         return self._reading.services.queries.stream_filter
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import assert_never
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
@@ -25,6 +25,7 @@ from mirror.ingest import instructions as ins
 from mirror.ingest.events import KeyRefused, Row, StagingRefused
 from mirror.ingest.machine import VbucketMachine
 from mirror.ingest.reactions import delay_s
+from mirror.ingest.selection import FilterFields
 from mirror.ingest.state import Phase
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import decode_failover_log
@@ -56,7 +57,7 @@ class VbucketHost(ABC):
 
     @property
     @abstractmethod
-    def stream_filter(self) -> dict[str, Any]: ...
+    def stream_filter(self) -> FilterFields: ...
 
     @abstractmethod
     def refresh_map(self, config: bytes) -> None: ...
