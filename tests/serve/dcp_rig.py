@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from mirror.serve.access.auth import Users
 from mirror.serve.dcp.server import DcpServer
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, own_node
-from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
+from mirror.serve.listener import Address, Limits, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -22,7 +21,7 @@ from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
-from tests.serve.kv_rig import WAIT_S, Client, Store, users
+from tests.serve.kv_rig import WAIT_S, Client, Hosted, Store, users
 
 ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
 XATTRS = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
@@ -146,29 +145,13 @@ class DcpClient(Client):
         return found
 
 
-class DcpEndpoint:
-    """A server on a free port in the running loop."""
-
-    def __init__(self, held: Sequence[Reserved], server: DcpServer, bucket: KvBucket) -> None:
-        self.held = held
-        self.server = server
-        self.bucket = bucket
-        self.clients: list[DcpClient] = []
-
-    @property
-    def port(self) -> int:
-        return self.held[0].address.port
+class DcpEndpoint(Hosted[DcpServer, DcpClient]):
+    client_type = DcpClient
 
     @property
     def url(self) -> str:
         """Connection string of a mirror that reads from here."""
         return f"couchbase://demo@127.0.0.1:{self.port}/{self.bucket.name}"
-
-    async def connect(self, which: int = 0) -> DcpClient:
-        address = self.held[which].address
-        client = DcpClient(*await asyncio.open_connection(address.host, address.port))
-        self.clients.append(client)
-        return client
 
     async def client(self, **options: Any) -> DcpClient:
         """One that has a DCP connection."""
@@ -181,30 +164,12 @@ async def serving_dcp(
     limits: Limits | None = None, tls: Any = None,
     publishes_persisted: bool = False,
 ) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
-    bucket = KvBucket(
-        path,
-        SystemClock(),
-        stale_allowed=False,
-        publishes_persisted=publishes_persisted,
-    )
+    bucket = KvBucket(path, SystemClock(), stale_allowed=False, publishes_persisted=publishes_persisted)
     held = [reserve(address, "dcp") for address in addresses]
-    node = own_node([each.address for each in held])
-    server = DcpServer(bucket, readers or users(), ServedMap(bucket.identity, [node], 5), SystemClock(), limits=limits)
-    sockets = []
-    for each in held:
-        inherited = None if each.inherited is None else os.dup(each.inherited)
-        sockets.append((each.address, listening_socket(each.address, inherited)))
-    await server.start(sockets, tls)
-    endpoint = DcpEndpoint(held, server, bucket)
-    try:
+    served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
+    endpoint = DcpEndpoint(held, DcpServer(bucket, readers or users(), served, SystemClock(), limits=limits), bucket)
+    async with endpoint.running(tls):
         yield endpoint
-    finally:
-        for client in endpoint.clients:
-            await client.close()
-        await server.stop(0.2)
-        bucket.close()
-        for each in held:
-            each.release()
 
 
 def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *collections: Collection) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mirror.clock import SystemClock
 from mirror.sandbox import SandboxThread
@@ -30,17 +30,18 @@ from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Feature, Opcode
 from mirror.wire.frame import Frame
 from storage.env import directory
-from storage.format import keys
+from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.feed.harness import Mirror
 from tests.oracle import kv_client
 
 T = TypeVar("T")
+S = TypeVar("S", bound=KvServer)
+C = TypeVar("C", bound="Client")
 WAIT_S = 20.0
 USER = PASSWORD = "demo"
 ALL_FEATURES = (0x03, 0x04, 0x06, 0x07, 0x08, 0x0A, 0x0B, 0x0C, 0x0E, 0x0F, 0x10, 0x11, 0x12, 0x14, 0x15, 0x1D)
-_MUTATION = struct.Struct(">BBHBBHIIQQQIIIHB")
 DEFAULT = Collection(0, 0, "_default", Seqno(0))
 
 
@@ -121,37 +122,26 @@ class Store:
         cid: int = 0,
         cas: int = 0,
         rev: int = 1,
-        flags: int = 0,
-        expiry: int = 0,
-        datatype: int = 0,
         publish: bool = True,
+        **fields: int,
     ) -> int:
         """Store one document as a snapshot of its own; returns its vbucket."""
-        vbid = keys.vbid_of(key, self.identity.vbucket_count)
-        wire_key = keys.encode_collection_id(cid) + key
-        head = _MUTATION.pack(
-            0x80, 0x57, len(wire_key), 31, datatype, vbid, 31 + len(wire_key) + len(value), 0, cas or seqno,
-            seqno, rev, flags, expiry, 0, 0, 0,
-        )  # fmt: skip
-        self._stage(vbid, seqno, head + wire_key + value, publish)
-        return vbid
+        frame = records.encode_mutation(key, value, seqno, collection_id=cid, cas=cas or seqno, rev_seqno=rev, **fields)
+        return self._stage(key, seqno, frame, publish)
 
     def delete(self, key: bytes, seqno: int, *, cid: int = 0, cas: int = 0) -> None:
-        vbid = keys.vbid_of(key, self.identity.vbucket_count)
-        wire_key = keys.encode_collection_id(cid) + key
-        head = struct.pack(
-            ">BBHBBHIIQQQH", 0x80, 0x58, len(wire_key), 18, 0, vbid, 18 + len(wire_key), 0, cas or seqno, seqno, 2, 0
-        )
-        self._stage(vbid, seqno, head + wire_key, True)
+        self._stage(key, seqno, records.encode_deletion(key, seqno, collection_id=cid, cas=cas or seqno), True)
 
-    def _stage(self, vbid: int, seqno: int, frame: bytes, publish: bool) -> None:
-        row = (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), frame)
+    def _stage(self, key: bytes, seqno: int, frame: bytes, publish: bool) -> int:
+        vbid = keys.vbid_of(key, self.identity.vbucket_count)
+        row = (self.writer.vbuckets[vbid].prefix + seqno.to_bytes(8), frame[:6] + vbid.to_bytes(2) + frame[8:])
         self.writer.vbuckets[vbid].stage([row], len(frame), SnapshotRange(Seqno(seqno), Seqno(seqno)))
         if publish:
             self.writer.vbuckets[vbid].publish(seqno, seqno)
             self.writer.commit()
         else:
             self.writer.commit(flush_open=True)
+        return vbid
 
     def collections(
         self,
@@ -236,28 +226,51 @@ def get(key: bytes = b"a", opaque: int = 0) -> Frame:
     return fr.request(Opcode.GET, key=key, opaque=opaque)
 
 
-class Endpoint:
-    """A server on a free port, or on a Unix socket, in the running loop."""
+class Hosted(Generic[S, C]):
+    """A server of a mirror on free ports, or on Unix sockets, in the running loop, and its clients."""
 
-    def __init__(self, path: str, held: Sequence[Reserved], server: KvServer, bucket: KvBucket) -> None:
-        self.path = path
+    client_type: type[C]
+
+    def __init__(self, held: Sequence[Reserved], server: S, bucket: KvBucket) -> None:
         self.held = held
         self.server = server
         self.bucket = bucket
-        self.clients: list[Client] = []
+        self.clients: list[C] = []
 
     @property
     def port(self) -> int:
         return self.held[0].address.port
 
-    async def connect(self, which: int = 0, **kwargs: Any) -> Client:
+    async def connect(self, which: int = 0, **kwargs: Any) -> C:
         address = self.held[which].address
         if address.path is not None:
-            client = Client(*await asyncio.open_unix_connection(address.path))
+            streams = await asyncio.open_unix_connection(address.path)
         else:
-            client = Client(*await asyncio.open_connection(address.host, address.port, **kwargs))
-        self.clients.append(client)
-        return client
+            streams = await asyncio.open_connection(address.host, address.port, **kwargs)
+        self.clients.append(self.client_type(*streams))
+        return self.clients[-1]
+
+    @asynccontextmanager
+    async def running(self, tls: Any) -> AsyncIterator[None]:
+        """Serve, until the bucket is closed and the ports are free again."""
+        sockets = []
+        for each in self.held:
+            inherited = None if each.inherited is None else os.dup(each.inherited)
+            sockets.append((each.address, listening_socket(each.address, inherited)))
+        await self.server.start(sockets, tls)
+        try:
+            yield
+        finally:
+            for client in self.clients:
+                await client.close()
+            await self.server.stop(0.2)
+            self.bucket.close()
+            for each in self.held:
+                each.release()
+
+
+class Endpoint(Hosted[KvServer, Client]):
+    client_type = Client
 
     async def sdk(self) -> Client:
         """A client as an SDK is one: features, login, bucket."""
@@ -281,30 +294,11 @@ async def serving(
 ) -> AsyncIterator[Endpoint]:
     bucket = KvBucket(path, SystemClock(), stale_allowed=stale_allowed)
     held = [reserve(address, "kv") for address in addresses]
-    real = [each.address for each in held]
-    server = KvServer(
-        bucket,
-        readers or users(),
-        ServedMap(bucket.identity, [own_node(real)], 5),
-        SystemClock(),
-        limits=limits,
-        **options,
-    )
-    sockets = []
-    for each in held:
-        inherited = None if each.inherited is None else os.dup(each.inherited)
-        sockets.append((each.address, listening_socket(each.address, inherited)))
-    await server.start(sockets, tls)
-    endpoint = Endpoint(path, held, server, bucket)
-    try:
+    served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
+    server = KvServer(bucket, readers or users(), served, SystemClock(), limits=limits, **options)
+    endpoint = Endpoint(held, server, bucket)
+    async with endpoint.running(tls):
         yield endpoint
-    finally:
-        for client in endpoint.clients:
-            await client.close()
-        await server.stop(0.2)
-        bucket.close()
-        for each in held:
-            each.release()
 
 
 class MirrorThread:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
-from tests.serve.dcp_rig import DcpClient, serving_dcp, system_event, until
+from tests.serve.dcp_rig import serving_dcp, system_event, until
 from tests.serve.kv_rig import DEFAULT, Store, with_users
 
 VBUCKETS = 1
@@ -31,8 +30,7 @@ async def test_over_tls_with_a_user_of_the_file_who_may_read_one_collection(stor
     async with serving_dcp(store.path, readers=FileUsers(users_file), addresses=addresses, tls=context) as endpoint:
         trusting = ssl.create_default_context(cafile=str(certificate))
         trusting.check_hostname = False
-        client = DcpClient(*await asyncio.open_connection("127.0.0.1", endpoint.port, ssl=trusting))
-        endpoint.clients.append(client)
+        client = await endpoint.connect(ssl=trusting)
         assert (await client.say(ev.DcpOpen(b"x", 1))).status == Status.EACCESS
         assert await client.login("ann", "wrong") == Status.AUTH_ERROR
         assert await client.login("ann", "pw") == 0
