@@ -1,7 +1,7 @@
 """The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-A missing service is None, not an error: most callers work without it. A path above 107 bytes, the limit of a socket's
-address, goes through the directory's descriptor. Invariant: every wait has a limit.
+A missing service is None, not an error: most callers work without it. A socket's address has 107 bytes at most, so
+it is given relative to the directory's descriptor. Invariant: every wait has a limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER_LENGTH_MAX = 256 * 1024 * 1024
 
 @contextmanager
 def socket_address(directory: Path) -> Iterator[str]:
-    """Yield an address of the socket that fits however long the path is."""
+    """Yield an address of the socket; it is short for a path of any length."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -55,7 +55,7 @@ def ask(directory: Path, command: ControlCommand) -> Reply | None:
         except PermissionError:
             raise SupervisionError(
                 f"this user may not use the control socket of {directory}",
-                hint="ask as the user that it runs as, or as root",
+                hint="run this command as the service's user, or as root",
             ) from None
         except (OSError, SupervisionError):
             return None

@@ -1,10 +1,9 @@
 """Fingerprints of document versions, to compare two copies of a bucket without moving values.
 
-Knows documents as they are stored (`raw`); must never know where the other copy is. A fingerprint has the key with its
-collection id, seqno, rev_seqno, cas, whether it is a tombstone, and a digest of all else that a reader can see: value
-and xattrs, decompressed, flags, expiry, and the datatype without its Snappy bit. It has neither the delete time of a
-tombstone, which a source knows only of what it reads from disk, nor whether it was deleted or expired. Invariant: two
-copies of one version have equal fingerprints.
+Knows documents as they are stored (`raw`); must never know where the other copy is. A fingerprint has: the key,
+prefixed by its collection id; seqno; rev_seqno; cas; a tombstone flag; and a digest of the rest: value and xattrs
+(decompressed), flags, expiry, datatype without Snappy. It leaves out a tombstone's delete time (a source knows it only
+for rows from its disk) and its kind, deleted or expired. Invariant: two copies of one version have equal fingerprints.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 its place.
 
 Knows both trees of a vbucket, the lost chain and the served one; never who reads. A retraction is followed by its
-restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest lost version; a
-collection that the lost history had dropped or flushed is restored whole, also documents that no lost event names.
+restoration. Invariants: positions are held, never documents; each key is retracted once, by its newest lost version; if
+the lost history dropped or flushed a collection, all its documents are restored, not only those named by lost events.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def undone(
     """Yield a retraction for each key that `lost` changed above `common_seqno`, and restorations. At most `bytes_max`
     bytes of positions are held at once.
 
-    `replacing` is the chain that readers went to in one step: keys that it has a version of above `common_seqno`, and
-    keys whose collection it has dropped or flushed since, are left out.
+    `replacing` is the chain that readers went to in one step. A key is left out if `replacing` has a version of it
+    above `common_seqno`, or has dropped or flushed its collection.
     """
     rows_max = scan.CHUNK_ROWS if bytes_max is None else max(1, min(scan.CHUNK_ROWS, bytes_max // UNDONE_BYTES))
     return _RetractionWalk(reader, served, lost, common_seqno, replacing, rows_max).run()
@@ -162,8 +162,8 @@ class _RetractionWalk:
 class NewToReader:
     """Filter for a reader that came from a lost history: true for events that are new to it. Seqnos must rise.
 
-    What ended since in the new history (a dropped collection, documents before a flush) is not new: the reader may
-    have the event that ended it, does not get that again, and would keep what came before.
+    Documents of a collection that the new history has dropped or flushed are not new. The reader may already have the
+    drop or flush; it would not get it again, and would keep those documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
@@ -173,11 +173,11 @@ class NewToReader:
         self._replacing = replacing
         self._raw = raw
         self._back = restored_collections(reader, lost, replacing)
-        """Collections whose documents the reader had and dropped with the last event of them that it was given."""
+        """Collections that the reader emptied: the last event that it got of each was a drop or flush."""
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
-        """Keys of which the reader was given an older version in place of its own."""
+        """Keys whose newer version the reader lost: it got an older version instead."""
 
     def __call__(self, document: Document) -> bool:
         if document.seqno > self._lost[0].cut:
@@ -196,7 +196,7 @@ class NewToReader:
         return True
 
     def _lasts(self, seqno: int) -> bool:
-        """Return False for the first event of a scope or collection that the last manifest no longer has."""
+        """Return True if each scope and collection that begins at this seqno is still in the newest manifest."""
         with self._reader.environment.read() as txn:
             before, after = (
                 self._reader.manifest_on(txn, chain.recut(self._replacing, at)) for at in (seqno - 1, seqno)

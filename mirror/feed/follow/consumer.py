@@ -1,4 +1,4 @@
-"""A worker's side of mirroring: it sends each vbucket's stream over the session of its node.
+"""A worker's side of mirroring: it requests each vbucket's stream over the session to its node.
 
 Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing itself (the sinks do).
 `map_follower` follows maps, `connections` keeps sessions, `group_commits` commits. One event loop, one thread: whatever
@@ -63,10 +63,10 @@ class Consumer:
         share_map: Callable[[ClusterMap], None] | None = None,
         ends_on_refusal: bool = True,
     ) -> None:
-        """Mirror what `writers` are for. They stay the caller's to close.
+        """Mirror the vbuckets of `writers`. The caller closes the writers.
 
-        `cluster_map` is one to begin with; no map older than `map_floor` is followed. With `share_map`, a newer map is
-        handed to that function instead of being followed, and `follow` is called when it is recorded. Without
+        `cluster_map` is one to begin with; no map older than `map_floor` is followed. With `share_map`, that
+        function gets each newer map; the caller records the map and then calls `follow`. Without
         `ends_on_refusal` a refusal by the source is shown as the state of the vbuckets, and the source is asked again.
         """
         self.clock: Clock = clock or SystemClock()
@@ -108,7 +108,7 @@ class Consumer:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Mirror until `stop`. Raises what makes going on impossible: a refusal by the source, another bucket."""
+        """Mirror until `stop`. Raises the error that ends mirroring: a refusal by the source, or another bucket."""
         self._ending = asyncio.get_running_loop().create_future()
         if self._stop_requested:
             self._ending.set_result(None)
@@ -196,7 +196,7 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End, or close the sessions: each that opens again is refused by the same rule."""
+        """End, or without `ends_on_refusal` close the sessions; the same check refuses each new session."""
         if self._ends_on_refusal:
             self._end(error)
             return
@@ -263,7 +263,7 @@ class Consumer:
         return [self.vbuckets[vbid] for vbid, at in self._node_of.items() if at == address]
 
     def _attach(self, vbucket: MirroredVbucket, session: NodeSession) -> None:
-        """Let a vbucket ask for its stream, if there is something to ask for."""
+        """Let a vbucket request its stream, or report why its collections are not known."""
         if self.collections.resolved.streams:
             vbucket.guarded(partial(vbucket.attach, session))
         else:
@@ -309,7 +309,7 @@ class Consumer:
         }
 
     def standing(self) -> tuple[bool, bool]:
-        """Return whether every vbucket streams, and whether every one has caught up."""
+        """Return two flags: all vbuckets stream; all vbuckets have caught up."""
         return self._status.standing()
 
     def status(self) -> ProcessReport:

@@ -1,8 +1,8 @@
 """A vbucket of a mirror: the host of its stream, over the store, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; rows that were published when the process began, or before a rollback, are
-counted when they are sent again (`requested_again_bytes`).
+stream. Invariants: counters only rise; a row that was published at the start of the process, and not rolled back since,
+is counted when the source sends it again (`requested_again_bytes`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ERROR_STATES = frozenset(
 """The text of these states is kept as the last error."""
 
 POLLS_MIN = 2
-"""The first high seqno after a stream was accepted may have been requested before."""
+"""The first high seqno that comes after a stream's acceptance may answer an earlier poll."""
 
 
 class ReceiveBudget(Protocol):
@@ -101,7 +101,7 @@ class MirroredVbucket(VbucketHost):
         """The source's last high seqnos polled since the stream was accepted."""
         self._filter: StreamFilter | None = None
         self._held_seqno: int = writer.base.published_seqno
-        """Published when the process began, or after a rollback: at or below it nothing needs to be sent again."""
+        """Published seqno at the start of the process, lowered by each rollback. Rows up to it need not come again."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def source_high_seqno(self) -> int | None:
-        """The source's high seqno; None while its node sent none yet, is away, or does not answer, or is a mirror that
-        has no contact with its own source, or is behind this one.
+        """The source's high seqno. None while the node is away, does not answer, or has not sent one; also if the node
+        is a mirror that lost its source or is behind this mirror.
         """
         if self.polled is None or self.source_silent_ms is not None:
             return None
@@ -144,7 +144,7 @@ class MirroredVbucket(VbucketHost):
         return self.session is not None and self.session.answers
 
     def note_rollback(self, result: RollbackResult) -> None:
-        """Note a rollback by a command: rows above it may come again without a new request."""
+        """Note an operator's rollback. Rows above its boundary are new when the source sends them again."""
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
@@ -232,7 +232,7 @@ class MirroredVbucket(VbucketHost):
         state = self.writer.base
         return state.staging_branch == state.branch and state.published_seqno >= seqno
 
-    # -- what the executor and the sink ask for -------------------------------------------------------------------
+    # -- calls of the host and the sink ---------------------------------------------------------------------------
 
     def answered(self, answer: events.Answer) -> Sequence[Instruction]:
         if isinstance(answer, (events.RolledBack, events.ResyncOpened)):
@@ -278,7 +278,7 @@ class MirroredVbucket(VbucketHost):
 
     @property
     def observed_vbuuid(self) -> int | None:
-        """The history to ask the source's persistence of; None while nothing waits for it or no stream is open."""
+        """The history whose persistence is queried; None while no snapshot waits or no stream is open."""
         if self.gate is None or not self.gate.waiting or not self.streaming:
             return None
         assert self.machine is not None
@@ -290,7 +290,7 @@ class MirroredVbucket(VbucketHost):
             return
         state = self.sink.state()
         at_least = 0
-        if state.rollback_deferred:  # readers may go over to what they see, or to the end of a shorter history
+        if state.rollback_deferred:  # readers change over at their seqno, or at the end of a shorter new history
             high = None if len(self._highs) < POLLS_MIN else self._highs[-1]
             at_least = state.published_seqno if high is None else min(state.published_seqno, high)
         released = self.gate.release(seqno, at_least)
@@ -299,7 +299,7 @@ class MirroredVbucket(VbucketHost):
             self.group.schedule()
 
     def _note_polled(self, seqno: int) -> None:
-        """Note the high seqno of the open stream's history. Nothing more may come of a shorter history."""
+        """Note a polled high seqno. After the end of a shorter new history no message comes, so hold its end here."""
         self._highs = [*self._highs, seqno][-POLLS_MIN:]
         if self.gate is None or self.gate.waiting or len(self._highs) < POLLS_MIN:
             return

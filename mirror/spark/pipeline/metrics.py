@@ -69,7 +69,9 @@ class SyncMetrics(Collector):
             counts, rows, gauges = dict(self._counts), dict(self._rows), dict(self._gauges)
         for name, count in counts.items():
             yield CounterMetricFamily(f"dcp_mirror_sync_{name}", _COUNTERS[name], value=count)
-        changed = CounterMetricFamily("dcp_mirror_sync_rows", "Rows of the tables of documents.", labels=("change",))
+        changed = CounterMetricFamily(
+            "dcp_mirror_sync_rows", "Rows that merges changed in the tables of documents.", labels=("change",)
+        )
         for change, count in rows.items():
             changed.add_metric((change,), count)
         yield changed

@@ -22,10 +22,10 @@ from mirror.typed.times import EPOCH_UNITS, zone_of
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"
-"""Spark's own property of a table: CREATE TABLE without columns asks a source for them, and gives it this."""
+"""Spark passes this property when CREATE TABLE names no columns and the source must supply them."""
 OF_SQL = (
-    "pass a table's options on to its queries: CREATE TABLE name (_key string, ...) USING mirror, and "
-    "SELECT ... FROM name WITH (path = '...'), for example in a view; or CREATE TEMPORARY VIEW name USING mirror "
+    "pass a table's options to queries. Write CREATE TABLE name (_key string, ...) USING mirror, and give the path in "
+    "each query: SELECT ... FROM name WITH (path = '...'). Or write CREATE TEMPORARY VIEW name USING mirror "
     "OPTIONS (path '...')"
 )
 
@@ -78,11 +78,13 @@ class Options:
 def parse(given: Mapping[str, str]) -> Options:
     values = {name.lower(): text.strip() for name, text in given.items()}
     if OF_CREATE_TABLE in values:
-        raise ConfigError("a table in SQL needs columns and has no options", hint=f"Spark does not {OF_SQL}")
+        raise ConfigError("CREATE TABLE failed: it names no columns", hint=f"Spark does not {OF_SQL}")
     if not values:
         raise ConfigError("no options were given", hint=f"give path or connection. Spark does not {OF_SQL}")
     if "paths" in values:
-        raise ConfigError("several paths were given", hint="a mirror is one: load each, and join them with unionByName")
+        raise ConfigError(
+            "several paths were given", hint="load each mirror by itself, and combine them with unionByName"
+        )
     if "password" in values:
         raise ConfigError(
             "a password must not be an option: Spark shows options",

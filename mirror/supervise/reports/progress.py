@@ -44,7 +44,7 @@ class Trend:
             waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
         if high > row["published_seqno"] and (not waits or high > waits[-1][1]):
             if len(waits) == waits.maxlen:
-                waits.pop()  # the oldest says how long; of the newer ones the last to come stands for the rest
+                waits.pop()  # the oldest dates the lag and stays; the new entry replaces the newest
             waits.append((now_ms, high))
 
     def fill(self, rows: Sequence[VbucketRow], now_ms: int) -> None:
@@ -83,13 +83,13 @@ class Trend:
 
 
 RECEIVED_SHARE = 0.7
-"""Share of receiving in a fill whose snapshots all end together; the rest is indexing and publishing."""
+"""Receiving takes this share of a fill if all snapshots end together; indexing and publishing take the rest."""
 LEFT_KNOWN_S = 1.0
 """The estimate of the time left begins this long after the first figures."""
 
 
 class CatchUp:
-    """The progress until every vbucket has published the source's high seqno of the first look.
+    """The progress of catching up. A vbucket is done once it has published its mark.
 
     A vbucket's mark is the high seqno in the first report with an open stream. A rollback removes the mark, and the
     next report sets it again. A vbucket with mark 0 is done once its stream is accepted.

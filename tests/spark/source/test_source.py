@@ -300,7 +300,7 @@ def test_tables_in_sql(spark: SparkSession, small: SmallMirror) -> None:
     here = f"WITH (path = '{path}')"
     for rest in (options, f"LOCATION '{path}' COMMENT 'orders'", ""):
         refused = message_of(partial(spark.sql, f"CREATE TABLE refused USING mirror {rest}"))
-        assert "a table in SQL needs columns" in refused
+        assert "CREATE TABLE failed: it names no columns" in refused
         assert "CREATE TEMPORARY VIEW name USING mirror OPTIONS (path '...')" in refused
     try:
         for name, columns in made.items():
