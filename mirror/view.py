@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from mirror.errors import ConfigError
@@ -34,17 +33,9 @@ class QueryView(View):
         with _sql().Session(self, as_of=as_of, memory_bytes=memory_bytes) as session:
             return session.run(query).reader.read_all()
 
-    def arrow(
-        self,
-        collection: str | None = None,
-        *,
-        prefix: bytes | str | None = None,
-        columns: Sequence[str] | None = None,
-        as_of: AsOf = None,
-        schema: Any = None,
-    ) -> Any:
-        """Return a pyarrow.RecordBatchReader of documents; the arguments are those of `mirror.sql.arrow`."""
-        return _sql().arrow(self, collection, prefix=prefix, columns=columns, as_of=as_of, schema=schema)
+    def arrow(self, collection: str | None = None, **options: Any) -> Any:
+        """Return a pyarrow.RecordBatchReader of documents; `mirror.sql.arrow` has the options."""
+        return _sql().arrow(self, collection, **options)
 
     def to_pandas(self, collection: str | None = None, **options: Any) -> Any:
         """Return a DataFrame of what `arrow` reads."""

@@ -154,8 +154,11 @@ def arrow(
     table = Columns(fields, mark)
     boundaries = Boundaries(view, as_of, "arrow")
     if collection is not None and collection not in view.manifest().names().values():
-        check_collection(boundaries, collection)
-    key_range = EVERY_KEY if not prefix else KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix)
+        known = Boundaries(view, as_of, "arrow").collections()
+        if collection not in known:
+            hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
+            raise UnknownCollection(f"no collection {collection!r}", path=view.path, hint=hint)
+    key_range = KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix or b"")
 
     def batches() -> Iterator[Any]:
         try:
@@ -165,14 +168,6 @@ def arrow(
             boundaries.release()
 
     return pa.RecordBatchReader.from_batches(table.schema, batches())
-
-
-def check_collection(boundaries: Boundaries, name: str) -> None:
-    """Raise UnknownCollection unless a vbucket knows the collection."""
-    known = boundaries.collections()
-    if name not in known:
-        hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
-        raise UnknownCollection(f"no collection {name!r}", path=boundaries.view.path, hint=hint)
 
 
 class Columns:
@@ -222,15 +217,10 @@ def utf8_or_null(column: Any) -> Any:
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid:
-        return pa.array([_decoded(each) for each in column.view(pa.binary()).to_pylist()], pa.string())
+        bodies = column.view(pa.binary()).to_pylist()
+        decoded = [(body, body.decode(errors="replace")) for body in bodies]
+        return pa.array([text if text.encode() == body else None for body, text in decoded], pa.string())
     return texts
-
-
-def _decoded(text: bytes) -> str | None:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def json_texts(values: Any, datatypes: Any) -> Any:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +25,8 @@ from mirror.typed.rows import DOCUMENTS
 from storage.read.bulk import KeyRange
 from storage.read.view import AsOf, View
 
+BATCH_ROWS = 10_000
+"""Rows of an answer's batch."""
 VALUE = "value"
 DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
@@ -37,6 +40,11 @@ _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LIST = re.compile(r'value_set=\w+:\[\n(?:  (?:"[^"\n\\]*"|[\w.+-]+),?\n)*\]')
 """A list of values in an Arrow expression's text, where quotes within a value would not be escaped."""
+_HINTS = {
+    "Out of Memory": "read fewer columns or groups, or give it more memory",
+    "Malformed JSON": "json_valid(value) tells which documents are JSON",
+    "not found in FROM clause": "a field that the sample lacks is value->>'$.field'",
+}
 _CONFIG: dict[str, Any] = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
@@ -68,12 +76,9 @@ class SqlSession:
         self._view = view
         self._as_of = as_of
         self._allowed = collections_allowed
-        config = dict(_CONFIG)
-        if memory_bytes is not None:
-            config["memory_limit"] = f"{memory_bytes}B"
-        if threads is not None:
-            config["threads"] = str(threads)
-        self._connection = duckdb.connect(config=config)
+        limits = {"memory_limit": memory_bytes and f"{memory_bytes}B", "threads": threads}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        self._connection = duckdb.connect(config=_CONFIG | given)
         self._connection.execute("SET lock_configuration = true")
         self._columns: dict[str, list[Column]] = {}
         self._views: dict[tuple[str, ...], str] = {}
@@ -136,7 +141,7 @@ class SqlSession:
         self.failure = None
         self.boundaries = Boundaries(self._view, self._as_of, "sql")
         try:
-            reader = self._guarded(lambda: self._answered(query))
+            reader = self.guarded(lambda: self._answered(query))
         except BaseException:
             self.release()
             raise
@@ -144,11 +149,9 @@ class SqlSession:
         return self._result
 
     def _answered(self, query: str) -> Any:
-        tree = self._tree(query)
-        ranged = self._prepare(query, tree)
-        return self._connection.sql(ranged).to_arrow_reader(BATCH_ROWS)
+        return self._connection.sql(self._prepare(query, self._tree(query))).to_arrow_reader(BATCH_ROWS)
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def guarded(self, call: Callable[[], Any]) -> Any:
         """Call DuckDB, and raise its errors as ours."""
         try:
             return call()
@@ -161,16 +164,7 @@ class SqlSession:
         line = next(iter(str(error).splitlines()), type(error).__name__)
         if "INTERRUPT Error" in line:
             return QueryCancelled("the query was cancelled")
-        hint = ""
-        if "does not exist" in line and "Table" in line:
-            hint = self._known()
-        elif "Out of Memory" in line:
-            hint = "read fewer columns or groups, or give it more memory"
-        elif "Malformed JSON" in line:
-            hint = "json_valid(value) tells which documents are JSON"
-        elif "not found in FROM clause" in line:
-            hint = "a field that the sample lacks is value->>'$.field'"
-        return QueryFailed(line, hint=hint)
+        return QueryFailed(line, hint=next((hint for words, hint in _HINTS.items() if words in line), ""))
 
     def _known(self) -> str:
         names = sorted(DEFAULT_TABLE if each == DEFAULT_COLLECTION else each for each in self._collections())
@@ -190,10 +184,8 @@ class SqlSession:
         except RecursionError:
             raise QueryFailed("the query is nested too deep") from None
         if found["error"]:
-            reason = found["error_message"]
-            if found["error_type"] == "not implemented":
-                raise QueryFailed("only SELECT can be run: a mirror is read only")
-            raise QueryFailed(reason)
+            is_other = found["error_type"] == "not implemented"
+            raise QueryFailed("only SELECT can be run: a mirror is read only" if is_other else found["error_message"])
         if len(found["statements"]) != 1:
             raise QueryFailed("one statement at a time")
         return found["statements"][0]["node"]
@@ -247,27 +239,18 @@ class SqlSession:
         raise QueryFailed(f"table {shown} does not exist", hint=self._known())
 
 
-BATCH_ROWS = 10_000
-"""Rows of an answer's batch."""
-
-
 class Result:
     """An answer: `reader` yields its batches, and `names` are its columns."""
 
     def __init__(self, session: SqlSession, reader: Any) -> None:
-        self._session = session
-        self._boundaries = session.boundaries
-        self._reader = reader
+        self._session, self._boundaries, self._reader = session, session.boundaries, reader
         self.names: list[str] = reader.schema.names
         self.reader = pa.RecordBatchReader.from_batches(reader.schema, self._batches())
 
     def _batches(self) -> Iterator[Any]:
         try:
-            while True:
-                try:
-                    yield self._session._guarded(self._reader.read_next_batch)
-                except StopIteration:
-                    return
+            while (batch := self._session.guarded(lambda: next(self._reader, None))) is not None:
+                yield batch
         finally:
             self.close()
 
@@ -293,9 +276,11 @@ class _Table(ds.Dataset):  # type: ignore[misc]
     def schema(self) -> pa.Schema:
         return pa.schema(self._fields.values())
 
-    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **_: Any) -> _Scan:
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **_: Any) -> Any:
         names = list(self._fields) if columns is None else columns
-        return _Scan(pa.schema([self._fields[name] for name in names]), self._batches(names, filter))
+        schema = pa.schema([self._fields[name] for name in names])
+        reader = pa.RecordBatchReader.from_batches(schema, self._batches(names, filter))
+        return SimpleNamespace(projected_schema=schema, to_reader=lambda: reader)
 
     def _batches(self, names: Sequence[str], condition: Any) -> Iterator[Any]:
         session = self._session
@@ -316,20 +301,9 @@ class _Table(ds.Dataset):  # type: ignore[misc]
                 yield found.select(names)
         except GeneratorExit:
             raise
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C
             session.failure = session.failure or error
             raise
-
-
-class _Scan:
-    """The part of an Arrow scanner that DuckDB uses."""
-
-    def __init__(self, schema: pa.Schema, batches: Iterator[Any]) -> None:
-        self.projected_schema = schema
-        self._batches = batches
-
-    def to_reader(self) -> pa.RecordBatchReader:
-        return pa.RecordBatchReader.from_batches(self.projected_schema, self._batches)
 
 
 def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:

@@ -312,3 +312,25 @@ def test_an_answer_has_its_types(view: View) -> None:
     with Session(view) as session:
         found = session.run("SELECT 1::BIGINT AS a, 'x' AS b").reader.schema
     assert found == pa.schema({"a": pa.int64(), "b": pa.string()})
+
+
+def test_a_reader_holds_no_more_than_a_batch(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror.put({f"k{at}": b"x" * 1000 for at in range(200)})
+    monkeypatch.setattr(typed_rows, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(bulk, "GET_ROWS", 4)
+    taken = 0
+    documents = bulk.documents
+
+    def noted(*given: Any, **options: Any) -> Iterator[Any]:
+        nonlocal taken
+        for chunk in documents(*given, **{**options, "rows_max": 4}):
+            taken += len(chunk.stored)
+            yield chunk
+
+    monkeypatch.setattr(bulk, "documents", noted)
+    given = 0
+    for batch in arrow(view):
+        given += batch.num_rows
+        assert batch.nbytes < 25_000
+        assert taken - given < 20
+    assert given == 200
