@@ -61,7 +61,6 @@ class Assembler:
         self._resumed_end = Seqno(0)  # of the snapshot that a mid-snapshot request continues: not complete before it
 
     def load(self, state: VbucketState) -> None:
-        """Take over what the store holds."""
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
             self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows

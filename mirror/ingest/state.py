@@ -99,7 +99,6 @@ class MachineState:
         self.load(state)
 
     def load(self, state: VbucketState) -> None:
-        """Take over what the store holds."""
         self.assembler.load(state)
         self.failover_log = state.failover_log
         self.source_purge_seqno = int(state.source_purge_seqno)

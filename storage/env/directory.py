@@ -258,7 +258,8 @@ def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None 
 
     It is as readable as the file `like`, if there is one, else by `mode` and the process's mask.
     """
-    with open(os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path + ".new", flags, mode), "wb") as file:
         file.write(data)
         file.flush()
         if like is not None and os.path.exists(like):

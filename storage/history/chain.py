@@ -228,7 +228,6 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
 
 
 def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
-    """Return the cut of a link, or the boundary before it if the cut lies inside a long snapshot."""
     key = keys.SPAN_KEY.pack(vbid, link.branch, link.cut)
     if spans.set_range(key) and spans.key()[:6] == key[:6] and spans.key() != key:
         (before,) = keys.SEQNO.unpack(spans.value())

@@ -48,7 +48,6 @@ class IndexJob:
         self._sorted: Iterator[KeyRow] | None = None
 
     def read_slice(self) -> bool:
-        """Read the next slice of rows; return False once all are read."""
         if self._read_all:
             return False
         with self.environment.read() as txn:

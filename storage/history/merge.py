@@ -96,7 +96,6 @@ def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: 
 
 
 def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
-    """Move the next rows, `limit` at most, and all that goes with them."""
     to_seqno = _move_rows(txn, vbid, pair, limit)
     done = to_seqno == pair.top_seqno
     branches.move_manifests(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)

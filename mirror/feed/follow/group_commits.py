@@ -256,7 +256,6 @@ class GroupCommits:
                 self._schedule_next()
 
     async def work_in_background(self) -> None:
-        """Do background work of the store (key rows, syncs) in slices."""
         while True:
             if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's
                 await asyncio.sleep(STEP_SHARE_S)

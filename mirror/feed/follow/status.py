@@ -107,7 +107,6 @@ class ConsumerStatus:
 
 
 def _vbucket_row(vbucket: MirroredVbucket, history: History | None) -> dict[str, Any]:
-    """Return the row of a vbucket; `history` of the last commit, if the store can be read."""
     state = vbucket.sink.state()
     high = vbucket.source_high_seqno
     published = int(state.published_seqno)

@@ -87,7 +87,6 @@ class StoreSink:
         self.writer.save_filter(stream_filter.text)
 
     def drop_held(self) -> bool:
-        """Forget the ends that were held back; return True if there were any."""
         return self.gate is not None and self.gate.drop()
 
     def forget(self) -> None:

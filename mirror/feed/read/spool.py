@@ -111,7 +111,6 @@ class Spool:
         return byte_count
 
     def spill(self) -> None:
-        """Move what is in memory to the file."""
         self._blocks += self._file.write(b"".join(self._frames))
         self.disk_bytes += self.memory_bytes
         self._frames, self.memory_bytes = [], 0

@@ -79,7 +79,6 @@ class VbucketHost(ABC):
         return self.machine is not None and self.machine.phase is Phase.STREAMING
 
     def start_machine(self) -> None:
-        """Make a machine from what the sink holds, and forget the one before it."""
         self.drop_machine()
         self.machine = VbucketMachine(self.vbid, self.sink.state())
 
