@@ -313,7 +313,6 @@ class Consumer:
         return self._status.standing()
 
     def status(self) -> ProcessReport:
-        """Return `vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         return self._status.report()
 
     async def request(self, command: RollBack | Resync) -> dict[str, int]:

@@ -44,7 +44,6 @@ class ConsumerStatus:
         return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)
 
     def report(self) -> ProcessReport:
-        """Return `vbuckets` (a row each), `nodes`, `groups`, `counters` (they only rise), `map`, `error`."""
         consumer = self._consumer
         histories = self._histories()
         rows = [_vbucket_row(vbucket, histories.get(vbid)) for vbid, vbucket in consumer.vbuckets.items()]
