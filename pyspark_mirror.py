@@ -4,7 +4,7 @@ PySpark imports every top-level module named `pyspark_*` and registers its `Defa
 nothing else.
 """
 
-from mirror.spark.session import session
+from mirror.spark.session import register, session
 from mirror.spark.source.data_source import MirrorSource as DefaultSource
 
-__all__ = ["DefaultSource", "session"]
+__all__ = ["DefaultSource", "register", "session"]

@@ -7,6 +7,7 @@ started ends with it.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 import time
 from collections import deque
@@ -32,6 +33,7 @@ STEP_TIMEOUT_S = 90.0
 """A step that takes longer is broken; then the demo ends with an error."""
 DEFAULT_LENGTH_S = 30.0
 """Time of all steps without --seconds; then the mirror runs on until Ctrl-C."""
+QUESTION = "SELECT customer.city, count(*) AS orders, sum(total) AS total FROM documents GROUP BY ALL ORDER BY total"
 LOST_CHANGES = 20
 """Changes that each vbucket of the failed node loses; fewer if a vbucket has no boundary so far back."""
 
@@ -270,5 +272,8 @@ def finish(story: Story, ok: bool, data: Path | None, *, as_json: bool) -> None:
         output.print_json({"ok": ok, "elapsed_s": round(story.elapsed_s, 1), **story.facts})
         return
     typer.echo("the demo ended well: every claim above was measured" if ok else "the demo did NOT end well: see above")
-    if data is not None:
-        typer.echo(f"the mirror stays in {data}: {render.command_name()} scan --data {data} --limit 3")
+    command = render.command_name()
+    if data is None:
+        typer.echo(f"keep the next one, and ask it questions: {command} demo --data DIR")
+    else:
+        typer.echo(f"the mirror stays in {data}; ask it: {command} sql --data {shlex.quote(str(data))} '{QUESTION}'")

@@ -54,6 +54,8 @@ app = typer.Typer(
 )
 
 REMEDY = "pip install 'dcp-mirror[spark]'"
+AUTO = "auto"
+"""Stands for the schema of a sample."""
 NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
 """A collection with its columns: `shop.orders=total double`."""
 PLAIN_INTERVAL_S = 5.0
@@ -169,6 +171,30 @@ def layouts_from(
         found[name] = Layout(fields, reading, misfits_max, overwrite_schema)
     own = {name: layout for name, layout in found.items() if name is not None}
     return Layouts(per_collection, found.get(None, Layout()), own)
+
+
+def schemas_from(
+    schemas: Sequence[str], path: str | None, collections: Sequence[str] | None, per_collection: bool
+) -> list[str]:
+    """Return the schemas of `sync`, with those of a sample in place of `auto`. Raises ConfigError."""
+    if AUTO not in schemas:
+        return list(schemas)
+    from mirror.spark.tables.documents import is_column
+    from mirror.sql.read import Boundaries
+    from mirror.sql.schema import joint_schema
+    from storage.read.view import open_view
+
+    if path is None:
+        raise ConfigError("--schema auto takes a sample of a mirror", hint="give --data, or name the columns")
+    with open_view(path) as view:
+        names = collections or sorted(Boundaries(view, None, "schema").collections())
+        texts = [
+            joint_schema(view, each, is_column) for each in ([[name] for name in names] if per_collection else [names])
+        ]
+    if not any(texts):
+        raise ConfigError("--schema auto: the sample has no JSON object", hint="name the columns")
+    named = [f"{name}={text}" for name, text in zip(names, texts, strict=True) if text] if per_collection else texts
+    return [*(each for each in schemas if each != AUTO), *named]
 
 
 def check_destination(text: str) -> None:
@@ -350,7 +376,8 @@ def sync(
         options.optional(
             "--schema",
             metavar="[SCOPE.NAME=]COLUMNS",
-            help="Columns of JSON documents: 'total double, state string'; repeat it for each collection.",
+            help="Columns of JSON documents: 'total double, state string'; auto: those of a sample; repeat it for each "
+            "collection.",
         ),
     ] = None,
     mode: Annotated[
@@ -401,7 +428,7 @@ def sync(
         keep_hours=keep_hours,
         costs=Costs(rewrite_rate_from(rewrite_rate), keep_documents_hours),
         layouts=layouts_from(
-            schema or [],
+            schemas_from(schema or [], source_options.get("path"), collections_from(collection), table_per_collection),
             table_per_collection,
             reading_from(mode, time_zone, epoch),
             max_misfits,

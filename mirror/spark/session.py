@@ -8,6 +8,7 @@ sockets if they are on this machine.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
+from mirror.errors import ConfigError
 from mirror.spark import java
 
 WORKERS: dict[str, str] = {
@@ -68,6 +70,26 @@ def session(
         # Errors are raised to the caller; Spark's log would repeat them with the stack of each task.
         made.sparkContext.setLogLevel("FATAL")
     return made
+
+
+def register(spark: SparkSession, path: str) -> list[str]:
+    """Make a temporary view of each collection with the columns of a sample, and return the views' names.
+
+    The view of `scope.name` is `scope_name`, that of the default collection `documents`. Raises ConfigError if two
+    collections would have one name.
+    """
+    from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
+    from storage.read.view import open_view
+
+    with open_view(path) as view:
+        names = sorted(Boundaries(view, None, "register").collections())
+    views = {name: "documents" if name == DEFAULT_COLLECTION else re.sub(r"\W", "_", name) for name in names}
+    if len(set(views.values())) < len(views):
+        raise ConfigError("two collections would be one view", hint="load each with option collection")
+    for name, made in views.items():
+        reader = spark.read.format("mirror").option("collection", name).option("inferSchema", True)
+        reader.load(path).createOrReplaceTempView(made)
+    return list(views.values())
 
 
 @contextmanager

@@ -7,12 +7,13 @@ column in SQL, so the first stays and the others are found in the document alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
+from mirror.sql.read import Boundaries
 from mirror.typed.ddl import WORDS
 from mirror.typed.rows import Documents
 from mirror.typed.values import Misfit, Spelled, object_of, text_of
@@ -178,3 +179,19 @@ def _bodies(view: View, collection: str, documents: int, as_of: AsOf) -> Iterato
         raise UnknownCollection(
             f"no collection {collection!r}", path=view.path, hint="`dcp-mirror sql` lists them with \\d"
         )
+
+
+def joint_schema(
+    view: View, collections: Sequence[str] | None, takes: Callable[[str], bool], as_of: AsOf = None
+) -> str:
+    """Return the columns of some collections (None: of all) whose names `takes` takes, as a schema.
+
+    A column that collections have with several types is text. Raises UnknownCollection.
+    """
+    found: dict[str, Column] = {}
+    for name in collections or sorted(Boundaries(view, as_of, "schema").collections()):
+        for column in sample(view, name, as_of=as_of):
+            known = found.setdefault(column.name.lower(), column)
+            if known.type != column.type:
+                found[column.name.lower()] = replace(known, type=pa.string())
+    return ", ".join(each.ddl for each in found.values() if takes(each.name))

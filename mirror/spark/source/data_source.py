@@ -38,9 +38,10 @@ from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
 from mirror.spark.source.stream import ChangesReader, ChangesStream
 from mirror.typed.bodies import Bodies
+from mirror.typed.ddl import fields_of
 from mirror.typed.rows import Shape
 from mirror.typed.times import machine_zone
-from storage.read.view import open_view
+from storage.read.view import Time, open_view
 
 if TYPE_CHECKING:
     from mirror.spark.source import remote
@@ -78,6 +79,8 @@ class MirrorSource(DataSource):
     @with_clear_errors
     def schema(self) -> StructType:
         """Spark calls it only if the user gives no schema."""
+        if self._options.infer_schema:
+            return from_arrow_schema(inferred(self._options))
         self._own_schema = False
         schema = TABLES[self._options.table]
         return from_arrow_schema(pa.schema([schema.field(name) for name in self._options.names]))
@@ -114,6 +117,17 @@ class MirrorSource(DataSource):
         elif self._own_schema:
             refusal = OWN_COLUMNS
         return ChangesStream(self._options, refusal)
+
+
+def inferred(options: Options) -> pa.Schema:
+    """Return the key and the columns of a sample of the documents. Raises StorageError, ConfigError."""
+    from mirror.sql.schema import joint_schema
+
+    assert options.path is not None, "parse refuses it"
+    as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
+    with open_view(options.path) as view:
+        text = joint_schema(view, options.collections, lambda name: not name.startswith(MARK), as_of)
+    return fields_of(", ".join(filter(None, (f"{MARK}key string", text))))
 
 
 def of_table(fields: Any, options: Options) -> bool:

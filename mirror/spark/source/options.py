@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -42,6 +42,7 @@ class Options:
     as_of_ms: int | None = None
     reading: Reading = AS_DECLARED
     pushdown: bool = False
+    infer_schema: bool = False
     max_rows: int = 1_000_000
     max_bytes: int = 1 << 30
     latest: bool = False
@@ -94,7 +95,10 @@ def parse(given: Mapping[str, str]) -> Options:
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}", hint=f"known: {', '.join(_PARSERS)}")
     fields = {"partitions": len(os.sched_getaffinity(0))} | _fields(values, _PARSERS.keys() - _READING)
-    options = Options(**fields, reading=Reading(**_fields(values, _READING)))
+    reading = Reading(**_fields(values, _READING))
+    if fields.get("infer_schema") and "mode" not in values:
+        reading = replace(reading, mode="permissive", keep_numbers=True)
+    options = Options(**fields, reading=reading)
     if (options.path is None) == (options.connection is None):
         both = options.path is not None
         raise ConfigError(
@@ -109,6 +113,8 @@ def parse(given: Mapping[str, str]) -> Options:
         )
     if options.as_of_ms is not None and (options.connection is not None or options.table != "documents"):
         raise ConfigError("option asOf is for documents of a path", hint="leave it out, or read a mirror's directory")
+    if options.infer_schema and (options.path is None or options.table != "documents" or options.columns is not None):
+        raise ConfigError("option inferSchema is for documents of a path, with all columns", hint="give a schema")
     if options.latest and options.table != "changes":
         raise ConfigError("option startingFrom is for table=changes")
     return options
@@ -206,6 +212,7 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "timeZone": ("time_zone", _zone),
     "epoch": ("epoch", _one_of(**{name: name for name in EPOCH_UNITS})),
     "pushdown": ("pushdown", _one_of(true=True, false=False)),
+    "inferSchema": ("infer_schema", _one_of(true=True, false=False)),
     "maxRowsPerBatch": ("max_rows", _count),
     "maxBytesPerBatch": ("max_bytes", byte_count),
     "startingFrom": ("latest", _one_of(earliest=False, latest=True)),

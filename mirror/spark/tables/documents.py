@@ -62,6 +62,11 @@ _NOT_A_COLUMN = re.compile(r"[\s,;{}()=.\"'`]")
 _MERGE_ROWS = 8192
 
 
+def is_column(name: str) -> bool:
+    """True if a field of the body can be a column beside those of every typed table."""
+    return not _NOT_A_COLUMN.search(name) and name.lower() not in {f"_{each}" for each in FOLDED.names}
+
+
 class Applied(NamedTuple):
     events: int
     inserted: int

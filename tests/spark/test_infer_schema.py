@@ -1,0 +1,73 @@
+"""The columns of a sample, as Spark, `pyspark_mirror.register` and `pipeline sync --schema auto` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+import pyspark_mirror
+from cli.pipeline import schemas_from
+from mirror.errors import ConfigError
+from mirror.typed.ddl import fields_of
+from storage.model import Collection, Seqno
+from tests.serve.http_site import VBUCKETS, made
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with made(tmp_path_factory.mktemp("infer")) as source:
+        for vbid in range(VBUCKETS):
+            source.collections(vbid, Collection(9, 8, "orders", Seqno(0)), Collection(10, 8, "empty", Seqno(0)))
+        for number in range(40):
+            source.put(f"c{number}", b'{"city":"c%d","n":%d,"of":{"a":[1]},"a b":1,"_key":1}' % (number % 3, number))
+            source.put(f"o{number}", b'{"total":%d.5,"n":"text"}' % number, collection_id=9)
+        source.put("binary", b"\x00", datatype=0)
+        yield source.path
+
+
+def test_columns_are_those_of_a_sample(spark: SparkSession, path: str) -> None:
+    loaded = spark.read.format("mirror").option("inferSchema", True).option("collection", "_default").load(path)
+    assert loaded.columns == ["_key", "city", "n", "of", "a b"]
+    assert dict(loaded.dtypes)["of"] == "struct<a:array<bigint>>"
+    found = {row["city"]: row["n"] for row in loaded.groupBy("city").agg({"n": "sum"}).toDF("city", "n").collect()}
+    assert found == {"c0": 273, "c1": 247, "c2": 260, None: None}
+
+
+def test_a_column_of_two_types_in_two_collections_is_text(spark: SparkSession, path: str) -> None:
+    loaded = spark.read.format("mirror").option("inferSchema", True).load(path)
+    assert dict(loaded.dtypes)["n"] == "string"
+    assert loaded.where("n = 'text'").count() == 40
+
+
+@pytest.mark.parametrize("more", [{"table": "changes"}, {"columns": "key"}, {"inferSchema": "perhaps"}])
+def test_what_has_no_schema_to_infer_is_one_clear_error(more: dict[str, str], spark: SparkSession, path: str) -> None:
+    with pytest.raises(PySparkException, match="inferSchema"):
+        spark.read.format("mirror").options(**{"inferSchema": "true"} | more).load(path).count()
+
+
+def test_one_line_registers_a_view_of_each_collection(spark: SparkSession, path: str) -> None:
+    names = pyspark_mirror.register(spark, path)
+    assert names == ["documents", "shop_empty", "shop_orders"]
+    (row,) = spark.sql("SELECT count(*) AS n, sum(total) AS total FROM shop_orders").collect()
+    assert (row["n"], row["total"]) == (40, 800.0)
+    assert spark.sql("SELECT * FROM shop_empty").columns == ["_key"]
+    for name in names:
+        spark.catalog.dropTempView(name)
+
+
+def test_sync_takes_the_schema_of_a_sample(path: str) -> None:
+    (one,) = schemas_from(["auto"], path, ("_default._default",), False)
+    assert fields_of(one).names == ["city", "n", "of"]
+    assert schemas_from(["auto", "shop.empty=a int"], path, None, True) == [
+        "shop.empty=a int",
+        f"_default._default={one}",
+        "shop.orders=total double, n string",
+    ]
+    assert schemas_from(["a int"], None, None, False) == ["a int"]
+    with pytest.raises(ConfigError, match="auto"):
+        schemas_from(["auto"], None, None, False)
+    with pytest.raises(ConfigError, match="no JSON object"):
+        schemas_from(["auto"], path, ("shop.empty",), False)
