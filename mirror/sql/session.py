@@ -194,6 +194,7 @@ class SqlSession:
         """Make the tables that the query names, and return it with the key ranges that its prefixes imply."""
         nodes = list(_nodes(tree))
         own = {entry["key"].lower() for node in nodes for entry in node.get("cte_map", {}).get("map", ())}
+        meant: dict[tuple[str, ...], str] = {}
         for node in nodes:
             kind = node.get("type")
             if kind == "TABLE_FUNCTION" and (name := node["function"]["function_name"].lower()) not in TABLE_FUNCTIONS:
@@ -201,16 +202,21 @@ class SqlSession:
             if kind == "BASE_TABLE":
                 path = tuple(part.lower() for part in node["qualified_name"]["path"])
                 if not (len(path) == 1 and path[0] in own):
-                    self._make(path, node["qualified_name"]["path"])
+                    collection = self._make(path, node["qualified_name"]["path"])
+                    if meant.setdefault(path, collection) != collection:
+                        hint = f'name one of them "{collection}"'
+                        raise QueryFailed(f"tables {meant[path]} and {collection} differ in case alone", hint=hint)
         return _with_ranges(query, nodes)
 
-    def _make(self, path: tuple[str, ...], spelled: Sequence[str]) -> None:
+    def _make(self, path: tuple[str, ...], spelled: Sequence[str]) -> str:
+        """Make the table that a query names, and return its collection."""
         collection = self._named(spelled)
         if self._views.get(path) == collection:
-            return
+            return collection
         columns = self.columns(collection)
         table = _Table(self, collection, [each for each in columns if not each.mixed])
-        self._connection.register(collection, table)
+        source = f"source {collection.encode().hex()}"  # not a collection's name, and DuckDB's ignore case
+        self._connection.register(source, table)
         shown = ", ".join(
             _identifier(each.name) if not each.mixed else f"{_extracted(each.name)} AS {_identifier(each.name)}"
             for each in columns
@@ -218,13 +224,14 @@ class SqlSession:
         if len(path) == 2:
             self._connection.execute(f"CREATE SCHEMA IF NOT EXISTS {_identifier(path[0])}")
         name = ".".join(map(_identifier, path))
-        self._connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {shown} FROM {_identifier(collection)}")
+        self._connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT {shown} FROM {_identifier(source)}")
         self._views[path] = collection
+        return collection
 
     def _named(self, path: Sequence[str]) -> str:
         """Return the collection that a table's name means. Raises QueryFailed."""
         shown = ".".join(path)
-        requested = DEFAULT_COLLECTION if path == [DEFAULT_TABLE] else shown
+        requested = DEFAULT_COLLECTION if shown.lower() == DEFAULT_TABLE else shown
         for all_vbuckets in (False, True):
             names = self._collections(all_vbuckets=all_vbuckets)
             if requested in names:
@@ -321,8 +328,10 @@ def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
     DuckDB hands a comparison to the table, a test for a prefix not. The range follows from the test, so the query
-    means the same.
+    means the same, unless `_key` has a collation or another type.
     """
+    if any(map(_changes_keys, nodes)):
+        return query
     text = query.encode()
     edits: dict[tuple[int, int], str] = {}
     for where in (node["where_clause"] for node in nodes if node.get("where_clause")):
@@ -339,6 +348,14 @@ def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     for (start, end), addition in sorted(edits.items(), reverse=True):
         text = text[:start] + b"(" + text[start:end] + addition.encode() + text[end:]
     return text.decode()
+
+
+def _changes_keys(node: Mapping[str, Any]) -> bool:
+    """Return True if a query may have a `_key` that is not a table's, or orders texts by a collation."""
+    is_modified_type = node.get("class") == "TYPE" and node["children"]  # such as VARCHAR('nocase')
+    given = [node.get(name) for name in ("alias", "name", "key")]
+    given += [*node.get("column_name_alias", ()), *node.get("aliases", ())]
+    return node.get("class") == "COLLATE" or bool(is_modified_type) or "_key" in (str(each).lower() for each in given)
 
 
 def _prefix_test(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str] | None:

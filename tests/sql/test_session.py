@@ -51,3 +51,50 @@ def test_other_collections_than_the_allowed_ones_do_not_exist(mirror: SmallMirro
         for name in ("inventory.secrets", "secrets", "documents"):
             with pytest.raises(QueryFailed, match=r"does not exist \(tables: inventory.orders\)"):
                 session.run(f"SELECT * FROM {name}")
+
+
+def test_names_that_differ_in_case_are_different_tables(mirror: SmallMirror, view: View) -> None:
+    ids = collections(mirror, "orders", "Orders", "Documents")
+    put(mirror, {"a": {"n": 1, "x": 1}, "b": {"x": "mixed"}}, collection_id=ids["orders"])
+    put(mirror, {"a": {"n": 10}}, collection_id=ids["Orders"])
+    put(mirror, {"a": {"n": 100}}, collection_id=ids["Documents"])
+    put(mirror, {"a": {"n": 1000}})
+    with Session(view) as session:
+
+        def total(table: str) -> int:
+            return int(session.run(f"SELECT sum(n) AS total FROM {table}").reader.read_all().to_pylist()[0]["total"])
+
+        for table, expected in (
+            ("inventory.orders", 1),
+            ("inventory.Orders", 10),
+            ('"inventory.orders"', 1),
+            ("inventory.Orders", 10),
+            ("Documents", 1000),
+            ("documents", 1000),
+            ("inventory.documents", 100),
+        ):
+            assert total(table) == expected
+        with pytest.raises(QueryFailed, match="differ in case alone"):
+            session.run("SELECT * FROM inventory.orders JOIN inventory.Orders USING (_key)")
+    query = 'SELECT a.n, b.n, a.x FROM "inventory.orders" a JOIN inventory.Orders b USING (_key)'
+    assert rows(view, query) == [(1, 10, "1")]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "(SELECT _key COLLATE nocase AS _key FROM documents)",
+        "(SELECT * REPLACE (_key COLLATE nocase AS _key) FROM documents)",
+        "(SELECT _key FROM documents UNION SELECT '' COLLATE nocase)",
+        "(SELECT _key FROM documents UNION SELECT ''::VARCHAR('nocase'))",
+    ],
+)
+def test_a_prefix_of_keys_with_a_collation(mirror: SmallMirror, view: View, keys: str) -> None:
+    put(mirror, {"Zeta": {"n": 1}, "zoo": {"n": 2}, "apple": {"n": 3}})
+    assert rows(view, f"SELECT _key FROM {keys} WHERE _key LIKE 'Z%'") == [("Zeta",), ("zoo",)]
+
+
+def test_a_prefix_of_json_that_a_query_names_key(mirror: SmallMirror, view: View) -> None:
+    put(mirror, {"a": {"n": 1}})
+    query = "WITH c AS (SELECT value AS _key FROM documents) SELECT _key FROM c WHERE _key LIKE '{%'"
+    assert rows(view, query) == [('{"n": 1}',)]
