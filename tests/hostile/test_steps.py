@@ -67,7 +67,7 @@ class Ports:
     def __init__(self, folder: Path) -> None:
         self._data, self.users_file = folder / "data", folder / "users.json"
         self._users = FileUsers(self.users_file)
-        self._settings = validated({"data": self._data, "users_file": self.users_file})
+        self._settings = validated({"data": self._data, "users_file": self.users_file, "sql": True})
         self._report = service_report(self._data)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -308,6 +308,27 @@ def multi_get(value: bytes, count: int) -> Callable[[Ports], None]:
     return ask
 
 
+def query(sql: str, status: int = 200) -> Callable[[Ports], None]:
+    def ask(ports: Ports) -> None:
+        client = ports.http()
+        assert client.post("/v1/query", json.dumps({"sql": sql}).encode())[0] == status
+        client.close()
+
+    return ask
+
+
+def queries_of_clients_that_hang_up(ports: Ports) -> None:
+    """Of which some wait for a place, and none for an answer."""
+    body = json.dumps({"sql": "SELECT count(*) FROM range(1000000000000) t(a) WHERE a % 7 = 3"}).encode()
+    clients = [ports.http() for _ in range(8)]
+    for client in clients:
+        head = f"POST /v1/query HTTP/1.1\r\n{client.head}Content-Length: {len(body)}\r\n\r\n"
+        client.line.sendall(head.encode() + body)
+    for client in clients:
+        client.close()
+    query("SELECT 1")(ports)
+
+
 def pipelined(ports: Ports) -> None:
     """One that logs in, and then as many as fit into what is parsed at a time."""
     client = ports.http()
@@ -405,6 +426,11 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "a multi-get of empty strings": multi_get(b'""', 349_500),
     "a multi-get of a string of escapes": multi_get(b'"' + b'\\"' * 520_000 + b'"', 1),
     "a multi-get of 1,000 keys": lambda p: multi_get(b'"%0240d"' % 7, 1000)(p),
+    "a query of all vbuckets": query("SELECT count(*) FROM documents"),
+    "a query of many rows": query("SELECT * FROM range(1000000)"),
+    "a query of 60 KiB": query(f"SELECT {'1, ' * 20_000}1"),
+    "a query that is refused": query("SELECT * FROM read_csv('/etc/passwd')", 400),
+    "queries of clients that hang up": queries_of_clients_that_hang_up,
     "pipelined requests": pipelined,
     "a body of chunks of one byte": chunked,
     "HELLO with 32,000 features": features,

@@ -15,7 +15,11 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from mirror.config_reader import validated
+from mirror.errors import ConfigError
 from mirror.serve.access.auth import entry_of, new_salt_key
+from mirror.supervise.listeners import addresses
+from mirror.supervise.listeners.addresses import check_servers
 from storage.model import Collection, Seqno
 from tests.crash.service import until
 from tests.serve.http_site import VBUCKETS, Site, Source, made, running
@@ -178,6 +182,14 @@ def test_sql_is_off_by_default(source: Source) -> None:
         problem = ask(quiet, "SELECT 1", 404).json()
         assert "sql = true" in problem["hint"]
         assert not processes(OWN_BYTES)
+
+
+def test_a_service_without_duckdb_does_not_start_with_sql(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_servers(validated({"sql": True}))
+    monkeypatch.setattr(addresses, "find_spec", lambda _: None)
+    check_servers(validated({}))
+    with pytest.raises(ConfigError, match=r"dcp-mirror\[sql\]"):
+        check_servers(validated({"sql": True}))
 
 
 def test_a_query_that_takes_too_long_ends(source: Source) -> None:

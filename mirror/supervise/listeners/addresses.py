@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 from mirror.config import EFFECTS, Effect, Settings, Values
 from mirror.errors import ConfigError
@@ -167,6 +168,8 @@ def check_servers(settings: Settings) -> dict[str, list[Address]]:
         users_of(settings)
         server_tls(settings)
         raise_descriptor_limit(settings, settings.groups)  # which the processes inherit
+    if settings.sql and find_spec("duckdb") is None:
+        raise ConfigError("sql needs the package duckdb", hint="pip install 'dcp-mirror[sql]'", setting="sql")
     if settings.kv_nodes is not None:
         named_nodes(settings.kv_nodes)
     return found
