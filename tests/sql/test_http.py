@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +66,7 @@ def processes(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
         each
         for each in psutil.Process().children()
         if each.status() != psutil.STATUS_ZOMBIE
-        and each.cmdline()[2:] == ["mirror.serve.http.query_process", str(memory_bytes)]
+        and each.cmdline()[-2:] == ["mirror.serve.http.query_process", str(memory_bytes)]
     ]
 
 
@@ -300,3 +303,12 @@ def test_a_vbucket_that_is_not_published_is_no_empty_table(tmp_path: Path) -> No
         source.put("a", b'{"n":1}')
         with running(Path(source.path), source, sql=True) as site:
             assert ask(site, "SELECT count(*) FROM documents").json()["rows"] == [[1]]
+
+
+def test_a_query_ends_when_its_http_process_is_killed() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "mirror.serve.http.query_process", str(OWN_BYTES)]
+    with theirs:
+        process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=Path(__file__).parents[2])
+    ours.close()
+    assert process.wait(60) in (0, 1)

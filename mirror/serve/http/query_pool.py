@@ -40,7 +40,7 @@ class QueryChild:
     @staticmethod
     async def start(memory_bytes: int) -> QueryChild:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "mirror.serve.http.query_process", str(memory_bytes)]
+        command = [sys.executable, "-P", "-m", "mirror.serve.http.query_process", str(memory_bytes)]
         with theirs:
             kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SMALL_HEAPS
             process = await asyncio.to_thread(
