@@ -25,7 +25,7 @@ import typer
 from cli import exits, options, output, render
 from cli.export import opened
 from cli.get import time_from
-from mirror.errors import ConfigError, MirrorError
+from mirror.errors import ConfigError, MirrorError, QueryFailed
 from storage.errors import StorageError
 from storage.read.view import open_view
 
@@ -136,6 +136,8 @@ def write_json(found: Iterator[Any]) -> int:
     from mirror.sql.answers import rows
 
     names = next(found).names
+    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+        raise QueryFailed(f"two columns are named {twice[0]}, an object has one", hint="name one of them with AS")
 
     def write(batch: Any) -> None:
         for row in rows(batch):

@@ -54,6 +54,13 @@ def test_an_answer_as_json_has_an_object_a_line(data: Path) -> None:
     ]
 
 
+def test_json_with_two_columns_of_one_name_is_refused(data: Path) -> None:
+    ended = call("sql", "SELECT a._key, b._key FROM documents a, documents b", "--data", data, "--json")
+    assert (ended.code, ended.out) == (2, "")
+    assert "two columns are named _key" in ended.err
+    assert "AS" in ended.err
+
+
 def test_an_answer_as_parquet_is_complete_or_not_there(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "answer.parquet"
     ended = call("sql", "SELECT * FROM shop.orders", "--data", data, "--to", file)
