@@ -132,12 +132,18 @@ def write_rows(found: Iterator[Any], write: Write) -> int:
     return count
 
 
+def with_own_names(schema: Any) -> Any:
+    """Return the schema. Raises QueryFailed if two columns have one name."""
+    for number, name in enumerate(schema.names):
+        if name in schema.names[:number]:
+            raise QueryFailed(f"two columns are named {name}", hint="name one of them with AS")
+    return schema
+
+
 def write_json(found: Iterator[Any]) -> int:
     from mirror.sql.answers import rows
 
-    names = next(found).names
-    if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-        raise QueryFailed(f"two columns are named {twice[0]}, an object has one", hint="name one of them with AS")
+    names = with_own_names(next(found)).names
 
     def write(batch: Any) -> None:
         for row in rows(batch):
@@ -155,7 +161,7 @@ def write_csv(found: Iterator[Any]) -> int:
 def write_file(found: Iterator[Any], to: str) -> int:
     from mirror.sql.answers import parquet_writer
 
-    schema = next(found)
+    schema = with_own_names(next(found))
     with opened(to) as file, parquet_writer(file, schema) as write:
         return write_rows(found, write)
 

@@ -104,30 +104,35 @@ class Body:
         self.pieces: list[bytes] = []
         self.is_cut = False
         self.row_count = 0
-        self._left = bytes_max
+        self._bytes = 0
+        self._bytes_max = bytes_max
 
-    def write(self, piece: bytes) -> None:
-        """Raises QueryFailed above the bound."""
-        self._left -= len(piece)
-        if self._left < 0:
+    def _write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+        self._bytes += len(piece)
+        self._check(self._bytes)
+
+    def _check(self, byte_count: int) -> None:
+        if byte_count > self._bytes_max:
             raise QueryFailed("the answer is too large", hint="ask for fewer rows or columns")
-        self.pieces.append(bytes(piece))
 
     def fill(self, reader: pa.RecordBatchReader, rows_max: int, *, arrow: bool) -> None:
-        """Raises QueryFailed."""
+        """Raises QueryFailed, also above the bound."""
         if arrow:
-            sink = pa.PythonFile(_Sink(self), "w")
+            sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, reader.schema) as writer:
                 for batch in self._counted(reader, rows_max):
                     writer.write_batch(batch)
+                    self._check(sink.tell())
+            self.pieces.append(sink.getvalue())
             return
         columns = [{"name": field.name, "type": str(field.type)} for field in reader.schema]
-        self.write(f'{{"columns":{json_text(columns)},"rows":['.encode())
+        self._write(f'{{"columns":{json_text(columns)},"rows":['.encode())
         for batch in self._counted(reader, rows_max):
             first = "" if self.row_count == batch.num_rows else ","
             text = ",".join(map(json_text, rows(batch)))
-            self.write((first + text).encode(errors="surrogatepass"))
-        self.write(f'],"truncated":{json_text(self.is_cut)}}}'.encode())
+            self._write((first + text).encode(errors="surrogatepass"))
+        self._write(f'],"truncated":{json_text(self.is_cut)}}}'.encode())
 
     def _counted(self, reader: pa.RecordBatchReader, rows_max: int) -> Iterator[pa.RecordBatch]:
         for batch in up_to(reader, rows_max):
@@ -136,16 +141,3 @@ class Body:
             self.row_count += kept.num_rows
             if kept.num_rows:
                 yield kept
-
-
-class _Sink:
-    """Gives what Arrow writes to a body."""
-
-    closed = False
-
-    def __init__(self, body: Body) -> None:
-        self.write = body.write
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...

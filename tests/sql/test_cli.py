@@ -86,6 +86,8 @@ def test_documents_that_are_no_json_are_rows_with_null_columns(data: Path) -> No
         (["SELECT 1; SELECT 2"], "one statement"),
         (["DROP TABLE documents"], "read only"),
         (["SELECT 'infinity'::timestamp"], "VARCHAR"),
+        (["SELECT 1 AS a, 2 AS a", "--json"], "two columns are named a"),
+        (["SELECT 1 AS a, 2 AS a", "--to", "answer.parquet"], "two columns are named a"),
         (["SELECT 1", "--json", "--csv"], "exclude each other"),
         (["SELECT 1", "--to", "answer.txt"], "parquet"),
         (["SELECT 1", "--to", "/nowhere/at/all/a.parquet"], "/nowhere"),

@@ -26,6 +26,7 @@ from mirror.supervise.listeners.addresses import check_servers
 from storage.model import Collection, Seqno
 from tests.crash.service import until
 from tests.serve.http_site import VBUCKETS, Site, Source, made, running
+from tests.spark.mirrors import SmallMirror
 
 pytestmark = pytest.mark.xdist_group("sql_http")
 
@@ -299,10 +300,15 @@ def test_a_user_removed_during_a_query_gets_nothing(source: Source, tmp_path: Pa
 
 
 def test_a_vbucket_that_is_not_published_is_no_empty_table(tmp_path: Path) -> None:
-    with made(tmp_path) as source:
-        source.put("a", b'{"n":1}')
-        with running(Path(source.path), source, sql=True) as site:
-            assert ask(site, "SELECT count(*) FROM documents").json()["rows"] == [[1]]
+    filling = SmallMirror(tmp_path / "data", filled=False)
+    filling.put({"a": b'{"n":1}'})
+    try:
+        with running(filling.path, Source(str(filling.path)), sql=True) as site:
+            problem = ask(site, "SELECT count(*) FROM documents", 503).json()
+            assert "not filled" in problem["detail"]
+            assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+    finally:
+        filling.close()
 
 
 def test_a_query_ends_when_its_http_process_is_killed() -> None:
