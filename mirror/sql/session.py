@@ -149,7 +149,11 @@ class SqlSession:
         return self._result
 
     def _answered(self, query: str) -> Any:
-        return self._connection.sql(self._prepare(query, self._tree(query))).to_arrow_reader(BATCH_ROWS)
+        relation = self._connection.sql(self._prepare(query, self._tree(query)))
+        for name, kind in zip(relation.columns, relation.types, strict=True):
+            if _overflows(kind):
+                raise QueryFailed(f"column {name} has the type {kind}", hint="cast it to VARCHAR")
+        return relation.to_arrow_reader(BATCH_ROWS)
 
     def guarded(self, call: Callable[[], Any]) -> Any:
         """Call DuckDB, and raise its errors as ours."""
@@ -311,6 +315,13 @@ class _Table(ds.Dataset):  # type: ignore[misc]
         except BaseException as error:  # also Ctrl-C
             session.failure = session.failure or error
             raise
+
+
+def _overflows(kind: Any) -> bool:
+    """Return True for a type of DuckDB whose upper half of numbers is negative in Arrow."""
+    if kind.id in ("list", "array", "struct", "map", "union"):
+        return any(_overflows(child) for _, child in kind.children if not isinstance(child, int))
+    return bool(kind.id == "uhugeint")
 
 
 def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:

@@ -98,3 +98,14 @@ def test_a_prefix_of_json_that_a_query_names_key(mirror: SmallMirror, view: View
     put(mirror, {"a": {"n": 1}})
     query = "WITH c AS (SELECT value AS _key FROM documents) SELECT _key FROM c WHERE _key LIKE '{%'"
     assert rows(view, query) == [('{"n": 1}',)]
+
+
+@pytest.mark.parametrize(
+    "shape", ["{}", "[{}]", "array_value({})", "{{'a': {}}}", "map {{'a': {}}}", "union_value(a := {})"]
+)
+def test_a_number_that_arrow_cannot_hold_is_an_error(view: View, shape: str) -> None:
+    with Session(view) as session:
+        with pytest.raises(QueryFailed, match=r"UHUGEINT.*VARCHAR"):
+            session.run("SELECT " + shape.format("md5_number('b')"))
+        found = session.run("SELECT md5_number('b')::VARCHAR AS n, array_value(1, 2), 1.5, 'a'::ENUM('a')")
+        assert found.reader.read_all().column("n").to_pylist() == ["190532336368564675417118094528692087698"]
