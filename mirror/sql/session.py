@@ -206,10 +206,11 @@ class SqlSession:
             if kind == "BASE_TABLE":
                 path = tuple(part.lower() for part in node["qualified_name"]["path"])
                 if not (len(path) == 1 and path[0] in own):
+                    path = path[1:] if path[0] == "main" and len(path) == 2 else path  # DuckDB's name of no schema
                     collection = self._make(path, node["qualified_name"]["path"])
                     if meant.setdefault(path, collection) != collection:
                         hint = f'name one of them "{collection}"'
-                        raise QueryFailed(f"tables {meant[path]} and {collection} differ in case alone", hint=hint)
+                        raise QueryFailed(f"tables {meant[path]} and {collection} have one name in SQL", hint=hint)
         return _with_ranges(query, nodes)
 
     def _make(self, path: tuple[str, ...], spelled: Sequence[str]) -> str:

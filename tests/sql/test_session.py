@@ -8,7 +8,7 @@ from mirror import View
 from mirror.errors import QueryFailed
 from mirror.sql import Session
 from tests.spark.mirrors import SmallMirror
-from tests.sql.rig import collections, put, rows
+from tests.sql.rig import SCOPES, collections, put, rows
 
 
 def test_each_collection_is_a_table_and_the_default_one_is_documents(mirror: SmallMirror, view: View) -> None:
@@ -74,7 +74,7 @@ def test_names_that_differ_in_case_are_different_tables(mirror: SmallMirror, vie
             ("inventory.documents", 100),
         ):
             assert total(table) == expected
-        with pytest.raises(QueryFailed, match="differ in case alone"):
+        with pytest.raises(QueryFailed, match="have one name in SQL"):
             session.run("SELECT * FROM inventory.orders JOIN inventory.Orders USING (_key)")
     query = 'SELECT a.n, b.n, a.x FROM "inventory.orders" a JOIN inventory.Orders b USING (_key)'
     assert rows(view, query) == [(1, 10, "1")]
@@ -109,3 +109,18 @@ def test_a_number_that_arrow_cannot_hold_is_an_error(view: View, shape: str) -> 
             session.run("SELECT " + shape.format("md5_number('b')"))
         found = session.run("SELECT md5_number('b')::VARCHAR AS n, array_value(1, 2), 1.5, 'a'::ENUM('a')")
         assert found.reader.read_all().column("n").to_pylist() == ["190532336368564675417118094528692087698"]
+
+
+def test_a_scope_with_the_name_of_a_schema(mirror: SmallMirror, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCOPES, 8, "main")
+    ids = collections(mirror, "documents", "orders")
+    put(mirror, {"a": {"n": 1}})
+    put(mirror, {"a": {"n": 2}}, collection_id=ids["documents"])
+    put(mirror, {"a": {"n": 3}}, collection_id=ids["orders"])
+    with Session(view) as session:
+        for table, n in (("documents", 1), ("main.documents", 2), ("documents", 1), ("main.orders", 3), ("orders", 3)):
+            assert session.run(f"SELECT n FROM {table}").reader.read_all().to_pylist() == [{"n": n}]
+        with pytest.raises(QueryFailed, match=r'have one name in SQL \(name one of them "'):
+            session.run("SELECT * FROM documents JOIN main.documents USING (_key)")
+    query = 'SELECT a.n, b.n FROM documents a JOIN "main.documents" b USING (_key)'
+    assert rows(view, query) == [(1, 2)]
