@@ -152,14 +152,14 @@ class Story:
 
     def _fail_over(self) -> Iterator[None]:
         yield from self._wait(self._caught_up, "catching up before the failover")
-        before = self._status["totals"]["rollback_count"]
+        before = self._status["totals"]["rollback_count"] or 0
         vbids = [row["vbid"] for row in self._status["vbuckets"] if self._node_of(row["vbid"]) == 1]
         with open_view(str(self._stage.data)) as view:
             kept = min(int(state.published_seqno - state.history_floor_seqno) for state in map(view.state, vbids))
         lost = max(1, min(LOST_CHANGES, kept))
         self._stage.ask_source("failover-node", node=1, lose=lost)
         self.say(f"node 1 fails over: {len(vbids)} vbuckets lose their newest {lost} change{'s' * (lost > 1)} each")
-        yield from self._wait(lambda: self._status["totals"]["rollback_count"] > before, "a rollback")
+        yield from self._wait(lambda: (self._status["totals"]["rollback_count"] or 0) > before, "a rollback")
         yield from self._wait(self._caught_up, "catching up after the failover")
         with open_view(str(self._stage.data)) as view:
             rollbacks = [view.rollbacks(vbid)[-1] for vbid in vbids if view.rollbacks(vbid)]

@@ -251,7 +251,7 @@ def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             number(row["lag_seqnos"]),
             duration(row["lag_s"]),
             number(row["documents"]),
-            str(row["rollback_count"]),
+            number(row["rollback_count"]),
             str(row["detail"] or ""),
         ]
         for row in rows

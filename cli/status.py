@@ -35,12 +35,12 @@ class DocumentCounter:
         self._data = str(data)
         self._always = always
         self._view: View | None = None
-        self._counted: dict[int, tuple[tuple[int, int], int]] = {}
+        self._counted: dict[int, tuple[tuple[int | None, int | None], int]] = {}
 
     def fill(self, document: Status) -> None:
         """Write `documents` into rows and totals."""
         rows = document["vbuckets"]
-        moved = sum(row["published_seqno"] for row in rows if self._position(row) != self._known(row["vbid"]))
+        moved = sum(row["published_seqno"] or 0 for row in rows if self._position(row) != self._known(row["vbid"]))
         if not rows or (moved > COUNT_SEQNOS_MAX and not self._always):
             return
         if self._view is None:
@@ -59,10 +59,10 @@ class DocumentCounter:
         document["warnings"] += failures[:1]
         document["totals"] |= {"documents": summed_if_known([row["documents"] for row in rows])}
 
-    def _position(self, row: VbucketRow) -> tuple[int, int]:
+    def _position(self, row: VbucketRow) -> tuple[int | None, int | None]:
         return row["branch"], row["published_seqno"]
 
-    def _known(self, vbid: int) -> tuple[int, int] | None:
+    def _known(self, vbid: int) -> tuple[int | None, int | None] | None:
         return self._counted[vbid][0] if vbid in self._counted else None
 
 

@@ -284,15 +284,15 @@ class VbucketRow(HistoryFields):
     report_age_s: float | None
     state: str
     detail: str | None
-    branch: int
+    branch: int | None
     vbuuid: str | None
-    published_seqno: int
-    staged_seqno: int
+    published_seqno: int | None
+    staged_seqno: int | None
     source_high_seqno: int | None
     lag_seqnos: int | None
     lag_s: float | None
     documents: int | None
-    rollback_count: int
+    rollback_count: int | None
     last_rollback_ms: int | None
     last_rollback: tuple[int, int] | None
     resyncs_begun: int | None

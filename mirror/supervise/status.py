@@ -1,7 +1,7 @@
 """The rows and sums of a status in the shape of cli/JSON.md, from workers' reports or from the store alone.
 
-Invariants: a figure that is not known is None, never 0; totals are sums of the rows shown, and the total lag is not
-known while that of one row is not.
+Invariants: a figure that is not known is None, never 0; totals are sums of the rows shown; the total lag and the
+count of rollbacks are not known while those of one row are not.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def reported_row(report: Mapping[str, Any], group: int) -> VbucketRow:
     """Return a worker's report of a vbucket in the shape of cli/JSON.md."""
     log = report.get("failover_log") or ()
     vbuuid = report.get("vbuuid") or (log[0][0] if log else None)
-    counts = ("branch", "published_seqno", "staged_seqno", "rollback_count")
     row = {name: report.get(name) for name in VbucketRow.__annotations__}
-    row |= {name: report.get(name) or 0 for name in counts} | {
+    row |= {
         "group": group,
         "state": report.get("state") or "starting",
         "detail": report.get("text") or report.get("detail") or None,
@@ -99,12 +98,12 @@ def totals(rows: Sequence[VbucketRow]) -> Status:
         "vbuckets": len(rows),
         "states": states,
         "documents": summed_if_known([row["documents"] for row in rows]),
-        "published_seqnos": sum(row["published_seqno"] for row in rows),
-        "staged_seqnos": sum(row["staged_seqno"] for row in rows),
+        "published_seqnos": summed(row["published_seqno"] for row in rows),
+        "staged_seqnos": summed(row["staged_seqno"] for row in rows),
         "source_high_seqnos": summed_if_known([row["source_high_seqno"] for row in rows]),
         "lag_seqnos": summed_if_known([row["lag_seqnos"] for row in rows]),
         "lag_s": max((lag for lag in lags if lag is not None), default=None) if None not in lags else None,
-        "rollback_count": sum(row["rollback_count"] for row in rows),
+        "rollback_count": summed_if_known([row["rollback_count"] for row in rows]),
         "last_rollback_ms": _newest(rows, "last_rollback_ms"),
         "resync_count": summed(row["resync_count"] for row in rows),
         "last_resync_ms": _newest(rows, "last_resync_ms"),

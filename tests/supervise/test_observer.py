@@ -40,7 +40,7 @@ class Mirror:
         common = {
             "vbid": vbid, "state": "streaming", "published_seqno": 5, "source_high_seqno": 5, "lag_seqnos": 0,
             "node": "db1:11210",
-            "resyncs_begun": 0, "resync_count": 0,
+            "rollback_count": 0, "resyncs_begun": 0, "resync_count": 0,
         }  # fmt: skip
         return reported_row(common | more, vbid % 4)
 
@@ -93,6 +93,20 @@ def test_a_resync_between_two_reports_is_said_whole() -> None:
     mirror = settled()
     mirror.change(range(1), resyncs_begun=1, resync_why="purged", resync_count=1)
     assert [type(event) for event in mirror.news()] == [ResyncBegun, ResyncDone]
+
+
+def test_a_group_that_opens_again_is_no_news() -> None:
+    """Its rollbacks of days ago once were "rolled back from seqno 0 to 0", and a done resync."""
+    known = {"rollback_count": 3, "resync_count": 2, "state": "streaming", "published_seqno": 5}
+    unknown = dict.fromkeys(known) | {"state": "damaged", "detail": "permission denied"}
+    opened, closed = settled(**known), Mirror(**unknown)
+    opened.change(range(VBUCKETS), **unknown)
+    for mirror in (opened, closed):
+        assert [type(event) for event in mirror.news()] == [DamageFound]
+        mirror.change(range(VBUCKETS), **known)
+        assert mirror.news() == []
+        mirror.change(range(VBUCKETS), rollback_count=4, last_rollback=[50, 49])
+        assert [type(event) for event in mirror.news()] == [VbucketsRolledBack]
 
 
 def test_a_replaced_worker_is_no_news_but_what_it_begins_is() -> None:

@@ -12,6 +12,7 @@ from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
 
 def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) -> VbucketRow:
     report = {"vbid": vbid, "state": "streaming", "published_seqno": published, "source_high_seqno": high}
+    report["rollback_count"] = 0
     report["lag_seqnos"] = None if high is None else high - published
     return reported_row(report | more, group=0)
 
@@ -46,6 +47,10 @@ def test_what_is_not_known_is_not_zero() -> None:
     assert sums["documents"] is None
     assert sums["lag_seqnos"] is None
     assert totals([])["vbuckets"] == 0
+    damaged = reported_row({"vbid": 2, "state": "damaged", "text": "permission denied"}, group=0)
+    assert [damaged[name] for name in ("branch", "published_seqno", "staged_seqno", "rollback_count")] == [None] * 4
+    sums = totals([row(published=5), damaged])
+    assert (sums["published_seqnos"], sums["rollback_count"]) == (5, None), "a counter must not fall"
 
 
 def test_totals_are_the_sums_of_the_rows() -> None:

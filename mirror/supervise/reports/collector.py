@@ -237,7 +237,7 @@ class Reports:
         for event in self._observer.troubles(health.troubles, self._context.now_ms()):
             self._event_log.add(event)
         sums = totals(rows)
-        figures = f"{sums['published_seqnos']:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"
+        figures = f"{sums['published_seqnos'] or 0:,} seqnos published, lag {sums['lag_s'] or 0:.1f} s"
         self.set_health(health, figures)
         if self._source_error is None and self._catch_up is not None:
             self._judge_catch_up(self._catch_up, rows)

@@ -38,10 +38,14 @@ CONTACT_LOST_MS = 1_000
 """A vbucket has lost contact after this long."""
 
 
+def _rose(known: int | None, count: int | None) -> bool:
+    return known is not None and count is not None and count > known
+
+
 @dataclass(slots=True)
 class _Known:
-    rollback_count: int
-    resync_count: int
+    rollback_count: int | None
+    resync_count: int | None
     resyncs_begun: int | None
     """Counted by its worker; None after a restart of that."""
     damaged: bool
@@ -126,21 +130,24 @@ class Observer:
         begun = row["resyncs_begun"]
         known = self._known.get(vbid)
         if known is None:
-            known = _Known(row["rollback_count"], row["resync_count"] or 0, begun, damaged=False)
+            known = _Known(row["rollback_count"], row["resync_count"], begun, damaged=False)
             self._known[vbid] = known
         if row["state"] == "starting":
             return  # its worker has not reported it
-        if row["rollback_count"] > known.rollback_count:
+        if _rose(known.rollback_count, row["rollback_count"]):
             self._add(VbucketsRolledBack, vbid, now_ms).rollbacks.append(row["last_rollback"] or (0, 0))
         if begun is not None and begun > (known.resyncs_begun or 0):
             self._add(ResyncBegun, vbid, now_ms, row["resync_why"] or "")
-        if (row["resync_count"] or 0) > known.resync_count:
+        if _rose(known.resync_count, row["resync_count"]):
             self._add(ResyncDone, vbid, now_ms)
         damaged = row["state"] == "damaged"
         if damaged and not known.damaged:
             self._add(DamageFound, vbid, now_ms, row["detail"] or "")
-        known.rollback_count, known.damaged, known.resyncs_begun = row["rollback_count"], damaged, begun
-        known.resync_count = row["resync_count"] if row["resync_count"] is not None else known.resync_count
+        known.damaged, known.resyncs_begun = damaged, begun
+        if row["rollback_count"] is not None:
+            known.rollback_count = row["rollback_count"]
+        if row["resync_count"] is not None:
+            known.resync_count = row["resync_count"]
         if not damaged:
             self._look_at_contact(row, known, now_ms)
 
@@ -172,7 +179,7 @@ class Observer:
             return []
         if all(row["published_seqno"] or row["lag_seqnos"] == 0 for row in rows):
             was_filling, self._filling = self._filling, False
-            seqnos = sum(row["published_seqno"] for row in rows)
+            seqnos = sum(row["published_seqno"] or 0 for row in rows)
             return [FirstFillDone(vbuckets=len(rows), seqnos=seqnos)] if was_filling else []
         if any(row["lag_seqnos"] for row in rows):
             self._filling = True

@@ -25,7 +25,7 @@ class Trend:
         """Vbucket -> time when its node last sent something while the source's seqno was known."""
 
     def observe(self, rows: Sequence[VbucketRow], counters: Mapping[str, int], now_ms: int) -> None:
-        positions = {row["vbid"]: row["published_seqno"] for row in rows}
+        positions = {row["vbid"]: seqno for row in rows if (seqno := row["published_seqno"]) is not None}
         self._reports.append((now_ms, positions, dict(counters)))
         while len(self._reports) > 2 and now_ms - self._reports[0][0] > TREND_WINDOW_MS:
             self._reports.popleft()
@@ -33,16 +33,18 @@ class Trend:
             self._observe_lag(row, now_ms)
 
     def _observe_lag(self, row: VbucketRow, now_ms: int) -> None:
-        high = row["source_high_seqno"]
+        high, published = row["source_high_seqno"], row["published_seqno"]
+        if published is None:
+            return
         waits = self._behind_since_ms.setdefault(row["vbid"], deque(maxlen=TREND_REPORTS_MAX))
-        while waits and waits[0][1] <= row["published_seqno"]:
+        while waits and waits[0][1] <= published:
             waits.popleft()
         if high is None:
             return
         self._contact_ms[row["vbid"]] = now_ms - (row["silent_ms"] or 0)
         if waits and high < waits[-1][1]:
             waits.clear()  # the source itself went back: a failover lost the seqnos that were waited for
-        if high > row["published_seqno"] and (not waits or high > waits[-1][1]):
+        if high > published and (not waits or high > waits[-1][1]):
             if len(waits) == waits.maxlen:
                 waits.pop()  # the oldest dates the lag and stays; the new entry replaces the newest
             waits.append((now_ms, high))
@@ -110,17 +112,19 @@ class CatchUp:
     def observe(self, rows: Sequence[VbucketRow], now_ms: int = 0) -> None:
         self._now_ms = now_ms
         for row in rows:
-            vbid = row["vbid"]
-            if self._rollbacks.get(vbid, row["rollback_count"]) != row["rollback_count"]:
+            vbid, published, rollback_count = row["vbid"], row["published_seqno"], row["rollback_count"]
+            if published is None or rollback_count is None:
+                continue
+            if self._rollbacks.get(vbid, rollback_count) != rollback_count:
                 self._marks.pop(vbid, None)
-            self._rollbacks[vbid] = row["rollback_count"]
+            self._rollbacks[vbid] = rollback_count
             if row["state"] not in self.OPEN_STATES or row["source_high_seqno"] is None:
                 continue
             mark = self._marks.setdefault(vbid, row["source_high_seqno"])
             if row["source_high_seqno"] < mark:
                 self._marks[vbid] = row["source_high_seqno"]
-            self._published[vbid] = row["published_seqno"]
-            self._received[vbid] = max(row["staged_seqno"], row["published_seqno"])
+            self._published[vbid] = published
+            self._received[vbid] = max(row["staged_seqno"] or 0, published)
         if self._began is None and len(self._marks) == self._vbucket_count:
             self._began = now_ms, self._share()
 
