@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,10 @@ _HINTS = {
     "Malformed JSON": "json_valid(value) tells which documents are JSON",
     "not found in FROM clause": "a field that the sample lacks is value->>'$.field'",
 }
+FILTER_LENGTH_MAX = 4096
+"""Characters of a filter from which bounds are taken. A longer one costs more to take apart than it saves."""
+NESTED_MAX = 500
+"""Parentheses within each other: DuckDB's parser takes minutes for thousands."""
 _CONFIG: dict[str, Any] = {
     "enable_external_access": "false",
     "python_enable_replacements": "false",
@@ -182,6 +187,10 @@ class SqlSession:
     # -- before DuckDB runs it ------------------------------------------------------------------------------------
 
     def _tree(self, query: str) -> Any:
+        if query.count("(") > NESTED_MAX:
+            depths = accumulate((sign == "(") - (sign == ")") for sign in query)
+            if max(depths) > NESTED_MAX:
+                raise QueryFailed("the query is nested too deep", hint=f"{NESTED_MAX} levels are allowed")
         ((text,),) = self._connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()
         try:
             found = json.loads(text)
@@ -395,7 +404,7 @@ def _bounds(text: str) -> dict[str, Any]:
     An Arrow expression shows its parts in its text alone. Its names must have no parenthesis, quote or backslash.
     """
     text = _LIST.sub("", text)
-    if "value_set" in text:
+    if "value_set" in text or len(text) > FILTER_LENGTH_MAX:
         return {}
     found: dict[str, Any] = {}
     start, end = b"", None

@@ -44,6 +44,16 @@ def test_a_query_that_cannot_be_answered_says_why(mirror: SmallMirror, view: Vie
         assert session.run("SELECT 1").reader.read_all().to_pylist() == [{"1": 1}]
 
 
+def test_a_thousand_conditions_are_answered_and_as_many_levels_refused(mirror: SmallMirror, view: View) -> None:
+    """2,500 conditions once ended in a RecursionError, 5,000 levels kept the parser busy for minutes."""
+    put(mirror, {"a": {"n": 1}})
+    with Session(view) as session:
+        others = " AND ".join(f"_key <> 'k{number}'" for number in range(2_500))
+        assert session.run(f"SELECT n FROM documents WHERE {others}").reader.read_all().to_pylist() == [{"n": 1}]
+        with pytest.raises(QueryFailed, match="nested too deep"):
+            session.run("WITH a AS (" * 5_000 + "SELECT 1" + ")" * 5_000)
+
+
 def test_other_collections_than_the_allowed_ones_do_not_exist(mirror: SmallMirror, view: View) -> None:
     collections(mirror, "orders", "secrets")
     with Session(view, collections_allowed=frozenset({"inventory.orders"})) as session:

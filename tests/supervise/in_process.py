@@ -112,7 +112,7 @@ def vbucket(vbid: int, published: int = 5, high: int | None = 5, **more: Any) ->
         "vbid": vbid, "state": "streaming", "node": "db1:11210" if high is not None else None,
         "published_seqno": published, "staged_seqno": published, "source_high_seqno": high, "vbuuid": 0xABC,
         "lag_seqnos": None if high is None else high - published,
-        "documents": published,
+        "documents": published, "rollback_count": 0,
     } | more  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class CatchUp:
     def __init__(self, vbucket_count: int) -> None:
         self._vbucket_count = vbucket_count
         self._marks: dict[int, int] = {}
-        self._rollbacks: dict[int, int] = {}
+        self._rollbacks: dict[int, int | None] = {}
         self._published: dict[int, int] = {}
         self._received: dict[int, int] = {}
         self._began: tuple[int, float] | None = None
@@ -113,7 +113,7 @@ class CatchUp:
         self._now_ms = now_ms
         for row in rows:
             vbid, published, rollback_count = row["vbid"], row["published_seqno"], row["rollback_count"]
-            if published is None or rollback_count is None:
+            if published is None:
                 continue
             if self._rollbacks.get(vbid, rollback_count) != rollback_count:
                 self._marks.pop(vbid, None)
