@@ -136,7 +136,7 @@ def test_its_requirements_are_complete(wheel: Path) -> None:
     required = {
         re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
         for line in metadata.get_all("Requires-Dist") or []
-        if "extra ==" not in line or "'spark'" in line or '"spark"' in line
+        if not (extra := re.search(r"extra == .(\w+)", line)) or extra[1] in ("spark", "sql")
     }
     distributions = importlib.metadata.packages_distributions()
     missing = {

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from mirror.clock import SystemClock
 from mirror.serve.access.admission import LOCAL, Admission, Slot
 from mirror.serve.http.problems import Problem
-from mirror.serve.http.service import PublishWatch
+from mirror.serve.http.service import PublishWatch, leaves_line
 from mirror.serve.http.view import Mirror
 from mirror.serve.listener import Limits
 from storage.model import FailoverLog, Seqno, Vbuuid
@@ -23,8 +23,8 @@ from tests.serve.http_site import VBUUID, Site, Source
 from tests.supervise.conftest import eventually_now
 
 
-def a_request() -> Request:
-    transport = SimpleNamespace(is_closing=lambda: False)
+def a_request(*, gone: bool = False) -> Request:
+    transport = SimpleNamespace(is_closing=lambda: gone)
     return Request({"type": "http", "state": {"slot": Slot(Admission(Limits()), LOCAL), "transport": transport}})
 
 
@@ -99,6 +99,12 @@ def test_no_document_is_read_for_a_client_that_is_gone(
     assert not one_at_a_time._waiters
     site.loop.call_soon_threadsafe(one_at_a_time.release)
     assert reads == []
+
+
+def test_a_client_that_is_gone_before_its_request_begins_does_not_get_into_the_line() -> None:
+    """Nobody told it that the client was gone: a query for nobody once ran until its time was over."""
+    with pytest.raises(Problem, match="the client is gone"), leaves_line(a_request(gone=True)):
+        pytest.fail("waits")
 
 
 def test_a_read_that_waits_for_a_write_ends_with_its_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

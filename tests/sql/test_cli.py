@@ -90,7 +90,7 @@ def test_documents_that_are_no_json_are_rows_with_null_columns(data: Path) -> No
         (["SELECT 1 AS a, 2 AS a", "--to", "answer.parquet"], "two columns are named a"),
         (["SELECT 1", "--json", "--csv"], "exclude each other"),
         (["SELECT 1", "--to", "answer.txt"], "parquet"),
-        (["SELECT 1", "--to", "/nowhere/at/all/a.parquet"], "/nowhere"),
+        (["SELECT 1", "--to", "/dev/null/a.parquet"], "/dev/null"),
         (["SELECT n FROM documents", "--as-of", "soon"], "soon"),
         (["SELECT n FROM documents", "--as-of", "12"], "seqno"),
         (["SELECT n FROM documents", "--as-of", "2001-01-01T00:00"], "nothing is kept"),
@@ -98,8 +98,6 @@ def test_documents_that_are_no_json_are_rows_with_null_columns(data: Path) -> No
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], text: str, data: Path) -> None:
-    if "/nowhere/at/all/a.parquet" in arguments and os.geteuid() == 0:
-        pytest.skip("root makes any directory")
     ended = call("sql", *arguments, "--data", data)
     assert ended.code != 0
     assert ended.out in ("", "CAST('infinity' AS TIMESTAMP)\n")

@@ -121,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     ),
     "no fence": (delete(keys.DB_META, b"fence"), "fence is not a number of 8 bytes"),
     "another bucket's data": (put(keys.DB_META, b"identity", directory.identity_bytes(IDENTITY, 1)), "holds group 1"),
-    "no identity": (delete(keys.DB_META, b"identity"), "does not say what it is"),
+    "no identity": (delete(keys.DB_META, b"identity"), "has no identity"),
 }
 
 

@@ -107,7 +107,7 @@ def test_users_by_certificate(authority: Authority, tmp_path: Path) -> None:
     ours = (*ca, "--tls-client-cert-file", cert, "--tls-client-key-file", key)
     with source_of(authority, client_ca_file=authority.ca_file) as source:
         url = source.connection_string.replace("demo@", "")
-        refused(run(url, data, *ours), ExitCode.REFUSED, "knows no user of our client certificate")
+        refused(run(url, data, *ours), ExitCode.REFUSED, "has no user for our client certificate")
         refused(run(url, data, *ca), ExitCode.USAGE, "names no user", "tls_client_cert_file")
         authority.sign(into="client", common_name="demo")
         refused(run(source.connection_string, data, *ours), ExitCode.REFUSED, "knows us by our client certificate")

@@ -443,7 +443,8 @@ def refuse_websites(request: Request) -> None:
 
 @contextlib.contextmanager
 def leaves_line(request: Request) -> Iterator[None]:
-    """While its client waits in line: if it hangs up, raise Problem at once."""
+    """While its client waits in line: if it hangs up, or already has, raise Problem at once."""
+    refuse_gone(request)
     slot: Slot = request.scope["state"]["slot"]
     slot.in_line = asyncio.current_task()
     try:
