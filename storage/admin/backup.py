@@ -26,7 +26,6 @@ from storage.env.compaction import Compaction
 from storage.env.environment import DATA_FILE, storage_error
 from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, FormatTooNew, StorageError
-from storage.history import branches
 from storage.model import Identity
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -132,7 +131,7 @@ def _group_parts(
             served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
             published[vbid] = served.seqno
             if boundary is not None:
-                state = branches.load(txn, vbid).state
+                state = view.reader(vbid).state(txn)
                 if state.staging_branch != state.branch:
                     raise StorageError("it is being resynced", vbid=vbid, hint="repeat it when that is published")
                 if boundary.seqno < state.published_seqno:

@@ -19,6 +19,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError
 from storage.format import keys, records, seal
 from storage.history import branches, chain
+from storage.history.loaded import load
 from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
@@ -131,7 +132,7 @@ class _VbucketCheck:
         self.report.add(f"vbucket {self.vbid}", what)
 
     def run(self) -> None:
-        loaded = branches.load(self.txn, self.vbid)
+        loaded = load(self.txn, self.vbid)
         self.state = loaded.state
         self.indexed = loaded.indexed_seqno
         self._check_state()

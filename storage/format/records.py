@@ -31,6 +31,7 @@ from storage.model import (
     ManifestUid,
     Seqno,
     SnapshotRange,
+    VbucketState,
     Vbuuid,
 )
 
@@ -408,6 +409,23 @@ class StateRow(NamedTuple):
     last_rollback_ms: int | None
     stream_filter: str | None = None
     missing_seqno: int = 0
+
+    @classmethod
+    def of(cls, state: VbucketState) -> StateRow:
+        """Return the row of a state all of whose published rows have key rows, and no others for sure."""
+        return cls(  # without names: they would nearly double its cost, once for each vbucket of a commit
+            state.staging_branch,
+            state.staged_seqno,
+            state.staging_published_seqno,
+            state.staging_published_seqno,
+            state.open_snapshot,
+            state.failover_log,
+            state.source_purge_seqno,
+            state.rollback_count,
+            state.last_rollback_ms,
+            state.stream_filter,
+            state.missing_seqno,
+        )
 
 
 def encode_state(row: StateRow) -> bytes:

@@ -150,22 +150,14 @@ def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = No
     )
 
 
-def boundary_value(boundary: Boundary) -> bytes:
-    return keys.BOUNDARY.pack(
-        boundary.snap_start_seqno,
-        boundary.vbuuid,
-        boundary.time_ms,
-        boundary.history_ms,
-        boundary.ordinal,
-        boundary.row_bytes,
-    )
+def boundary_at(txn: Transaction, vbid: int, branch: int, seqno: int) -> Boundary | None:
+    """Return the newest kept boundary at or below a position; None if there is none above 0."""
+    return next(boundaries(txn, vbid, load(txn, vbid, branch, seqno)), None)
 
 
 def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) -> Boundary | None:
-    """Return the newest kept boundary of the chain with seqno <= `to_seqno`; None if there is none above 0."""
-    for boundary in boundaries(txn, vbid, recut(chain, to_seqno)):
-        return boundary
-    return None
+    """As `boundary_at`, for a chain that was loaded."""
+    return next(boundaries(txn, vbid, recut(chain, to_seqno)), None)
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:

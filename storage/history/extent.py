@@ -44,9 +44,7 @@ class History(NamedTuple):
 
 def of(txn: Transaction, vbid: int) -> History:
     pub, state = txn.pub(vbid), txn.state_row(vbid)
-    boundary = None
-    if pub.floor_seqno:
-        boundary = chain.newest_boundary(txn, vbid, chain.load(txn, vbid, pub.branch, pub.seqno), pub.floor_seqno)
+    boundary = chain.boundary_at(txn, vbid, pub.branch, pub.floor_seqno) if pub.floor_seqno else None
     rows, references = (txn.stat(tree(vbid)) for tree in (keys.rows_db, keys.keys_db))
     purge = branches.purge_row(txn, vbid)
     resyncs_ms, resync_count = branches.resyncs(txn, vbid)

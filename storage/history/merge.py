@@ -26,7 +26,7 @@ from typing import NamedTuple
 from storage.env.transaction import Transaction
 from storage.format import keys, records
 from storage.format.records import AFTER_BRANCH
-from storage.history import branches, chain
+from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
@@ -98,7 +98,7 @@ def _is_ready(txn: Transaction, vbid: int, pair: Pair, above_seqno: int, known: 
 def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
     to_seqno = _move_rows(txn, vbid, pair, limit)
     done = to_seqno == pair.top_seqno
-    branches.move_manifests(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
+    manifests.move(txn, vbid, pair.branch, pair.parent, pair.base_seqno, to_seqno)
     _move_base(txn, vbid, pair, to_seqno, done)
     branches.draw_chain_id(txn, vbid)
     return Moved(pair.branch, pair.parent, to_seqno)
@@ -136,11 +136,9 @@ def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: boo
         parent = parent._replace(history_ids=ids, kept_seqno=SEQNO_MAX)
         branches.put_branch(txn, vbid, pair.parent, parent)
     if not done:
-        row = row._replace(base_seqno=to_seqno, reason=BranchReason.MERGING)
-        branches.put_branch(txn, vbid, pair.branch, row)
+        branches.change_branch(txn, vbid, pair.branch, base_seqno=to_seqno, reason=BranchReason.MERGING)
         return
-    child = branches.get_branch(txn, vbid, pair.child)
-    branches.put_branch(txn, vbid, pair.child, child._replace(parent=pair.parent))
+    branches.change_branch(txn, vbid, pair.child, parent=pair.parent)
     branches.forget(txn, vbid, [pair.branch])
 
 

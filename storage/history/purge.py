@@ -24,7 +24,7 @@ from itertools import islice, pairwise
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records, seal
-from storage.history import branches, chain, index, merge
+from storage.history import branches, chain, index, manifests, merge
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
 from storage.model import SEQNO_MAX, BranchReason
@@ -249,13 +249,12 @@ class Purger:
                 self._next_walk = (vbid, key[records.ROW_KEY], following)
                 position = seqno - 1
                 break
-            if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):
+            if manifests.forget_before(txn, vbid, links, keys.ROW.unpack(key)):
                 victims.local_purge_seqno = seqno
         removed = victims.delete()
         _forget_boundaries(txn, vbid, links, boundaries, purged, floor, position)
-        row = branches.purge_row(txn, vbid)
-        local_purge_seqno = max(victims.local_purge_seqno, row.local_purge_seqno)
-        branches.put_purge_row(txn, vbid, row._replace(purged_seqno=position, local_purge_seqno=local_purge_seqno))
+        local_purge_seqno = max(victims.local_purge_seqno, branches.purge_row(txn, vbid).local_purge_seqno)
+        branches.change_purge_row(txn, vbid, purged_seqno=position, local_purge_seqno=local_purge_seqno)
         return removed
 
     def _of_dropped_collections(
@@ -350,8 +349,7 @@ class Purger:
         """Tell readers of the gap before its first row goes; remove its leaps and manifests."""
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
-            kept = row._replace(kept_seqno=dead.after_seqno)
-            branches.put_branch(txn, vbid, dead.branch, kept)
+            branches.put_branch(txn, vbid, dead.branch, row._replace(kept_seqno=dead.after_seqno))
         if dead.after_seqno == SEQNO_MAX:
             return
         last = keys.SPAN_KEY.pack(vbid, dead.branch, dead.to_seqno)

@@ -16,7 +16,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
-from storage.history import branches, chain, index
+from storage.history import branches, chain, index, manifests
 from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbuuid, purge_seqno_of
 from storage.read import changes, validity
 from storage.read.groups import Groups
@@ -96,7 +96,7 @@ def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int
     if seqno == now.seqno:
         return now
     links = chain.recut(now.links, seqno)
-    key = branches.manifest_key_on(txn, reader.vbid, links)
+    key = manifests.key_on(txn, reader.vbid, links)
     return replace(now, seqno=Seqno(seqno), links=links, manifest_key=key, manifest=reader.manifest(txn, key))
 
 
@@ -164,7 +164,7 @@ def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) ->
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
-        newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
+        newest = chain.boundary_at(txn, lost.vbid, lost.from_branch, lost.from_seqno)
     except CorruptedError:  # the branch is gone
         return True
     if first is None or newest is None or any(link.kept_seqno < link.cut > after_seqno for link in links):

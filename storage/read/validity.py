@@ -15,7 +15,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys
 from storage.format.tokens import Pin, Token
-from storage.history import branches, chain
+from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -32,7 +32,7 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
     pinned = Served(
         branch=at.branch,
         seqno=at.seqno,
-        manifest_key=branches.manifest_key_on(txn, at.vbid, links),
+        manifest_key=manifests.key_on(txn, at.vbid, links),
         links=links,
         survives_rollback=survives_rollback,
     )

@@ -20,7 +20,8 @@ from storage.format import keys, records, seal
 from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
-from storage.history import branches, chain
+from storage.history import branches, chain, manifests
+from storage.history.loaded import load
 from storage.model import (
     DEFAULT_COLLECTION,
     SEQNO_MAX,
@@ -202,21 +203,21 @@ class VbucketReader:
         return chain.recut(whole, seqno)
 
     def manifest(self, txn: Transaction, key: tuple[int, int]) -> Manifest:
-        manifests = self.remembered(txn).manifests
-        manifest = manifests.get(key)
+        known = self.remembered(txn).manifests
+        manifest = known.get(key)
         if manifest is None:
-            manifest = branches.read_manifest(txn, self.vbid, key, manifests)[0]
-            if len(manifests) >= MANIFESTS_MAX:
-                manifests.clear()
-            manifests[key] = manifest
+            manifest = manifests.read(txn, self.vbid, key, known)[0]
+            if len(known) >= MANIFESTS_MAX:
+                known.clear()
+            known[key] = manifest
         return manifest
 
     def manifest_on(self, txn: Transaction, links: chain.Chain) -> Manifest:
-        return self.manifest(txn, branches.manifest_key_on(txn, self.vbid, links))
+        return self.manifest(txn, manifests.key_on(txn, self.vbid, links))
 
     def state(self, txn: Transaction) -> VbucketState:
         self.manifest(txn, txn.pub(self.vbid).manifest_key)  # so that it is remembered
-        return branches.load(txn, self.vbid, self.remembered(txn).manifests).state
+        return load(txn, self.vbid, self.remembered(txn).manifests).state
 
     # -- what is served -------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class VbucketReader:
                 hint="ask for a later point, or keep more history",
             )
         links = chain.recut(served.links, boundary.seqno)
-        manifest_key = branches.manifest_key_on(txn, self.vbid, links)
+        manifest_key = manifests.key_on(txn, self.vbid, links)
         return replace(served, seqno=boundary.seqno, links=links, manifest_key=manifest_key), boundary
 
     # -- rows -----------------------------------------------------------------------------------------------------

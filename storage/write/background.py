@@ -115,8 +115,8 @@ class Background:
         removed_rows = self.owner.write(lambda txn: purger.step(txn, vbid, now_ms))
         purger.settle(removed_rows, self.owner.clock.now_ms() - now_ms)
         with self.owner.environment.read() as txn:
-            floor_seqno, local_purge_seqno = branches.purge_state(txn, vbid)
-        self._vbuckets[vbid].purged(floor_seqno, local_purge_seqno, purger.moved)
+            floor_seqno, purged = txn.pub(vbid).floor_seqno, branches.purge_row(txn, vbid)
+        self._vbuckets[vbid].purged(floor_seqno, purged.local_purge_seqno, purger.moved)
 
     # -- leases ---------------------------------------------------------------------------------------------------
 

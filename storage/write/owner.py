@@ -171,7 +171,7 @@ class GroupOwner:
 
         The time between two writers is bounded, so a wrong wall clock at the start costs little.
         """
-        newest = branches.Moment(0, 0)
+        newest = branches.NEVER
         with self.environment.read() as txn:
             for vbid in self.vbids:
                 newest = max(newest, branches.newest_moment(txn, vbid), key=attrgetter("history_ms"))

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
-from storage.history import branches, index
+from storage.history import branches, index, manifests
+from storage.history.loaded import load
 from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, VbucketState
 from storage.write.owner import GroupOwner, contained
 
@@ -33,12 +34,11 @@ class Plan(NamedTuple):
     """The writes of a commit to one vbucket."""
 
     row_count: int
-    published: bool
-    time_ms: int
+    published: VbucketState | None
+    """The state that readers see after it; None: they see nothing new."""
     counters: branches.BoundaryCounters
     manifest_count: int
-    missing_seqno: int
-    has_rows_above: bool
+    has_rows_above: bool = False
     """Earlier commits had written rows above the end that was published."""
 
 
@@ -93,7 +93,7 @@ class PendingVbucket:
 
     def load(self, txn: Transaction) -> None:
         """Begin at the last commit. The caller has taken what is pending out of the group's bytes."""
-        loaded = branches.load(txn, self.vbid)
+        loaded = load(txn, self.vbid)
         state = loaded.state
         self.base = state
         self.staged_seqno: int = state.staged_seqno
@@ -298,7 +298,7 @@ class PendingVbucket:
 
     # -- what a commit wrote --------------------------------------------------------------------------------------
 
-    def manifest_key_at(self, seqno: int) -> branches.ManifestKey:
+    def manifest_key_at(self, seqno: int) -> manifests.Key:
         """Return the newest manifest row at or below a seqno, stored or pending."""
         if not self.manifest_keys and not self.manifest_changes:
             return self.manifest_key
@@ -319,9 +319,9 @@ class PendingVbucket:
             self._settle_manifests(plan.manifest_count)
         self._settle_rows(plan.row_count)
         indexed_rows = 0
-        if plan.published:
+        if plan.published is not None:
             indexed_rows = self.complete_count
-            self._settle_published(plan)
+            self._settle_published(plan.published)
         if self.unindexed_count is not None:
             self.unindexed_count += plan.row_count - indexed_rows
         self.complete_count = 0
@@ -349,20 +349,11 @@ class PendingVbucket:
         self._bytes.count -= dropped
         self.flushed_seqno = flushed
 
-    def _settle_published(self, plan: Plan) -> None:
-        assert self.complete_seqno is not None
-        seqno, base = Seqno(self.complete_seqno), self.base
-        if base.rollback_deferred:
-            self.change(rollback_count=base.rollback_count + 1, last_rollback_ms=plan.time_ms)
+    def _settle_published(self, published: VbucketState) -> None:
+        seqno = published.published_seqno
         self.manifest_key = self.manifest_key_at(seqno)
         self.manifest_keys = [key for key in self.manifest_keys if key[1] > seqno]
-        self.change(
-            missing_seqno=plan.missing_seqno,
-            branch=base.staging_branch,
-            published_seqno=seqno,
-            history_floor_seqno=base.history_floor_seqno if base.staging_published_seqno else seqno,
-            staging_published_seqno=seqno,
-        )
+        self.base = published
         self.known_empty = True
         self.indexed_seqno = seqno
         self.indexed_bytes = 0
@@ -389,7 +380,7 @@ class PendingVbucket:
         self.manifest_keys = [key for key in self.manifest_keys if key[1] <= seqno]
         newest = self.manifest_keys[-1] if self.manifest_keys else self.manifest_key
         with self.owner.environment.read() as txn:
-            manifest, depth = branches.read_manifest(txn, self.vbid, newest)
+            manifest, depth = manifests.read(txn, self.vbid, newest)
         self.manifest_depth = depth + len(kept)
         self.change(manifest=manifest.changed(*(change for _, change in kept)))
 

@@ -65,8 +65,7 @@ class VbucketWriter(PendingVbucket):
 
     def _boundary_at(self, state: VbucketState, to_seqno: int) -> Boundary | None:
         with self.owner.environment.read() as txn:
-            served = chain.load(txn, self.vbid, state.branch, state.published_seqno)
-            return chain.newest_boundary(txn, self.vbid, served, to_seqno)
+            return chain.boundary_at(txn, self.vbid, state.branch, min(to_seqno, state.published_seqno))
 
     @contained
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:

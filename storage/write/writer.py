@@ -185,8 +185,8 @@ class GroupWriter:
         for vbucket, plan in zip(touched, self.owner.write(write), strict=True):
             vbucket.settle(plan)
             self.background.after_commit(vbucket, plan)
-            if plan.published:
-                published.append((vbucket.base.vbid, vbucket.base.published_seqno))
+            if plan.published is not None:
+                published.append((vbucket.vbid, plan.published.published_seqno))
         return CommitResult(published)
 
     # -- background -----------------------------------------------------------------------------------------------

@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(_STREAMING, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
     Mutation(
         "storage/write/commit.py",
-        "return min(state.missing_seqno, vbucket.complete_seqno)",
-        "return state.missing_seqno",
+        "missing_seqno=min(state.missing_seqno, seqno) if first else state.missing_seqno",
+        "missing_seqno=state.missing_seqno",
         "tests/storage/test_stream.py -k may_be_missing",
     ),
     # --- which seqnos make a whole snapshot
@@ -274,13 +274,13 @@ MUTATIONS = (
     Mutation(_LEAVING, "to_seqno = min(to_seqno, state.staging_published_seqno)", "pass", _OF_GATE),
     Mutation(
         "storage/write/commit.py",
-        "log = state.failover_log if staged or published or publish or vbucket.known_empty else FailoverLog()",
+        "log = state.failover_log if known else FailoverLog()",
         "log = state.failover_log",
         "tests/storage/test_commit.py",
     ),
     Mutation(
         _BRANCHES,
-        "put_purge_row(txn, state.vbid, purged._replace(purged_seqno=0, local_purge_seqno=0))",
+        "change_purge_row(txn, vbid, purged_seqno=0, local_purge_seqno=0)",
         "pass",
         f"{_OF_PURGE} -k purge_record_of_its_own",
     ),
@@ -359,8 +359,8 @@ MUTATIONS = (
     Mutation(_OWNER, "        self._begin_history(txn)", "        pass", "tests/storage/test_branches.py"),
     Mutation(
         _BRANCHES,
-        "history_ids=((history_id, 0),)))\n    draw_chain_id(txn, vbid)",
-        "history_ids=((history_id, 0),)))",
+        "history_ids=((history_id, 0),))\n    draw_chain_id(txn, vbid)",
+        "history_ids=((history_id, 0),))",
         "tests/storage/test_branches.py",
     ),
     Mutation(
@@ -377,7 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         _PURGE,
-        "if branches.forget_manifests_before(txn, vbid, links, keys.ROW.unpack(key)):",
+        "if manifests.forget_before(txn, vbid, links, keys.ROW.unpack(key)):",
         "if False:",
         "tests/storage/test_manifests.py -k pile_up",
     ),
@@ -434,7 +434,7 @@ MUTATIONS = (
     Mutation(_RETRACTIONS, ".kept_seqno < link.cut:", ".kept_seqno < 0:", _OF_RETRACTIONS),
     Mutation(
         "storage/write/commit.py",
-        "if flush_open or seqno <= (vbucket.complete_seqno or 0):",
+        "if flush_open or at <= seqno:",
         "if True:",
         "tests/storage/test_commit.py",
     ),

@@ -16,7 +16,7 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.errors import ViewInvalidated
 from storage.format import keys
-from storage.history import branches
+from storage.history import manifests
 from storage.history.purge import Window
 from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, ManifestUid, Seqno
 from storage.read import bulk
@@ -90,7 +90,7 @@ def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
     entries, counted = create_collections(writer, range(vbuckets), count)
     found = {"staged": entries, "counted bytes": counted, "on the disk": manifest_bytes(writer)}
     with open_view(str(path)) as view:
-        branches._manifests.clear()
+        manifests._shared.clear()
         before = entries_in_memory()
         for vbid in range(vbuckets):
             assert len(view.manifest(vbid).collections) == count + 1
