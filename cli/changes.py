@@ -124,11 +124,8 @@ class Pump:
     def _collection_id(self, vbid: int) -> int | None:
         if self._collection is None or isinstance(self._collection, int):
             return self._collection
-        manifest = self._view.manifest(vbid)
-        for each in manifest.collections.values():
-            if f"{manifest.scopes.get(each.scope_id)}.{each.name}" == self._collection:
-                return each.collection_id
-        return None
+        names = self._view.manifest(vbid).names()
+        return next((each for each, name in names.items() if name == self._collection), None)
 
     def check_collection(self, vbids: Iterable[int]) -> None:
         if isinstance(self._collection, str) and all(self._collection_id(vbid) is None for vbid in vbids):

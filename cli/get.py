@@ -7,13 +7,13 @@ prints rows as it reads them, so its memory does not grow with the bucket.
 from __future__ import annotations
 
 import sys
-from datetime import datetime
 from typing import Annotated
 
 import typer
 
 from cli import options, output, render
 from cli.exits import Absent
+from mirror import units
 from mirror.errors import ConfigError
 from mirror.serve.objects import document_object
 from storage.model import Boundary, Document, Kind
@@ -27,8 +27,8 @@ def as_of_from(text: str | None) -> AsOf:
     if text.isascii() and text.isdigit():
         return int(text)
     try:
-        return Time(int(datetime.fromisoformat(text).timestamp() * 1000))
-    except (ValueError, OverflowError, OSError):
+        return Time(units.moment_ms(text))
+    except ValueError:
         raise ConfigError(
             f"--as-of {text!r} is neither a seqno nor a time", hint="write 1234 or 2026-01-31T12:00:00"
         ) from None

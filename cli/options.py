@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from mirror.config import Settings, Values
 from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
 from mirror.messages import GetSource
+from storage.format.tokens import full_name
 
 
 def one_of(*values: str) -> Callable[[], list[str]]:
@@ -132,8 +132,8 @@ def moment_ms(text: str, option: str) -> int:
     try:
         if text[-1:].isalpha() and text[:1].isdigit() and not text.endswith("Z"):
             return int((time.time() - units.seconds(text)) * 1000)
-        return int(datetime.fromisoformat(text).timestamp() * 1000)
-    except (ValueError, OverflowError, OSError):
+        return units.moment_ms(text)
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"{option} {text!r} is no moment", hint="write 2026-01-31T12:00:00, or an age: 15m, 2h, 1d"
         ) from None
@@ -142,6 +142,4 @@ def moment_ms(text: str, option: str) -> int:
 def collection_from(text: str | None) -> str | int | None:
     if text is None:
         return None
-    if text.isdigit():
-        return int(text)
-    return text if "." in text else f"_default.{text}"
+    return int(text) if text.isdigit() else full_name(text)

@@ -30,6 +30,7 @@ from mirror.errors import ConfigError, ExitCode
 from mirror.inspection.comparison import not_said
 from mirror.serve.objects import key_fields
 from storage.format.keys import split_key
+from storage.format.tokens import full_name
 
 if TYPE_CHECKING:
     from mirror.spark.pipeline.compare import Compared
@@ -219,7 +220,7 @@ def reading_from(mode: str | None, time_zone: str | None, epoch: str | None) -> 
 def collections_from(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
-    return tuple(name if "." in name else f"_default.{name}" for name in text.replace(" ", "").split(","))
+    return tuple(full_name(name) for name in text.replace(" ", "").split(","))
 
 
 def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:

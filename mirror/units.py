@@ -1,8 +1,9 @@
-"""Durations and sizes as people write them: `90`, `1.5h`, `250ms`, `64MiB`, `1g`. Pure."""
+"""Durations, sizes and times as people write them: `90`, `1.5h`, `250ms`, `64MiB`, `1g`, `2026-01-31T12:00Z`. Pure."""
 
 from __future__ import annotations
 
 import re
+from datetime import datetime
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 BYTES = {"b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "t": 2**40, "tib": 2**40}
@@ -16,6 +17,17 @@ def seconds(text: str) -> float:
 def byte_count(text: str) -> int:
     """Parse a size with a unit to bytes. Raises ValueError."""
     return int(_parsed(text, BYTES, "a number with KiB, MiB, GiB, or k, m, g, which mean the same"))
+
+
+def moment_ms(text: str, *, needs_zone: bool = False) -> int:
+    """Parse a time in ISO 8601, local without a zone, to milliseconds since 1970. Raises ValueError."""
+    try:
+        found = datetime.fromisoformat(text)
+        if needs_zone and found.tzinfo is None:
+            raise ValueError
+        return int(found.timestamp() * 1000)
+    except (ValueError, OverflowError, OSError):
+        raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
 
 
 def _parsed(text: str, units: dict[str, float] | dict[str, int], meant: str) -> float:

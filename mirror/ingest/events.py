@@ -113,7 +113,7 @@ class FailoverLogRefused:
     status: int
 
 
-# --- from the executor: what the sink did ---
+# --- from the host: what the sink did ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one for each thing to do for a vbucket.
 
-Knows what each instruction means and what its executor must guarantee; must never know how it is done. Every
+Knows what each instruction means and what its host (`feed.stream.host`) must guarantee; must never know how. Every
 instruction carries the vbucket and its `cause`, so that an effect can be traced to the event that led to it.
 
-What an executor guarantees:
+A host guarantees:
 - the instructions of one list are executed in list order; where one fails, the rest of its list is dropped and the
   machine is sent StagingRefused, or, if the store itself failed, is replaced by a new machine made from the stored
   state;
@@ -37,7 +37,7 @@ class VbucketStatus(StrEnum):
 
 
 class RetryReason(StrEnum):
-    """The reason for a later request; `backoff` has a schedule for each."""
+    """The reason for a later request; `reactions.delay_s` has a schedule for each."""
 
     STREAM_ENDED = "stream-ended"
     SOURCE_BUSY = "source-busy"
@@ -187,7 +187,7 @@ class BeginResync(InstructionFields):
 
 @dataclass(slots=True)
 class RetryAfter(InstructionFields):
-    """Hand in RetryDue after the delay that `backoff` gives for the reason and the attempt (0 is the first)."""
+    """Hand in RetryDue after `reactions.delay_s` of the reason and the attempt (0 is the first)."""
 
     reason: RetryReason
     attempt: int
@@ -219,4 +219,4 @@ Instruction = (
     | RetryAfter
     | ReportStatus
 )
-"""Every instruction there is: an executor that leaves one out does not pass the type checker (`assert_never`)."""
+"""Every instruction there is: a host that leaves one out does not pass the type checker (`assert_never`)."""

@@ -49,7 +49,6 @@ class Node:
     host: str
     kv_port: int | None
     tls_port: int | None = None
-    mgmt_port: int | None = None
 
     @property
     def name(self) -> str:
@@ -330,7 +329,7 @@ def _load(text: bytes | str) -> dict[str, Any]:
 
 
 def _node(host: str, ports: Mapping[str, object]) -> Node:
-    return Node(host, _port(ports, "kv"), _port(ports, "kvSSL"), _port(ports, "mgmt"))
+    return Node(host, _port(ports, "kv"), _port(ports, "kvSSL"))
 
 
 def _host(value: Any, contacted_host: str, field: str) -> str:

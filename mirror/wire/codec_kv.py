@@ -351,11 +351,10 @@ def decode_subdoc(frame: Frame) -> tuple[bytes, bytes, int, int | None, int]:
 
 @dataclass(frozen=True, slots=True)
 class ScanLimits:
-    """Extras of RANGE_SCAN_CONTINUE; 0: no limit."""
+    """Extras of RANGE_SCAN_CONTINUE without their time limit; 0: no limit."""
 
     uuid: bytes
     item_limit: int = 0
-    time_limit_ms: int = 0
     byte_limit: int = 0
 
 
@@ -373,7 +372,8 @@ class ScanItem:
 def decode_scan_continue(extras: bytes) -> ScanLimits:
     if len(extras) != _SCAN_CONTINUE.size:
         raise RemoteProtocolError(f"extras of {len(extras)} bytes", op=Opcode.RANGE_SCAN_CONTINUE)
-    return ScanLimits(*_SCAN_CONTINUE.unpack(extras))
+    uuid, item_limit, _time_limit_ms, byte_limit = _SCAN_CONTINUE.unpack(extras)
+    return ScanLimits(uuid, item_limit, byte_limit)
 
 
 def encode_scan_items(items: Iterable[ScanItem]) -> bytes:

@@ -19,16 +19,21 @@ CollectionName = str | int
 """`scope.collection`, `collection` of the scope `_default`, or a collection id."""
 
 
+def full_name(name: str) -> str:
+    """Return `scope.collection`; a collection without a scope is in `_default`."""
+    scope, _, collection = name.rpartition(".")
+    return f"{scope or '_default'}.{collection}"
+
+
 def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str) -> int:
     """Return the id of a collection; an id is returned as it is. Raises UnknownCollection, which names `path`."""
     if name is None:
         return DEFAULT_COLLECTION
     if isinstance(name, int):
         return name
-    scope, _, collection = name.rpartition(".")
     names = manifest.names()
     for collection_id, known in names.items():
-        if known == f"{scope or '_default'}.{collection}":
+        if known == full_name(name):
             return collection_id
     hint = f"known here: {', '.join(sorted(names.values())[:20]) or 'none'}"
     raise UnknownCollection(f"no collection {name!r}", path=path, hint=hint)

@@ -21,8 +21,8 @@ from mirror.ingest.topology import (
     parse_cluster_map,
 )
 
-A = Node("a.example", 11210, 11207, 8091)
-B = Node("b.example", 11210, 11207, 8091)
+A = Node("a.example", 11210, 11207)
+B = Node("b.example", 11210, 11207)
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -61,12 +61,12 @@ def test_a_bucket_map_names_the_node_of_each_vbucket_in_the_order_of_the_server_
 
 def test_the_placeholder_is_the_host_of_the_request_also_when_that_is_an_ipv6_address() -> None:
     text = json.dumps(config(vBucketServerMap={"serverList": ["$HOST:11210"], "vBucketMap": [[0]]}))
-    assert parse_cluster_map(text, "::1").node_of(0) == Node("::1", 11210, 11207, 8091)
+    assert parse_cluster_map(text, "::1").node_of(0) == Node("::1", 11210, 11207)
     assert parse_cluster_map(text, "::1").nodes[0].name == "[::1]:11210"
 
 
 def test_alternate_addresses_are_taken_for_the_nodes_that_have_them() -> None:
-    assert parsed("external").nodes == (Node("b.outside", 31210, None, 38091), A)
+    assert parsed("external").nodes == (Node("b.outside", 31210, None), A)
 
 
 def test_a_network_that_no_node_has_is_reported() -> None:

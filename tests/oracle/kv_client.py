@@ -188,7 +188,7 @@ def decode_mutation_results(value: bytes) -> list[MutationResult]:
 def encode_scan_continue(limits: ScanLimits) -> bytes:
     """Extras of RANGE_SCAN_CONTINUE."""
     assert len(limits.uuid) == 16
-    return limits.uuid + struct.pack(">III", limits.item_limit, limits.time_limit_ms, limits.byte_limit)
+    return limits.uuid + struct.pack(">III", limits.item_limit, 0, limits.byte_limit)
 
 
 def decode_scan_items(value: bytes, *, keys_only: bool) -> list[ScanItem]:

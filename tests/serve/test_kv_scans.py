@@ -52,7 +52,7 @@ def between(start: bytes = b"", end: bytes = b"\xff", **more: Any) -> dict[str, 
 
 
 def go_on(name: bytes, items: int = 0, size: int = 0, *, vbid: int = 0, opaque: int = 6) -> Frame:
-    extras = kv_client.encode_scan_continue(ScanLimits(name, items, 0, size))
+    extras = kv_client.encode_scan_continue(ScanLimits(name, items, size))
     return fr.request(Opcode.RANGE_SCAN_CONTINUE, extras=extras, vbucket=vbid, opaque=opaque)
 
 

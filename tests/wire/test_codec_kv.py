@@ -41,7 +41,7 @@ READ: list[Pair] = [
         "scan limits",
         kv_client.encode_scan_continue,
         kv.decode_scan_continue,
-        st.builds(kv.ScanLimits, st.binary(min_size=16, max_size=16), u32, u32, u32),
+        st.builds(kv.ScanLimits, st.binary(min_size=16, max_size=16), u32, u32),
     ),
     ("collection", lambda pair: kv.encode_collection_id(*pair), kv.decode_collection_id, st.tuples(u64, u32)),
 ]

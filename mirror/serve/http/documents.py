@@ -231,10 +231,9 @@ def collection_id(manifest: Manifest, collection: str | int) -> int:
         if collection in manifest.collections:
             return collection
     else:
-        scope, _, name = collection.rpartition(".")
-        for entry in manifest.collections.values():
-            if entry.name == name and manifest.scopes.get(entry.scope_id) == scope:
-                return entry.collection_id
+        for found, name in manifest.names().items():
+            if name == collection:
+                return found
     raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 

@@ -14,12 +14,13 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from mirror import units
 from mirror.serve.http.problems import Problem
+from storage.format.tokens import full_name
 from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read.view import TOKEN_LENGTH_MAX, AsOf, Pin, Time, Token
 
@@ -113,15 +114,10 @@ class Parameters:
 def moment(text: str) -> Time:
     """Parse a time in ISO 8601 with its zone."""
     try:
-        found = datetime.fromisoformat(text)
+        return Time(units.moment_ms(text, needs_zone=True))
     except ValueError:
-        raise _bad(f"as_of is {text[:60]!r}, neither a seqno nor a time", "2026-01-31T12:00:00Z") from None
-    if found.tzinfo is None:
-        raise _bad(f"as_of {text!r} has no time zone", "end it with Z or +hh:mm")
-    try:
-        return Time(int(found.astimezone(UTC).timestamp() * 1000))
-    except (OverflowError, ValueError):
-        raise _bad(f"as_of {text!r} is out of range") from None
+        hint = "2026-01-31T12:00:00Z, with a zone"
+        raise _bad(f"as_of is {text[:60]!r}, neither a seqno nor a time", hint) from None
 
 
 def integer(name: str, text: str, low: int, high: int) -> int:
@@ -174,7 +170,7 @@ def collection_name(text: str) -> str | int:
         return integer("collection", text, 0, 2**32 - 1)
     if not text or len(text) > NAME_LENGTH_MAX:
         raise _bad("invalid collection name", "scope.collection, or the number of one")
-    return text if "." in text else f"_default.{text}"
+    return full_name(text)
 
 
 def vbucket(text: str, count: int, name: str = "vbid") -> int:

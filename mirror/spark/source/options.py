@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 from mirror import health, units
@@ -19,6 +18,7 @@ from mirror.spark.places import local_path
 from mirror.spark.source.columns import TABLES
 from mirror.typed.bodies import AS_DECLARED, MODES, Reading
 from mirror.typed.times import EPOCH_UNITS, zone_of
+from storage.format.tokens import full_name
 
 VBUCKETS_MAX = 65_536
 OF_CREATE_TABLE = "provider"
@@ -156,14 +156,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _collections(text: str) -> tuple[str, ...]:
-    return tuple(name if "." in name else f"_default.{name}" for name in _names(text))
-
-
-def _time(text: str) -> int:
-    try:
-        return int(datetime.fromisoformat(text).timestamp() * 1000)
-    except (ValueError, OverflowError, OSError):
-        raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
+    return tuple(full_name(name) for name in _names(text))
 
 
 def byte_count(text: str) -> int:
@@ -206,7 +199,7 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "vbuckets": ("vbuckets", ranges),
     "partitions": ("partitions", _count),
     "columns": ("columns", _names),
-    "asOf": ("as_of_ms", _time),
+    "asOf": ("as_of_ms", units.moment_ms),
     "mode": ("mode", _one_of(**{name: name for name in MODES})),
     "columnNameOfCorruptRecord": ("corrupt_record", _text),
     "timeZone": ("time_zone", _zone),
