@@ -17,8 +17,8 @@ from cli.exits import CommandEnded
 from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
-from mirror.messages import GetStatus, Status, VbucketRow
-from mirror.supervise.status import stored_status, summed_if_known, totals
+from mirror.messages import GetStatus, Status
+from mirror.supervise.status import VbucketRow, stored_status, summed_if_known, totals
 from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
 

@@ -9,17 +9,73 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 from mirror.health import assess_stored
 from mirror.ingest.selection import Selection
-from mirror.messages import HistoryFields, ProcessFigures, Status, VbucketRow
+from mirror.messages import Status
 from mirror.supervise.events.log import newest_events
 from storage.env import directory
 from storage.errors import StorageError
 from storage.history.extent import History
 from storage.model import Identity, VbucketState
 from storage.read.view import View, open_view
+
+
+class HistoryFields(TypedDict):
+    """The history of a vbucket, in a worker's report and in the status alike."""
+
+    persisted_seqno: int | None
+    held_snapshots: int | None
+    stale: bool | None
+    history_floor_seqno: int | None
+    history_floor_ms: int | None
+    boundaries: int | None
+    versions: int | None
+    row_bytes: int | None
+    key_bytes: int | None
+    local_purge_seqno: int | None
+    resync_count: int | None
+    last_resync_ms: int | None
+
+
+class VbucketRow(HistoryFields):
+    vbid: int
+    group: int
+    worker: int | None
+    report_age_s: float | None
+    state: str
+    detail: str | None
+    branch: int | None
+    vbuuid: str | None
+    published_seqno: int | None
+    staged_seqno: int | None
+    source_high_seqno: int | None
+    lag_seqnos: int | None
+    lag_s: float | None
+    documents: int | None
+    rollback_count: int | None
+    last_rollback_ms: int | None
+    last_rollback: tuple[int, int] | None
+    resyncs_begun: int | None
+    resync_why: str | None
+    seqnos_per_s: float | None
+    requested_again_bytes: int | None
+    stalls: int | None
+    node: str | None
+    silent_ms: int | None
+    last_error: str | None
+
+
+class ProcessFigures(TypedDict):
+    cpu_percent: float | None
+    """Share of one core since the previous look."""
+    private_bytes: int | None
+    resident_bytes: int | None
+    """Includes shared pages, so also the part of the store that is in memory."""
+    threads: int | None
+    open_files: int | None
+
 
 HISTORY_FIELDS = tuple(HistoryFields.__annotations__)
 

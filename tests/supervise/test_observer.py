@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 from mirror.health import WITHOUT_CONTACT, Trouble
-from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
     DiskFree,
@@ -21,7 +20,7 @@ from mirror.supervise.events.kinds import (
     VbucketsRolledBack,
 )
 from mirror.supervise.reports.observer import COLLECT_MS, CONTACT_LOST_MS, FORGOTTEN_MS, Observer
-from mirror.supervise.status import reported_row
+from mirror.supervise.status import VbucketRow, reported_row
 
 VBUCKETS = 64
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from mirror.messages import VbucketRow
 from mirror.supervise.reports.progress import TREND_REPORTS_MAX, CatchUp, Trend
-from mirror.supervise.status import reported_row, stored_row, totals
+from mirror.supervise.status import VbucketRow, reported_row, stored_row, totals
 from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
 
 

@@ -8,11 +8,17 @@ document.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, cast, get_args
-
-from mirror.messages import ShownEvent
+from typing import Any, ClassVar, Literal, TypedDict, cast, get_args
 
 Level = Literal["info", "warning", "error"]
+
+
+class ShownEvent(TypedDict):
+    number: int
+    time_ms: int
+    event: str
+    level: str
+    text: str
 
 
 def _counted(count: int, what: str) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from mirror.clock import Clock
 from mirror.log import get_logger
-from mirror.messages import ShownEvent
-from mirror.supervise.events.kinds import Event, fields_of, to_json
+from mirror.supervise.events.kinds import Event, ShownEvent, fields_of, to_json
 
 EVENTS_FILE, OLDER_EVENTS_FILE = "events.jsonl", "events.1.jsonl"
 FILE_BYTES_MAX = 1024 * 1024

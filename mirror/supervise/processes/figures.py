@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mirror.messages import ProcessFigures
+from mirror.supervise.status import ProcessFigures
 
 UNKNOWN = ProcessFigures(cpu_percent=None, private_bytes=None, resident_bytes=None, threads=None, open_files=None)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from mirror.errors import ExitCode, MirrorError, SupervisionError
 from mirror.health import HEARD_S, STARTING, Health, assess, heard, of_mirror
 from mirror.log import get_logger
-from mirror.messages import GetStatus, NoteContact, ProcessReport, Status, VbucketRow
+from mirror.messages import GetStatus, NoteContact, ProcessReport, Status
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
@@ -25,7 +25,7 @@ from mirror.supervise.processes.table import Processes, ProcessSlot
 from mirror.supervise.reports.observer import Observer
 from mirror.supervise.reports.progress import CatchUp, Trend
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.status import bucket_fields, reported_row, totals
+from mirror.supervise.status import VbucketRow, bucket_fields, reported_row, totals
 
 REPORT_INTERVAL_S = 1.0
 """Shortest interval between full reports."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mirror.health import DEGRADED, REPORTED, Trouble
-from mirror.messages import VbucketRow
 from mirror.supervise.events.kinds import (
     DamageFound,
     Degraded,
@@ -28,6 +27,7 @@ from mirror.supervise.events.kinds import (
     SourceUnreachable,
     VbucketsRolledBack,
 )
+from mirror.supervise.status import VbucketRow
 
 VBIDS_NAMED = 10
 """Vbuckets that an event names; it counts the others."""

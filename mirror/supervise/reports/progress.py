@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from mirror.messages import VbucketRow
+from mirror.supervise.status import VbucketRow
 
 TREND_WINDOW_MS = 5_000
 """Rates cover this much time: short enough to follow a change, long enough not to flicker."""
