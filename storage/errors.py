@@ -6,6 +6,10 @@ if the same call may succeed later without anybody acting.
 
 from __future__ import annotations
 
+RUN_CHECK = "run `dcp-mirror check`"
+VERIFY = "`dcp-mirror verify --repair` fetches the vbucket again"
+SET_ASIDE = "set the group's folder aside; the mirror fills that group again from the source"
+
 
 class StorageError(Exception):
     """Base of all errors of the store."""

@@ -220,6 +220,25 @@ class Boundary:
     """The history of the mirror that the position is of; `Token` explains it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
+
+    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step: of what they had seen
+    above `to_seqno` it retracts only keys that the new history up to there has no version of.
+    """
+
+    vbid: int
+    from_branch: Branch
+    from_seqno: Seqno
+    to_branch: Branch
+    to_seqno: Seqno
+    from_vbuuid: Vbuuid
+    to_vbuuid: Vbuuid
+    time_ms: int
+    reached_seqno: Seqno | None = None
+
+
 def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int) -> int:
     """Return the purge seqno of a served copy: the newest tombstone that it may lack (docs/protocol.md 4.6).
 

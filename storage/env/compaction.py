@@ -19,7 +19,7 @@ from itertools import accumulate
 import lmdb
 
 from storage.env.environment import DATA_FILE, Environment
-from storage.errors import CorruptedError, StorageError
+from storage.errors import SET_ASIDE, CorruptedError, StorageError
 
 _PAGE = struct.Struct("=QHHHH")
 """Page number, pad, flags, lower, upper; in a large value's first page the last two are the number of its pages."""
@@ -70,11 +70,7 @@ class Compaction:
         raise StorageError("commits overtook the begin of the copy", path=self._path, hint="try again")
 
     def _damaged(self, number: int, what: str) -> CorruptedError:
-        return CorruptedError(
-            f"the LMDB file is damaged: page {number} {what}",
-            path=self._path,
-            hint="set the group's folder aside; the mirror fills that group again from the source",
-        )
+        return CorruptedError(f"the LMDB file is damaged: page {number} {what}", path=self._path, hint=SET_ASIDE)
 
     def _read(self, number: int, kind: int) -> bytes:
         """Read a page at its first reference; a second one is damage."""

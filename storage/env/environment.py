@@ -22,7 +22,18 @@ from typing import Any
 import lmdb
 
 from storage.env.transaction import Transaction
-from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError, ViewInvalidated
+from storage.errors import (
+    RUN_CHECK,
+    SET_ASIDE,
+    Closed,
+    CorruptedError,
+    DeviceFailed,
+    Full,
+    Locked,
+    ReadOnly,
+    StorageError,
+    ViewInvalidated,
+)
 from storage.format import keys
 
 MAP_SIZE = 64 << 30
@@ -103,11 +114,7 @@ def storage_error(error: Exception, path: str) -> StorageError:
     if isinstance(error, lmdb.ReadersFullError):
         return Locked(f"all {READERS_MAX} reader slots are taken", path=path, hint="close readers, then try again")
     if isinstance(error, DAMAGE):
-        return CorruptedError(
-            f"the LMDB file is damaged or is none: {error}",
-            path=path,
-            hint="set the group's folder aside; the mirror fills that group again from the source",
-        )
+        return CorruptedError(f"the LMDB file is damaged or is none: {error}", path=path, hint=SET_ASIDE)
     if not isinstance(error, (lmdb.Error, OSError)):  # stored bytes led the store's own code astray
         return CorruptedError(
             f"the stored data contradicts itself: {type(error).__name__}: {error}",
@@ -143,7 +150,7 @@ def _check_is_there(path: str) -> None:
     try:
         os.stat(os.path.join(path, DATA_FILE))
     except FileNotFoundError:
-        raise CorruptedError("the group's data file is missing", path=path, hint="run `dcp-mirror check`") from None
+        raise CorruptedError("the group's data file is missing", path=path, hint=RUN_CHECK) from None
     except OSError as error:
         raise storage_error(error, path) from error
 
@@ -332,9 +339,7 @@ class Environment:
         file = os.path.join(self.path, DATA_FILE)
         if all(verify.verify(file) for _ in range(tries)):  # type: ignore[no-untyped-call]
             raise CorruptedError(
-                f"the LMDB file is damaged: it is cut short by {missing} bytes",
-                path=self.path,
-                hint="set the group's folder aside; the mirror fills that group again from the source",
+                f"the LMDB file is damaged: it is cut short by {missing} bytes", path=self.path, hint=SET_ASIDE
             )
 
     def db(self, name: bytes) -> Any:
@@ -355,7 +360,7 @@ class Environment:
                     # committing it, and LMDB then forgets the handles that were opened in it.
                     self._handles = {name: self._open_db(name, create=False) for name in names}
             except lmdb.NotFoundError as error:
-                raise CorruptedError("a tree is missing", path=self.path, hint="run `dcp-mirror check`") from error
+                raise CorruptedError("a tree is missing", path=self.path, hint=RUN_CHECK) from error
             except lmdb.Error as error:
                 raise storage_error(error, self.path) from error
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from functools import wraps
 from mmap import mmap
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import cramjam
 import msgpack
 
-from storage.errors import CorruptedError
+from storage.errors import RUN_CHECK, CorruptedError
 from storage.format import keys
 from storage.model import (
     SEQNO_MAX,
@@ -29,10 +30,10 @@ from storage.model import (
     Kind,
     ManifestChange,
     ManifestUid,
+    Rollback,
     Seqno,
     SnapshotRange,
     VbucketState,
-    Vbuuid,
 )
 
 HEADER = struct.Struct(">BBHBBHIIQ")
@@ -114,7 +115,7 @@ def _split_key(wire_key: bytes, vbid: int) -> tuple[int, bytes]:
     try:
         return keys.split_key(wire_key)
     except ValueError as error:
-        raise CorruptedError(str(error), vbid=vbid, hint="run `dcp-mirror check`") from error
+        raise CorruptedError(str(error), vbid=vbid, hint=RUN_CHECK) from error
 
 
 def decode_row(
@@ -135,7 +136,7 @@ def decode_row(
             return _decode_other(vbid, branch, frame[:end], raw, lenient)
         value_start, value_end = 55 + key_length, end - nmeta
         if 24 + body_length != end or value_start > value_end:
-            raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint="run `dcp-mirror check`")
+            raise CorruptedError("a row's lengths do not add up", vbid=vbid, hint=RUN_CHECK)
         value = frame[value_start:value_end]
         key = frame[56:value_start]
         if collection_id >= 0x80:
@@ -156,7 +157,7 @@ def answer_fields(frame: bytes, tail_bytes: int = 0) -> tuple[int, int, int, int
     key_length, datatype, body_length, cas, flags, expiry, nmeta = _READ_ANSWER(frame)
     end = len(frame) - tail_bytes
     if 24 + body_length != end or 55 + key_length + nmeta > end:
-        raise CorruptedError("a row's lengths do not add up", hint="run `dcp-mirror check`")
+        raise CorruptedError("a row's lengths do not add up", hint=RUN_CHECK)
     return datatype, cas, flags, expiry, frame[55 + key_length : end - nmeta]
 
 
@@ -278,29 +279,20 @@ def encode_mutation(
     return head + wire_key + value
 
 
-def encode_deletion(
-    key: bytes, seqno: int, *, collection_id: int = 0, rev_seqno: int = 2, cas: int = 1, expired: bool = False
-) -> bytes:
-    wire_key = keys.encode_collection_id(collection_id) + key
-    extras = _EXPIRATION.pack(seqno, rev_seqno, 0) if expired else _DELETION_V1.pack(seqno, rev_seqno, 0)
-    opcode = Kind.EXPIRATION if expired else Kind.DELETION
-    body_length = len(extras) + len(wire_key)
-    return HEADER.pack(MAGIC, opcode, len(wire_key), len(extras), 0, 0, body_length, 0, cas) + extras + wire_key
-
-
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _reads(what: str) -> Callable[[Callable[[bytes | None], _T]], Callable[[bytes | None], _T]]:
+def _reads(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Turn errors of the decorated reader into a CorruptedError that names the record."""
 
-    def wrap(read: Callable[[bytes | None], _T]) -> Callable[[bytes | None], _T]:
+    def wrap(read: Callable[_P, _T]) -> Callable[_P, _T]:
         @wraps(read)
-        def reading(data: bytes | None) -> _T:
+        def reading(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             try:
-                return read(data)
+                return read(*args, **kwargs)
             except (TypeError, ValueError, LookupError) as error:
-                raise CorruptedError(f"the {what} record is damaged: {error}", hint="run `dcp-mirror check`") from error
+                raise CorruptedError(f"the {what} record is damaged: {error}", hint=RUN_CHECK) from error
 
         return reading
 
@@ -313,7 +305,7 @@ def _pack(*fields: Any) -> bytes:
 
 def _unpack(data: bytes | None, what: str, *counts: int) -> list[Any]:
     if data is None:
-        raise CorruptedError(f"the {what} record is missing", hint="run `dcp-mirror check`")
+        raise CorruptedError(f"the {what} record is missing", hint=RUN_CHECK)
     try:
         fields = msgpack.unpackb(data)
     except Exception as error:
@@ -473,7 +465,7 @@ def decode_manifest(data: bytes | None) -> ManifestChange:
 def manifest_uid(data: bytes | None) -> int:
     """Return the uid from a row of `manifest` and decode no more of it."""
     if data is None:
-        raise CorruptedError("the manifest record is missing", hint="run `dcp-mirror check`")
+        raise CorruptedError("the manifest record is missing", hint=RUN_CHECK)
     try:
         unpacker = msgpack.Unpacker(read_size=_MANIFEST_UID_END)  # not a buffer of a megabyte
         unpacker.feed(data[:_MANIFEST_UID_END])
@@ -481,28 +473,13 @@ def manifest_uid(data: bytes | None) -> int:
         unpacker.skip()
         return int(unpacker.unpack())
     except (msgpack.UnpackException, TypeError, ValueError) as error:
-        raise CorruptedError(f"the manifest record is damaged: {error}", hint="run `dcp-mirror check`") from error
+        raise CorruptedError(f"the manifest record is damaged: {error}", hint=RUN_CHECK) from error
 
 
-def encode_rollback(
-    from_branch: int,
-    from_seqno: int,
-    to_branch: int,
-    to_seqno: int,
-    from_vbuuid: int,
-    to_vbuuid: int,
-    time_ms: int,
-    reached_seqno: int | None = None,
-) -> bytes:
-    """Return a row of `rollback`; `reached_seqno` is the seqno that a deferred one took readers to."""
-    reached = () if reached_seqno is None else (reached_seqno,)
-    return _pack(from_branch, from_seqno, to_branch, to_seqno, from_vbuuid, to_vbuuid, time_ms, *reached)
+def encode_rollback(rollback: Rollback) -> bytes:
+    return _pack(*[field for field in astuple(rollback)[1:] if field is not None])
 
 
 @_reads("rollback")
-def decode_rollback(
-    data: bytes | None,
-) -> tuple[Branch, Seqno, Branch, Seqno, Vbuuid, Vbuuid, int, Seqno | None]:
-    """Return the fields of `encode_rollback`, in its order."""
-    a, b, c, d, e, f, g, *reached = _unpack(data, "rollback", 7, 8)
-    return a, b, c, d, e, f, g, reached[0] if reached else None
+def decode_rollback(vbid: int, data: bytes | None) -> Rollback:
+    return Rollback(vbid, *_unpack(data, "rollback", 7, 8))

@@ -12,7 +12,7 @@ from operator import add
 
 from google_crc32c import value as crc32c
 
-from storage.errors import CorruptedError
+from storage.errors import VERIFY, CorruptedError
 from storage.format import keys, records
 
 SIZE = 4
@@ -22,10 +22,6 @@ RESIDUE = 0x48674BC7
 """CRC-32C of any message that is followed by its CRC-32C."""
 
 _pack = struct.Struct("<I").pack
-
-
-def sealed(frame: bytes) -> bytes:
-    return frame + _pack(crc32c(frame))
 
 
 def sealed_rows(row_keys: Sequence[bytes], rows: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -64,8 +60,5 @@ def damaged(stored: bytes, row_key: bytes, vbid: int, path: str) -> CorruptedErr
         except ValueError:
             key = b""
     return CorruptedError(
-        f"{where}, key {key[:250]!r}, is damaged: its checksum does not match",
-        path=path,
-        vbid=vbid,
-        hint="`dcp-mirror verify --repair` fetches the vbucket again",
+        f"{where}, key {key[:250]!r}, is damaged: its checksum does not match", path=path, vbid=vbid, hint=VERIFY
     )

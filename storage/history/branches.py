@@ -15,7 +15,7 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.history import chain, manifests
-from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, FailoverLog, Seqno, VbucketState
+from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, FailoverLog, Rollback, Seqno, VbucketState, Vbuuid
 
 HISTORY_IDS_MAX = 512
 """Histories of one branch that are kept apart: one for each owner that published on it. Positions of older ones are
@@ -274,14 +274,14 @@ def _put_rollback(
     to_seqno: int,
     to_vbuuid: int,
     now_ms: int,
-    reached_seqno: int | None = None,
+    reached_seqno: Seqno | None = None,
 ) -> None:
-    newest = chain.boundary_at(txn, state.vbid, state.branch, state.published_seqno)
-    from_vbuuid = newest.vbuuid if newest is not None else 0
-    record = records.encode_rollback(
-        state.branch, state.published_seqno, branch, to_seqno, from_vbuuid, to_vbuuid, now_ms, reached_seqno
-    )
-    txn.put(keys.DB_ROLLBACK, keys.ROLLBACK_KEY.pack(state.vbid, state.rollback_count + 1), record)
+    left = state.vbid, state.branch, state.published_seqno
+    newest = chain.boundary_at(txn, *left)
+    vbuuids = Vbuuid(0) if newest is None else newest.vbuuid, Vbuuid(to_vbuuid)
+    rollback = Rollback(*left, Branch(branch), Seqno(to_seqno), *vbuuids, now_ms, reached_seqno)
+    key = keys.ROLLBACK_KEY.pack(state.vbid, state.rollback_count + 1)
+    txn.put(keys.DB_ROLLBACK, key, records.encode_rollback(rollback))
 
 
 def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) -> None:

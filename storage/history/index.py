@@ -16,7 +16,7 @@ from typing import Any
 
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError
+from storage.errors import VERIFY, CorruptedError
 from storage.format import keys
 from storage.format.keys import BOUNDARY_SUFFIX, ROW_KEY_SIZE
 from storage.format.records import SEQNO, SYSTEM_EVENT, row_key, seqno_of
@@ -129,12 +129,7 @@ def check_place(txn: Transaction, vbid: int, key: bytes, value: bytes) -> None:
 
 
 def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
-    return CorruptedError(
-        "the rows are not in order",
-        path=txn.path,
-        vbid=vbid,
-        hint="`dcp-mirror verify --repair` fetches the vbucket again",
-    )
+    return CorruptedError("the rows are not in order", path=txn.path, vbid=vbid, hint=VERIFY)
 
 
 def key_rows_between(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError
+from storage.errors import RUN_CHECK, CorruptedError
 from storage.format import keys, records
 from storage.history import chain
 from storage.model import Manifest, ManifestChange
@@ -43,10 +43,7 @@ def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | 
             break
     if not changes:
         raise CorruptedError(
-            f"the manifest record {key[0]}:{key[1]} is missing",
-            path=txn.path,
-            vbid=vbid,
-            hint="run `dcp-mirror check`",
+            f"the manifest record {key[0]}:{key[1]} is missing", path=txn.path, vbid=vbid, hint=RUN_CHECK
         )
     manifest = base.changed(*reversed(changes))
     if (shared := _shared.get(manifest.uid)) is not None and shared == manifest:

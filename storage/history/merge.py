@@ -154,9 +154,9 @@ def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> 
     for key, value in cursor.iternext():
         if len(found) == limit or keys.ROLLBACK_KEY.unpack(key)[1] > newest - ROLLBACKS_KEPT:
             break
-        _, _, to_branch, to_seqno, *_ = records.decode_rollback(value)
-        branch_key = keys.BRANCH_KEY.pack(vbid, to_branch)
-        if to_seqno >= floor_seqno and txn.get(keys.DB_BRANCH, branch_key) is not None:
+        rollback = records.decode_rollback(vbid, value)
+        branch_key = keys.BRANCH_KEY.pack(vbid, rollback.to_branch)
+        if rollback.to_seqno >= floor_seqno and txn.get(keys.DB_BRANCH, branch_key) is not None:
             break
         found.append(key)
     return found

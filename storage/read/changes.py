@@ -18,7 +18,7 @@ from storage.errors import ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.tokens import Token
 from storage.history import branches, chain, index
-from storage.model import Branch, Document, Manifest, Seqno, Vbuuid
+from storage.model import Branch, Document, Manifest, Rollback, Seqno, Vbuuid
 from storage.read import retractions, scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -33,25 +33,6 @@ class Pieces:
     """Row bytes that are read at once; one document may be larger."""
     again: bool = False
     """Set by the reader: the last change is read and returned again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """A rollback that readers went through: from (branch, seqno) to a new branch that begins at `to_seqno`.
-
-    A deferred one (`publish=persisted`) took them to `reached_seqno` of that branch in one step: of what they had seen
-    above `to_seqno` it retracts only keys that the new history up to there has no version of.
-    """
-
-    vbid: int
-    from_branch: Branch
-    from_seqno: Seqno
-    to_branch: Branch
-    to_seqno: Seqno
-    from_vbuuid: Vbuuid
-    to_vbuuid: Vbuuid
-    time_ms: int
-    reached_seqno: Seqno | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +63,7 @@ class Range(NamedTuple):
 def rollbacks(reader: VbucketReader) -> list[Rollback]:
     with reader.environment.read() as txn:
         stored = txn.of_vbucket(keys.DB_ROLLBACK, reader.vbid)
-        return [Rollback(reader.vbid, *records.decode_rollback(value)) for _, value in stored]
+        return [records.decode_rollback(reader.vbid, value) for _, value in stored]
 
 
 def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None) -> Range:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from google_crc32c import extend
 
-from storage.errors import CorruptedError, ViewInvalidated
+from storage.errors import RUN_CHECK, CorruptedError, ViewInvalidated
 from storage.format import records, seal
 from storage.model import Branch, Document
 from storage.read.vbucket_reader import VbucketReader
@@ -107,7 +107,7 @@ def _value_of(head: bytes, size: int, reader: VbucketReader) -> tuple[int, int]:
     value_at = 24 + head[4] + int.from_bytes(head[2:4], "big")
     value_end = size - seal.SIZE - int.from_bytes(head[_META_LENGTH], "big")
     if head[1] != records.MUTATION or 24 + body_length != size - seal.SIZE or not 55 <= value_at <= value_end:
-        raise CorruptedError("a row's lengths do not add up", vbid=reader.vbid, hint="run `dcp-mirror check`")
+        raise CorruptedError("a row's lengths do not add up", vbid=reader.vbid, hint=RUN_CHECK)
     return value_at, value_end
 
 

@@ -58,8 +58,6 @@ class ReadRun:
     the run. Nothing may be read in another way meanwhile that a later read of the run must not be older than.
     """
 
-    __slots__ = ("_begun", "_views")
-
     def __init__(self) -> None:
         self._begun: dict[Environment, tuple[Any, int]] = {}
         self._views: dict[Environment, Any] = {}

@@ -17,7 +17,17 @@ from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
 from storage.history import branches, chain, index, manifests
-from storage.model import SEQNO_MAX, Branch, BranchReason, FailoverLog, Manifest, Seqno, Vbuuid, purge_seqno_of
+from storage.model import (
+    SEQNO_MAX,
+    Branch,
+    BranchReason,
+    FailoverLog,
+    Manifest,
+    Rollback,
+    Seqno,
+    Vbuuid,
+    purge_seqno_of,
+)
 from storage.read import changes, validity
 from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
@@ -147,7 +157,7 @@ def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vb
     return 0
 
 
-def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
+def _may_hold(lost: Rollback, log: FailoverLog, vbuuid: int, seqno: int) -> bool:
     """Return True if a follower of the history `vbuuid` may hold snapshots above `seqno` that a rollback took back.
 
     It has no snapshot of a newer history, and gave up those above the end of an older one.
@@ -159,7 +169,7 @@ def _may_hold(lost: changes.Rollback, log: FailoverLog, vbuuid: int, seqno: int)
     return lost.from_vbuuid == vbuuid or end_seqno is None or end_seqno > seqno
 
 
-def _lost_settled(txn: Transaction, lost: changes.Rollback, after_seqno: int) -> bool:
+def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
     """Return True if a boundary above `after_seqno` was settled before a rollback, or that is no longer known."""
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)

@@ -15,7 +15,7 @@ from google_crc32c import value as crc32c
 
 from storage.env.environment import Environment, storage_error
 from storage.env.transaction import Transaction
-from storage.errors import CorruptedError, NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
+from storage.errors import VERIFY, CorruptedError, NoSuchBoundary, StorageError, Unavailable, ViewInvalidated
 from storage.format import keys, records, seal
 from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
@@ -82,8 +82,6 @@ class Served:
 class _Memory:
     """Chains and manifests that were read while the vbucket had one chain id (`branches.PurgeRow`)."""
 
-    __slots__ = ("chain_id", "chains", "manifests")
-
     def __init__(self, chain_id: int) -> None:
         self.chain_id = chain_id
         self.chains: dict[int, chain.Chain] = {}
@@ -92,22 +90,6 @@ class _Memory:
 
 class VbucketReader:
     """Reads one vbucket. Its attributes are public for the loops that read rows one by one."""
-
-    __slots__ = (
-        "_memory",
-        "_purge",
-        "begin",
-        "environment",
-        "keys",
-        "pub",
-        "rows",
-        "running",
-        "stale_reads",
-        "vbid",
-        "vbid_key",
-        "verify_reads",
-        "visible",
-    )
 
     def __init__(self, environment: Environment, vbid: int, *, stale_reads: bool, verify_reads: bool) -> None:
         self.environment = environment
@@ -301,7 +283,7 @@ class VbucketReader:
             f"the references of key {wire_key[1:250]!r} are damaged",
             path=self.environment.path,
             vbid=self.vbid,
-            hint="`dcp-mirror verify --repair` fetches the vbucket again",
+            hint=VERIFY,
         )
 
     def newest(self, cursor: Any, wire_key: bytes) -> bytes:

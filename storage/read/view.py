@@ -22,11 +22,11 @@ from storage.format.keys import PUB_STALE, vbid_of
 from storage.format.tokens import TOKEN_LENGTH_MAX, AsOf, CollectionName, Pin, Time, Token
 from storage.history import chain, extent
 from storage.history.extent import History
-from storage.model import Boundary, Branch, Document, Identity, Manifest, Seqno, VbucketState
+from storage.model import Boundary, Branch, Document, Identity, Manifest, Rollback, Seqno, VbucketState
 from storage.read import changes as events
 from storage.read import retractions, states, validity, wait
 from storage.read import scan as scans
-from storage.read.changes import Change, Pieces, Rollback
+from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
 from storage.read.point_reads import Found, PointReads
 from storage.read.vbucket_reader import Served

@@ -43,8 +43,6 @@ class Plan(NamedTuple):
 
 
 class PendingBytes:
-    __slots__ = ("count",)
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -56,33 +54,6 @@ class PendingVbucket:
     `state`: live snapshots hold two or three mutations, and a new VbucketState for each would cost more than writing
     them.
     """
-
-    __slots__ = (
-        "_bytes",
-        "base",
-        "complete_count",
-        "complete_seqno",
-        "complete_start",
-        "counters",
-        "dirty",
-        "flushed_seqno",
-        "indexed_bytes",
-        "indexed_seqno",
-        "job",
-        "known_empty",
-        "manifest_changes",
-        "manifest_depth",
-        "manifest_key",
-        "manifest_keys",
-        "open_snapshot",
-        "owner",
-        "pending_bytes",
-        "prefix",
-        "rows",
-        "staged_seqno",
-        "unindexed_count",
-        "vbid",
-    )
 
     def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, byte_count: PendingBytes) -> None:
         """`byte_count` is the group's."""

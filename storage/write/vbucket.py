@@ -32,8 +32,6 @@ class RollbackResult:
 class VbucketWriter(PendingVbucket):
     """Stages, publishes and leaves the branches of one vbucket. `GroupWriter` hands it out, for its whole life."""
 
-    __slots__ = ("_cancel_job", "_commit")
-
     def __init__(
         self, *pending: Any, commit: Callable[[], object], cancel_job: Callable[[PendingVbucket], None]
     ) -> None:

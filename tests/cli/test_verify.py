@@ -19,6 +19,7 @@ from storage.format import keys, seal
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.cli.test_run import eventually
 from tests.processes import caught_up
+from tests.storage.frames import sealed
 
 ALTERED = 3
 JSON_MD = Path(cli.__file__).with_name("JSON.md")
@@ -43,7 +44,7 @@ def altered(mirrored: Path, tmp_path: Path) -> Path:
 
     def work(stored: bytes) -> bytes:
         frame = stored[: -seal.SIZE]
-        return seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1]))
+        return sealed(frame[:-1] + bytes([frame[-1] ^ 1]))
 
     return alter(mirrored, tmp_path / "data", work)
 

@@ -17,10 +17,13 @@ from storage.model import (
     Manifest,
     ManifestChange,
     ManifestUid,
+    Rollback,
     Seqno,
     SnapshotRange,
+    Vbuuid,
 )
 from storage.read.view import Pin, Token
+from tests.storage.frames import encode_deletion
 
 FOLDER = Path(__file__).parent / "corpus"
 
@@ -69,13 +72,13 @@ SAMPLES: dict[str, list[bytes]] = {
     "cluster_map": [json.dumps(_MAP).encode()],
     "stored_records": [
         records.encode_mutation(b"key", b"value", 1),
-        records.encode_deletion(b"key", 2),
+        encode_deletion(b"key", 2),
         records.encode_branch(records.BranchRow(1, 2, 3, 4, 5)),
         records.encode_state(
             records.StateRow(1, 2, 1, 1, SnapshotRange(Seqno(1), Seqno(9)), _LOG, 0, 0, None, "collections 8")
         ),
         records.encode_manifest(ManifestChange.between(Manifest(ManifestUid(1)), Manifest.initial())),
-        records.encode_rollback(1, 2, 3, 4, 5, 6, 7, 8),
+        records.encode_rollback(Rollback(1, Branch(2), Seqno(3), Branch(4), Seqno(5), Vbuuid(6), Vbuuid(7), 8)),
         keys.PUB.pack(1, 2, 0, 0, 0, 0),
         _WIRE[6],
     ],

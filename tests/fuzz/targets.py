@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def stored_records(data: bytes) -> None:
         records.decode_branch,
         records.decode_state,
         records.decode_manifest,
-        records.decode_rollback,
+        partial(records.decode_rollback, 0),
         records.decode_pub,
     ):
         with suppress(CorruptedError):

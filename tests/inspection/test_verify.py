@@ -20,6 +20,7 @@ from storage.env import directory
 from storage.format import keys, seal
 from storage.read.view import open_view
 from tests.feed.harness import Mirror
+from tests.storage.frames import sealed
 
 VBUCKETS = 4
 
@@ -250,7 +251,7 @@ async def test_every_altered_byte_that_a_reader_could_see_is_found(cluster: Sand
         for (key, frame), (name, place) in zip(rows, places.items(), strict=False):
             changed = bytearray(frame)
             changed[place] ^= 4 if name == "rev_seqno" else 1  # a revision that is 1 higher counts as equal
-            txn.put(key, seal.sealed(bytes(changed)), db=tree(keys.rows_db(1)))
+            txn.put(key, sealed(bytes(changed)), db=tree(keys.rows_db(1)))
             altered.add(frame[55 : 55 + int.from_bytes(frame[2:4])])
 
     alter(mirror, work)
@@ -277,7 +278,7 @@ async def test_documents_that_are_missing_and_documents_that_nobody_wrote(
         dup = txn.get(old, db=tree(keys.keys_db(1)))
         assert txn.delete(old, db=tree(keys.keys_db(1)))
         txn.put(new, dup, db=tree(keys.keys_db(1)))
-        txn.put(row_key, seal.sealed(renamed[:55] + new + renamed[55 + length :]), db=tree(keys.rows_db(1)))
+        txn.put(row_key, sealed(renamed[:55] + new + renamed[55 + length :]), db=tree(keys.rows_db(1)))
 
     alter(mirror, work)
     (result,) = await verified(mirror, cluster, service=False, vbids=[1])
@@ -290,7 +291,7 @@ async def test_a_row_that_cannot_be_read_costs_its_vbucket_alone(cluster: Sandbo
 
     def cut(txn: Any, tree: Callable[[bytes], Any]) -> None:
         key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
-        txn.put(key, seal.sealed(frame[:-3]), db=tree(keys.rows_db(1)))
+        txn.put(key, sealed(frame[:-3]), db=tree(keys.rows_db(1)))
 
     alter(mirror, cut)
     results = await verified(mirror, cluster, service=False)
@@ -304,7 +305,7 @@ async def test_a_fault_in_a_running_mirror_is_found_under_load(cluster: SandboxC
 
     def work(txn: Any, tree: Callable[[bytes], Any]) -> None:
         key, frame = rows_of(txn, tree(keys.rows_db(1)))[0]
-        txn.put(key, seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree(keys.rows_db(1)))
+        txn.put(key, sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree(keys.rows_db(1)))
 
     alter(mirror, work)
     mirror.start(cluster.connection_string)

@@ -41,6 +41,7 @@ from storage.model import SEQNO_MAX, FailoverLog, Identity, Manifest, Seqno, Sna
 from storage.read import stream
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.storage.frames import encode_deletion
 
 WINDOW_MS = 1000
 State = dict[bytes, int]
@@ -212,7 +213,7 @@ class World:
         if change.alive:
             frame = records.encode_mutation(key, b"v%d" % change.seqno, change.seqno, collection_id=cid)
         else:
-            frame = records.encode_deletion(key, change.seqno, collection_id=cid)
+            frame = encode_deletion(key, change.seqno, collection_id=cid)
         return self.writer.vbuckets[0].prefix + change.seqno.to_bytes(8), frame
 
     def publish(self, end_seqno: int) -> None:

@@ -24,6 +24,7 @@ from storage.env import directory
 from storage.format import keys, records
 from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestUid, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.storage.frames import encode_deletion
 
 VBUCKETS = 8
 GROUPS = 2
@@ -83,7 +84,7 @@ class Source:
         rows = []
         for seqno, (key, value) in enumerate(items, first):
             frame = (
-                records.encode_deletion(key, seqno, collection_id=more.get("collection_id", 0))
+                encode_deletion(key, seqno, collection_id=more.get("collection_id", 0))
                 if value is None
                 else records.encode_mutation(key, value, seqno, **({"cas": seqno << 16} | more))
             )

@@ -35,6 +35,7 @@ from storage.model import Collection, FailoverLog, Identity, Manifest, ManifestU
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.feed.harness import Mirror
 from tests.oracle import kv_client
+from tests.storage.frames import encode_deletion
 
 T = TypeVar("T")
 S = TypeVar("S", bound=KvServer)
@@ -130,7 +131,7 @@ class Store:
         return self._stage(key, seqno, frame, publish)
 
     def delete(self, key: bytes, seqno: int, *, cid: int = 0, cas: int = 0) -> None:
-        self._stage(key, seqno, records.encode_deletion(key, seqno, collection_id=cid, cas=cas or seqno), True)
+        self._stage(key, seqno, encode_deletion(key, seqno, collection_id=cid, cas=cas or seqno), True)
 
     def _stage(self, key: bytes, seqno: int, frame: bytes, publish: bool) -> int:
         vbid = keys.vbid_of(key, self.identity.vbucket_count)

@@ -10,6 +10,7 @@ from storage.format import keys, records
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.storage.frames import encode_deletion
 
 VBUCKETS, GROUPS = 8, 2
 IDENTITY = Identity("cluster", "orders", "bucket-uuid", VBUCKETS, GROUPS)
@@ -60,7 +61,7 @@ class SmallMirror:
             rows = []
             for seqno, (key, value) in enumerate(items, first):
                 frame = (
-                    records.encode_deletion(key, seqno)
+                    encode_deletion(key, seqno)
                     if value is None
                     else records.encode_mutation(key, value, seqno, **{"datatype": 1, **fields})
                 )

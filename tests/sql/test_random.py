@@ -26,6 +26,7 @@ from storage.read import bulk
 from storage.read.view import Time
 from tests.spark.mirrors import VBUCKETS, SmallMirror
 from tests.sql.rig import collections, put
+from tests.storage.frames import encode_deletion
 from tests.storage.model import span
 from tests.storage.test_writer import KEYS, LIMITS, VBIDS, Store
 
@@ -100,9 +101,7 @@ class StoreAndSql(Store):
             key, value = KEYS[vbid][number], None if body is None else (body % seqno).encode()
             events.append((seqno, key, value))
             frame = (
-                records.encode_deletion(key, seqno)
-                if value is None
-                else records.encode_mutation(key, value, seqno, datatype=1)
+                encode_deletion(key, seqno) if value is None else records.encode_mutation(key, value, seqno, datatype=1)
             )
             staged.append((prefix + seqno.to_bytes(8, "big"), frame))
         self.writer.vbuckets[vbid].stage(staged, sum(len(r[1]) for r in staged), span(at + 1, events[-1][0] + 3))

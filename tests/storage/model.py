@@ -9,6 +9,7 @@ from storage.format import keys, records
 from storage.model import Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.read import changes
 from storage.read.view import View
+from tests.storage.frames import encode_deletion
 
 IDENTITY = Identity("cluster", "bucket", "uuid", 4, 2)
 
@@ -30,7 +31,7 @@ def keys_of(vbid: int, count: int, vbuckets: int = IDENTITY.vbucket_count) -> li
 
 def row(prefix: bytes, key: bytes, value: bytes | None, seqno: int) -> tuple[bytes, bytes]:
     """A row as the scanner would make it."""
-    frame = records.encode_deletion(key, seqno) if value is None else records.encode_mutation(key, value, seqno)
+    frame = encode_deletion(key, seqno) if value is None else records.encode_mutation(key, value, seqno)
     return prefix + seqno.to_bytes(8, "big"), frame
 
 

@@ -27,6 +27,7 @@ from storage.read.point_reads import ReadRun
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage import bit_flips
+from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log
 from tests.storage.test_purge import purge
 from tests.storage.test_writer import open_writer, publish
@@ -173,7 +174,7 @@ def test_what_hides_older_versions_is_verified_in_bulk(
     filled.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
     good = file.read_bytes()
-    for frame in (records.encode_mutation(KEYS[2], b"new", 14), records.encode_deletion(KEYS[3], 15)):
+    for frame in (records.encode_mutation(KEYS[2], b"new", 14), encode_deletion(KEYS[3], 15)):
         at = good.index(frame) + frame.index(KEYS[2] if b"new" in frame else KEYS[3])
         for position in (at, at - 1):  # the key, its collection
             file.write_bytes(good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :])
@@ -201,7 +202,7 @@ def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: Gro
     writer.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
     data = bytearray(file.read_bytes())
-    frame = records.encode_deletion(b"k", 2)
+    frame = encode_deletion(b"k", 2)
     assert len(frame) + seal.SIZE == keys.BOUNDARY.size
     data[data.index(frame)] ^= 0x10
     file.write_bytes(data)

@@ -15,6 +15,7 @@ from storage.read import bulk
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
+from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log, span
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_writer import Clock, publish
@@ -34,7 +35,7 @@ def documents(
 
 
 def delete(writer: GroupWriter, key: bytes, seqno: int, cid: int) -> None:
-    frame = records.encode_deletion(key, seqno, collection_id=cid)
+    frame = encode_deletion(key, seqno, collection_id=cid)
     writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
 
 

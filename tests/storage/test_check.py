@@ -12,7 +12,8 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.env.environment import Environment
 from storage.errors import NotAMirror
-from storage.format import keys, records, seal
+from storage.format import keys, records
+from tests.storage.frames import sealed
 from tests.storage.model import IDENTITY, keys_of, log, row, span
 from tests.storage.test_writer import open_writer
 
@@ -61,7 +62,7 @@ def delete(tree: bytes, key: bytes, value: bytes = b"") -> Callable[[Environment
 
 
 FRAME = records.encode_mutation(KEYS[0], b"v", 1)
-SEALED = seal.sealed(FRAME)
+SEALED = sealed(FRAME)
 OTHER_SEQNO = records.encode_mutation(KEYS[0], b"v", 3)
 DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a key without its row": (delete(ROWS, FIRST), "which is missing"),
@@ -72,11 +73,11 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     ),
     "a key of another kind": (put(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x58)), "another document's"),
     "a row of another seqno": (
-        put(ROWS, FIRST, seal.sealed(OTHER_SEQNO)),
+        put(ROWS, FIRST, sealed(OTHER_SEQNO)),
         "event of seqno 3",
     ),
-    "a row that is cut short": (put(ROWS, FIRST, seal.sealed(FRAME[:-1])), "lengths do not add up"),
-    "a row of an unknown opcode": (put(ROWS, FIRST, seal.sealed(b"\x80\x01" + FRAME[2:])), "cannot be read"),
+    "a row that is cut short": (put(ROWS, FIRST, sealed(FRAME[:-1])), "lengths do not add up"),
+    "a row of an unknown opcode": (put(ROWS, FIRST, sealed(b"\x80\x01" + FRAME[2:])), "cannot be read"),
     "a row with a flipped bit in its value": (
         put(ROWS, FIRST, SEALED[:-5] + b"w" + SEALED[-4:]),
         "row 1:1: the row of seqno 1 (branch 1), key b'" + KEYS[0].decode() + "', is damaged",
@@ -89,7 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         "not above its branch's base 5",
     ),
     "a row beyond what is staged": (
-        put(ROWS, keys.ROW.pack(2, 99), seal.sealed(records.encode_mutation(KEYS[0], b"v", 99))),
+        put(ROWS, keys.ROW.pack(2, 99), sealed(records.encode_mutation(KEYS[0], b"v", 99))),
         "above the staged seqno",
     ),
     "a row key of a wrong size": (put(ROWS, FIRST + b"\7\7", FRAME), "14 bytes"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from storage.errors import CorruptedError
 from storage.format.digest import Digest, Fingerprint, Runs, fingerprint
-from storage.format.records import decode_row, encode_deletion, encode_mutation
+from storage.format.records import decode_row, encode_mutation
 from storage.model import Branch, Document, Seqno
+from tests.storage.frames import encode_deletion
 
 XATTRS = b"\x00\x00\x00\x0e\x00\x00\x00\x0ameta\x00null\x00"
 

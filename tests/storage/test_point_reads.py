@@ -9,11 +9,12 @@ import pytest
 
 from storage.env.environment import Environment
 from storage.errors import UnknownCollection
-from storage.format import keys, records, seal
+from storage.format import keys, records
 from storage.model import Collection, Document, Seqno
 from storage.read.point_reads import ReadRun
 from storage.read.view import View
 from storage.write.writer import GroupWriter
+from tests.storage.frames import encode_deletion, sealed
 from tests.storage.model import keys_of, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
@@ -135,7 +136,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     assert view.find(b"\0" + B).document is None
     unknown = view.find(b"\x09" + A)
     assert (unknown.document, unknown.collection_exists) == (None, False)
-    frame = records.encode_deletion(A, 5)
+    frame = encode_deletion(A, 5)
     writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
     commit(writer, 5)
     assert view.find(b"\0" + A).document is None
@@ -168,7 +169,7 @@ def test_a_reference_that_is_not_visible_is_not_followed(
     wire_key = b"\0" + A
     hidden = [
         (keys.keys_db(0), wire_key, keys.DUP.pack(branch, seqno, records.MUTATION)),
-        (keys.rows_db(0), keys.ROW.pack(branch, seqno), seal.sealed(records.encode_mutation(A, b"hidden", seqno))),
+        (keys.rows_db(0), keys.ROW.pack(branch, seqno), sealed(records.encode_mutation(A, b"hidden", seqno))),
     ]
     environment = writer.environment
     with environment.begin(write=True) as txn:

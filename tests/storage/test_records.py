@@ -19,9 +19,12 @@ from storage.model import (
     Manifest,
     ManifestChange,
     ManifestUid,
+    Rollback,
     Seqno,
     SnapshotRange,
+    Vbuuid,
 )
+from tests.storage.frames import encode_deletion
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -43,7 +46,7 @@ def test_a_mutation_is_read_as_it_was_written(
 
 @given(st.binary(min_size=1, max_size=246), U64, st.booleans())
 def test_a_tombstone_is_read_as_it_was_written(key: bytes, seqno: int, expired: bool) -> None:
-    document = records.decode_row(VB, BR, records.encode_deletion(key, seqno, expired=expired))
+    document = records.decode_row(VB, BR, encode_deletion(key, seqno, expired=expired))
     assert (document.key, document.seqno, document.deleted) == (key, seqno, True)
     assert document.kind is (Kind.EXPIRATION if expired else Kind.DELETION)
 
@@ -141,8 +144,9 @@ def test_branches_and_rollbacks_are_read_as_they_were_written() -> None:
         records.BranchRow(4, 50, 1, 2, 9, 60, 8, 3, ((7, 50), (2**64 - 1, 70))),
     ):
         assert records.decode_branch(records.encode_branch(row)) == row
-    assert records.decode_rollback(records.encode_rollback(1, 2, 3, 4, 5, 6, 7)) == (1, 2, 3, 4, 5, 6, 7, None)
-    assert records.decode_rollback(records.encode_rollback(1, 2, 3, 4, 5, 6, 7, 9)) == (1, 2, 3, 4, 5, 6, 7, 9)
+    for reached_seqno in (None, Seqno(9)):
+        rollback = Rollback(8, Branch(1), Seqno(2), Branch(3), Seqno(4), Vbuuid(5), Vbuuid(6), 7, reached_seqno)
+        assert records.decode_rollback(8, records.encode_rollback(rollback)) == rollback
 
 
 @pytest.mark.parametrize("data", [None, b"", b"\xc1", b"\x91\x01", b"\xa3abc", b"\x96\x02\x01\x01\x01\x01\x01"])

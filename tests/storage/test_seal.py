@@ -12,6 +12,7 @@ from storage.format import keys, seal
 from storage.read import bulk, stream
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
+from tests.storage.frames import sealed
 from tests.storage.model import keys_of
 from tests.storage.test_writer import publish
 
@@ -68,7 +69,7 @@ def test_a_flipped_bit_of_a_value_is_an_error_that_names_the_row(path: str, read
 
 def test_every_bit_is_covered(path: str) -> None:
     frame = bytes(range(120))
-    stored = seal.sealed(frame)
+    stored = sealed(frame)
     key = keys.ROW.pack(1, 7)
     assert seal.frame_of(stored, key, 0, path) == frame
     for at in range(len(stored)):
@@ -84,6 +85,6 @@ def test_every_bit_is_covered(path: str) -> None:
 
 def test_rows_are_sealed_in_their_order() -> None:
     rows = [(keys.ROW.pack(1, number), bytes([number]) * number) for number in range(1, 9)]
-    assert seal.sealed_rows([key for key, _ in rows], rows) == [(key, seal.sealed(frame)) for key, frame in rows]
-    seal.check_all([seal.sealed(frame) for _, frame in rows], 0, "")
+    assert seal.sealed_rows([key for key, _ in rows], rows) == [(key, sealed(frame)) for key, frame in rows]
+    seal.check_all([sealed(frame) for _, frame in rows], 0, "")
     seal.check_all([], 0, "")

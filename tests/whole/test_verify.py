@@ -16,6 +16,7 @@ from storage.format import keys, seal
 from tests.cli.conftest import call
 from tests.crash.load import Load
 from tests.crash.service import Service
+from tests.storage.frames import sealed
 
 VBUCKETS = 8
 FLAGS = ("--groups", "3", "--workers", "2", "--set", "resync_reads=stale")
@@ -30,7 +31,7 @@ def alter(data: Path, vbid: int) -> None:
             for row_key, row in list(txn.cursor(tree)):
                 if len(row_key) == keys.ROW_KEY_SIZE and row[1] == 0x57:
                     frame = row[: -seal.SIZE]
-                    txn.put(row_key, seal.sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree)
+                    txn.put(row_key, sealed(frame[:-1] + bytes([frame[-1] ^ 1])), db=tree)
 
 
 @pytest.mark.ci

@@ -19,6 +19,7 @@ from storage.env import directory
 from storage.format import keys, seal
 from storage.read.view import open_view
 from tests.cli.conftest import call, fill
+from tests.storage.frames import sealed
 
 VBUCKETS = 16
 
@@ -56,7 +57,7 @@ def alter(data: Path, vbid: int) -> bytes:
         assert found is not None
         frame = bytearray(found[: -seal.SIZE])
         frame[-1] ^= 1
-        txn.put(row_key, seal.sealed(bytes(frame)), db=tree)
+        txn.put(row_key, sealed(bytes(frame)), db=tree)
     return document.key
 
 

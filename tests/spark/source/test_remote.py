@@ -17,9 +17,10 @@ from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
 from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
 from mirror.typed.rows import Shape
-from storage.format.records import encode_deletion, encode_mutation
+from storage.format.records import encode_mutation
 from storage.model import Manifest
 from tests.sandbox.past import state_at
+from tests.storage.frames import encode_deletion
 
 VBUCKETS = 4
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))

@@ -12,6 +12,7 @@ from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.rows import change_batches, change_row, control_row, event_micros
 from storage.format import records
 from storage.model import Branch
+from tests.storage.frames import encode_deletion
 
 
 def test_a_batch_is_full_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +32,7 @@ def test_an_event_time_is_the_clock_in_the_cas() -> None:
 
 
 def test_changes_have_the_columns_that_were_requested() -> None:
-    deletion = records.decode_row(3, Branch(2), records.encode_deletion(b"\xff", 5))
+    deletion = records.decode_row(3, Branch(2), encode_deletion(b"\xff", 5))
     rows = [
         change_row(deletion, "s.c", "deletion", 2**64 - 1, 6, (2, 5)),
         control_row("collection_dropped", 3, "s.c", 2, 6, 8, 6),
