@@ -1,23 +1,23 @@
-"""The assembly of a stream's messages to whole snapshots: what is staged, and when it may be seen.
+"""The assembly of a stream's messages to whole snapshots, which are staged and then published.
 
 Knows the newest complete boundary, the position, the open snapshot and the manifest at the position. Must never know
 requests, answers, connections or retries: those are the machine's.
 
-Invariants: the seqno strictly rises in a vbucket and never passes the open snapshot's end; nothing of an open snapshot
-is published before its end. The rules are those of docs/protocol.md 2.6 and 2.7:
+Invariants: the seqno strictly rises in a vbucket and never passes the open snapshot's end; an open snapshot is
+published only at its end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker's end is trusted, its start is not;
 - any message that carries the end's seqno reaches the end: a row, a system event, a prepare or abort, or SeqnoAdvanced.
   Below the end prepares, aborts and SeqnoAdvanced move the position and nothing else;
-- a marker with the same end continues the open snapshot, one with a later end prolongs it (the same stream skips
-  nothing, so all is held at the later end); one with an earlier end contradicts it;
+- a marker with the same end continues the open snapshot, one with a later end prolongs it (a stream skips no change, so
+  the later end is complete, too); one with an earlier end contradicts it;
 - on connections without collections the end may never be hit, because a filtered tail is passed over in silence: a
   following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
 - the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing. If it names an
-  earlier end (a source that goes on from memory sends a checkpoint at a time) the old end stays: what the first part
-  left out as superseded up to there has yet to come;
+  earlier end (a source that continues from memory sends one checkpoint at a time), the old end stays: up to there the
+  newer versions of documents that the first part left out are still to come;
 - an out-of-order snapshot (OSO) is never requested, so one is a violation.
 
-A message that breaks a rule raises Violation; what was put into `out` before stands.
+A message that breaks a rule raises Violation; instructions that are already in `out` stay valid.
 """
 
 from __future__ import annotations
@@ -64,14 +64,12 @@ class Assembler:
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
             self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows
-        # A state that contradicts itself is read as holding no more than its boundary and something to abandon.
+        # Of a state that contradicts itself, only the boundary counts; the rows above it are abandoned.
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
-        self.open_snapshot = self._held_snapshot = state.open_snapshot if resumable else None
-        self._purge_seqno = None
-        self._replaces_end = False
-        self._resumed_end = Seqno(0)
+        self._held_snapshot = state.open_snapshot if resumable else None
+        self.end_stream()
 
     @property
     def holds_part(self) -> bool:
@@ -97,9 +95,8 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """Leave the stream: the range that the last accepted item came with remains of an open snapshot.
-
-        A marker of which nothing was accepted is forgotten. To send its range would claim what is not held.
+        """Leave the stream, and keep the range of the last accepted item. Forget a marker without an accepted item: a
+        request with its range would claim rows that are not held.
         """
         self.open_snapshot = self._held_snapshot
         self._purge_seqno = None
@@ -123,12 +120,12 @@ class Assembler:
                 if not self._collections and event.start_seqno > current.end_seqno:
                     self._close("next marker", out)
                     current = None
-            if current is not None:  # goes on: it began where the first marker said
+            if current is not None:  # it continues: the first marker's start counts
                 start_seqno = min(start_seqno, current.start_seqno)
         self._replaces_end = False
         self._purge_seqno = event.purge_seqno or None
         self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
-        if end_seqno == self.position_seqno:  # nothing is missing of it
+        if end_seqno == self.position_seqno:  # it is complete
             if end_seqno > self.boundary_seqno:
                 self._publish("marker", out)
             else:
@@ -139,7 +136,7 @@ class Assembler:
         open_snapshot = self.open_snapshot
         if open_snapshot is None or self._replaces_end:
             raise Violation(f"a row at {_seqno_of(rows[0])} outside any snapshot")
-        first_seqno, last_seqno = int.from_bytes(rows[0][0][4:12]), int.from_bytes(rows[-1][0][4:12])
+        first_seqno, last_seqno = _seqno_of(rows[0]), _seqno_of(rows[-1])
         if first_seqno <= self.position_seqno:
             raise Violation(f"a row at {first_seqno} after {self.position_seqno}: seqnos must rise")
         if last_seqno - first_seqno < len(rows) - 1:
@@ -157,7 +154,7 @@ class Assembler:
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
-        """Move the position: nothing up to the seqno is missing. Publish at the end of a snapshot."""
+        """Move the position to a seqno; no change up to it is missing. Publish at the end of a snapshot."""
         seqno = event.seqno
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
@@ -199,7 +196,7 @@ class Assembler:
         """Skip a prepare or an abort: it takes its seqno and no reader sees it.
 
         A mirror never requests sync writes, so a source sends a commit as a mutation with the prepare's value
-        (docs/protocol.md 2.6). A COMMIT message has no value, and what it commits was skipped.
+        (docs/protocol.md 2.6). A COMMIT message has no value, and its prepare was skipped.
         """
         self._check_next(event.seqno)
         if isinstance(event, Commit):
@@ -235,7 +232,7 @@ class Assembler:
         self._moved_to(seqno, cause, out)
 
     def _close(self, cause: str, out: list[Instruction]) -> None:
-        """Complete the open snapshot: its end is not going to be hit, and nothing up to it is missing."""
+        """Complete the open snapshot: all changes are here, and no message will carry its end."""
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
         if end_seqno > self.position_seqno:

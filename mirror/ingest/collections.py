@@ -18,6 +18,7 @@ from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
     CollectionModified,
+    CollectionSettings,
     ScopeCreated,
     ScopeDropped,
     SystemEventContent,
@@ -45,7 +46,7 @@ def apply(
 
 
 def change_by(content: SystemEventContent, before: Manifest, after: Manifest) -> ManifestChange:
-    """Return what an event made of a manifest, found without a look at what it does not name."""
+    """Return an event's change of a manifest; compare only the scope and collection that it names."""
     named = () if isinstance(content, (ScopeCreated, ScopeDropped)) else (content.collection_id,)
     return ManifestChange.between(before, after, (content.scope_id,), named)
 
@@ -57,25 +58,20 @@ def without_default(manifest: Manifest) -> Manifest:
     return replace(manifest, scopes=scopes, collections=collections)
 
 
-def _with_collection(manifest: Manifest, collection: Collection) -> Manifest:
-    return replace(manifest, collections=manifest.collections | {collection.collection_id: collection})
+def _with_collection(manifest: Manifest, content: CollectionSettings, begin_seqno: Seqno) -> Manifest:
+    entry = Collection(content.collection_id, content.scope_id, content.name, begin_seqno, content.max_ttl)
+    return replace(manifest, collections=manifest.collections | {entry.collection_id: entry})
 
 
 def _created(manifest: Manifest, content: CollectionCreated, seqno: Seqno) -> Manifest:
     known = manifest.collections.get(content.collection_id)
-    begin_seqno = seqno if known is None else max(seqno, known.begin_seqno)
-    return _with_collection(
-        manifest, Collection(content.collection_id, content.scope_id, content.name, begin_seqno, content.max_ttl)
-    )
+    return _with_collection(manifest, content, seqno if known is None else max(seqno, known.begin_seqno))
 
 
 def _modified(manifest: Manifest, content: CollectionModified, _seqno: Seqno) -> Manifest:
     # Other settings, the same documents. Ids are never used twice, so an unknown begin may be taken as 0.
     known = manifest.collections.get(content.collection_id)
-    begin_seqno = Seqno(0) if known is None else known.begin_seqno
-    return _with_collection(
-        manifest, Collection(content.collection_id, content.scope_id, content.name, begin_seqno, content.max_ttl)
-    )
+    return _with_collection(manifest, content, Seqno(0) if known is None else known.begin_seqno)
 
 
 def _dropped(manifest: Manifest, content: CollectionDropped, _seqno: Seqno) -> Manifest:

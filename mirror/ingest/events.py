@@ -24,8 +24,7 @@ Row = tuple[bytes, bytes]
 class Start:
     """A connection to the active node is ready (DCP opened, controls sent): streams may be requested.
 
-    Also the way to end `refused` once its cause was fixed. A machine that had a stream is sent Stop or
-    ConnectionLost before; if not, it closes that stream first.
+    It also ends `refused`. A machine that still has a stream closes it first.
     """
 
     collections: bool = True
@@ -33,7 +32,7 @@ class Start:
     sends_purge_seqno: bool = False
     """V2.2 markers were granted (8.0): a mid-snapshot request may say which purge seqno its rows were taken at."""
     by_mirror: bool = False
-    """The node is a mirror: it may be behind what is held here, and will catch up."""
+    """The node is a mirror: it may be behind this one, and will catch up."""
     end_seqno: int = SEQNO_MAX
     filter: StreamFilter | None = None
     scope_names: Mapping[int, str] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The stream is to be closed and none requested until Start: the vbucket moves, or the program stops."""
+    """Close the stream and request none until Start: the vbucket moves, or the program stops."""
 
     text: str = "stopped"
 
@@ -67,7 +66,7 @@ class RetryDue: ...
 
 @dataclass(frozen=True, slots=True)
 class HighSeqno:
-    """The source's high seqno of the vbucket, as polled. `seqno` may exceed what a filtered stream will show."""
+    """The source's high seqno of the vbucket, as polled. A filtered stream may end below it."""
 
     seqno: int
 
@@ -113,7 +112,7 @@ class FailoverLogRefused:
     status: int
 
 
-# --- from the host: what the sink did ---
+# --- from the host: results of the sink ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ does not, or names 0, the machine asks once for the source's failover log, looks
 a stream there. Only then does it begin a resync, next to the old copy (docs/protocol.md 2.5).
 
 Each function takes the machine's state and an event, appends instructions, and returns the next phase. Invariants: a
-stream is requested only when the store holds exactly what the request says; the failover log is saved before the first
-row of its stream is staged.
+request names exactly the store's position; the failover log is saved before the first row of its stream is staged.
 """
 
 from __future__ import annotations
@@ -161,12 +160,12 @@ def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]
     if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:
         return _before_zero(machine, why, out)
     machine.handshake.next_vbuuid = None
-    return _roll_back(machine, seqno, why, why, out)
+    return _roll_back(machine, seqno, why, out)
 
 
-def _roll_back(machine: MachineState, seqno: int, why: str, cause: str, out: list[Instruction]) -> Phase:
+def _roll_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]) -> Phase:
     machine.report(VbucketStatus.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
-    out.append(RollbackTo(machine.vbid, cause, Seqno(seqno)))
+    out.append(RollbackTo(machine.vbid, why, Seqno(seqno)))
     return Phase.ROLLING_BACK
 
 
@@ -185,22 +184,22 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
     if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]:
-        # It is behind: every history that it knows is known here.
+        # The source is behind: the consumer knows all of its histories.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
-    # The source's polled high seqno is not used: it may be older than rows that we hold, and would take them back. The
-    # next request names the common vbuuid, and its answer says the true seqno.
+    # The polled high seqno may be older than held rows and would undo them. The answer to the next request, which
+    # names the common vbuuid, has the true seqno.
     common = common_history(machine.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
     machine.handshake.next_vbuuid = common.vbuuid
-    # The log is cut only once no newer row is held. After an earlier cut, a crash would leave rows under a wrong
-    # history, and the source would take them for its own.
+    # Roll back before the log is cut. In the other order, a crash would leave rows under a wrong history, and the
+    # source would accept them.
     if common.seqno < boundary_seqno:
-        return _roll_back(machine, common.seqno, cause, cause, out)
+        return _roll_back(machine, common.seqno, cause, out)
     if machine.assembler.holds_part:
         return machine.abandon(cause, None, out)
     if common.failover_log != machine.failover_log:
@@ -217,7 +216,7 @@ def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[I
 
 
 def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
-    if machine.assembler.boundary_seqno == 0:  # nothing to keep next to it
+    if machine.assembler.boundary_seqno == 0:  # no old copy to keep
         return begin(machine, why, out)
     text = f"{why}: fetching the vbucket again next to the old copy"
     machine.report(VbucketStatus.RESYNCING, text, out)

@@ -4,13 +4,13 @@ Knows what each instruction means and what its host (`feed.stream.host`) must gu
 instruction carries the vbucket and its `cause`, so that an effect can be traced to the event that led to it.
 
 A host guarantees:
-- the instructions of one list are executed in list order; where one fails, the rest of its list is dropped and the
+- the instructions of one list are executed in list order; if one fails, the rest of its list is dropped and the
   machine is sent StagingRefused, or, if the store itself failed, is replaced by a new machine made from the stored
   state;
 - the instructions that say "answered by" are followed by that event, and until then nothing is sent for the vbucket;
 - durable before acknowledged: AnswerMarker is only returned for a snapshot whose Published was handed in.
 
-The instances are not frozen because two of them are made for every live snapshot; nobody may change one.
+The instances are not frozen, for speed (each live snapshot makes two). Do not change one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RefreshMap(InstructionFields):
 
 @dataclass(slots=True)
 class RefreshCollections(InstructionFields):
-    """Ask which collections there are now. A filter that differs comes with a new Start."""
+    """Get the source's current manifest. A changed filter comes with a new Start."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class StageSystemEvent(InstructionFields):
 class PublishSnapshot(InstructionFields):
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
-    With seqno 0 (only while a resync is under way): the source holds nothing at all.
+    Seqno 0 (in a resync only): the source's vbucket is empty.
     """
 
     seqno: Seqno
@@ -157,7 +157,7 @@ class SaveFailoverLog(InstructionFields):
 
 @dataclass(slots=True)
 class SaveFilter(InstructionFields):
-    """Keep what the streams of the staging branch are filtered to, no later than the first row of the stream."""
+    """Save the filter of the staging branch's streams, no later than the first row of the stream."""
 
     text: str
 
@@ -166,7 +166,7 @@ class SaveFilter(InstructionFields):
 class RollbackTo(InstructionFields):
     """Go back to the newest kept boundary at or below `seqno`, staged rows included. Answered by RolledBack.
 
-    Where no boundary above 0 is kept there, nothing is changed. Answered by NoBoundary.
+    Answered by NoBoundary, with no change, if no boundary above 0 is kept there.
     """
 
     seqno: Seqno

@@ -1,7 +1,7 @@
 """The point from which a stream is requested, and the one rule that holds for it.
 
-Knows what a stream request says about the consumer's position, and how to derive it from what is stored. Must never
-know streams, answers or rows.
+Knows the position in a stream request and its derivation from the stored state. Must never know streams, answers or
+rows.
 
 Invariant, held by construction: snap_start_seqno <= start_seqno <= snap_end_seqno (a producer answers anything else
 with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
@@ -9,9 +9,9 @@ with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
 - between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
   accepted is never part of an offset;
 - inside a snapshot: start is the last staged seqno X, the range is [E, end of the open snapshot]. The range begins at
-  our own boundary and not at the marker's start, which is not reliable (2.6): where it names the first item, a request
-  with start == snap_start would claim that nothing of the snapshot is held, and be accepted on a history on which
-  what was deduplicated away below it never comes again.
+  our own boundary and not at the marker's start, which is not reliable (2.6). If that is the first item, start equals
+  snap_start: the producer takes the snapshot for not begun and may accept on another history, which never sends the
+  items that were deduplicated below.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class StreamOffset:
 def resume_offset(
     boundary_seqno: Seqno, staged_seqno: Seqno, open_snapshot: SnapshotRange | None, failover_log: FailoverLog
 ) -> StreamOffset:
-    """Derive the offset from what is held: a newest complete boundary, and perhaps part of the snapshot after it.
+    """Return the offset after the newest complete boundary and, if resumable, the staged part of the next snapshot.
 
-    Inside a snapshot the history is the one its *end* lies on: the rows came from a stream of that history, and the
-    older one would be answered with a rollback to its branch point although nothing was lost.
+    Inside a snapshot the history is that of its *end*, from which the rows came. The source would answer an older
+    history with a rollback to its branch point, although no change was lost.
     """
     if not is_resumable(boundary_seqno, staged_seqno, open_snapshot):
         return StreamOffset.between_snapshots(boundary_seqno, failover_log.vbuuid_at(boundary_seqno))

@@ -21,7 +21,7 @@ class Action(Enum):
     RETRY = auto()
     REFRESH_MAP = auto()
     REOPEN = auto()
-    """Close whatever stream the source believes to be open, and ask again after a delay."""
+    """Close the stream that the source believes to be open, and ask again after a delay."""
     RECONNECT = auto()
     REFRESH_COLLECTIONS = auto()
     WAIT_FOR_COLLECTIONS = auto()
@@ -29,9 +29,9 @@ class Action(Enum):
     GO_BACK = auto()
     """Drop the open snapshot, else search common history: the source cannot continue from there."""
     REFUSED = auto()
-    """Report it and ask again after up to a minute: somebody may grant what is missing."""
+    """Report it and ask again after up to a minute: an administrator may grant the privilege."""
     STOP = auto()
-    """Report it and wait for people: asking again cannot help."""
+    """Report it and stop: only a person can help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ REFUSALS: dict[int, Reaction] = {
 
 
 def on_stream_end(reason: int) -> Reaction:
-    """Look up an end code; one that is not known means: ask again."""
+    """Return the reaction to an end code; an unknown one is retried."""
     known = STREAM_ENDS.get(reason)
     return known or Reaction(Action.RETRY, f"the source ended the stream with code {reason}; asking again", _ENDED)
 
 
 def on_refusal(status: int) -> Reaction:
-    """Look up the status of a refused request; one that is not known means: ask again, slower and slower."""
+    """Return the reaction to a refusal; an unknown status is retried, with growing delays."""
     known = REFUSALS.get(status)
     return known or Reaction(Action.RETRY, f"the source answered {status_name(status)}; asking again")
 

@@ -5,7 +5,7 @@ function here is pure and total.
 
 Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, which compares the purge seqno with the *start*
 seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
-Consumer (`common_history`): what to keep before everything is fetched again.
+Consumer (`common_history`): the part of the data to keep instead of fetching everything again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Accept: ...
 
 @dataclass(frozen=True, slots=True)
 class RollbackAnswer:
-    """The consumer holds what the producer does not: it must go back to `seqno` or below and ask again."""
+    """The consumer has changes that the producer lacks: it must go back to `seqno` or below and ask again."""
 
     seqno: int
 
@@ -63,9 +63,9 @@ def producer_answer(
     if start_seqno != 0 and start_seqno < purge_seqno and purge_matters:  # case 2: deletions were lost in between
         return RollbackAnswer(0)
     upper_seqno = failover_log.end_of(vbuuid, high_seqno)
-    if upper_seqno is None:  # case 3: a history nobody here has heard of
+    if upper_seqno is None:  # case 3: an unknown history
         return RollbackAnswer(0)
-    # Case 4. At the edge of a snapshot only that edge counts: nothing of the snapshot, or all of it, is held.
+    # Case 4. At its start the consumer has none of the snapshot, at its end all: only that edge counts.
     if start_seqno == snap_start_seqno:
         snap_end_seqno = start_seqno
     if snap_end_seqno <= upper_seqno:
@@ -85,15 +85,15 @@ class CommonHistory:
     vbuuid: Vbuuid
     seqno: Seqno
     failover_log: FailoverLog
-    """The consumer's log from that history on: what is newer is not the source's past."""
+    """The consumer's log from that history on; the source does not share newer entries."""
 
 
 def common_history(own_log: FailoverLog, own_seqno: int, source_log: FailoverLog) -> CommonHistory | None:
     """Find the newest common history by the logs alone before a rollback to 0 is accepted (docs/protocol.md 2.5).
 
-    Our entries are tried newest first, also where several share a seqno: after a failover without loss the newest
-    entry starts at our very position, the source may never have heard of it, and the one before it is still common.
-    The histories are shared up to the lower of the ends that the two logs give them. None if nothing above 0 is shared.
+    The newest own entry is tried first, also among entries of one seqno: after a failover without loss the newest one
+    starts at our position, and a source that does not know it still shares the one before. A history is shared up to
+    the lower of its ends in the two logs. None if no seqno above 0 is shared.
     """
     for index, entry in enumerate(own_log):
         source_end_seqno = source_log.end_of(entry.vbuuid, SEQNO_MAX)

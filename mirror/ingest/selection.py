@@ -58,7 +58,7 @@ class SourceManifest:
 
     @property
     def hides_system(self) -> bool:
-        """True if the server's own scope is not there, or not shown to this user."""
+        """True if the server's own scope does not exist or is hidden from this user."""
         return SYSTEM_SCOPE not in self.scopes
 
 
@@ -93,21 +93,21 @@ class StreamFilter:
         return {"collections": [f"{each:x}" for each in self.collection_ids]}
 
     def shows_by_itself(self, collection_id: int, scope_id: int) -> bool:
-        """Return True if it shows a collection that exists without any event."""
+        """Return True if the filter shows a collection that exists without an event."""
         return self.scope_id == scope_id if self.scope_id is not None else collection_id in self.collection_ids
 
     def within(self, other: StreamFilter | None) -> bool:
-        """Return True if it shows nothing that the other one would not."""
+        """Return True if the other filter shows everything that this one shows."""
         if other is None or self.scope_id is not None or other.scope_id is not None:
             return self == other
         return set(self.collection_ids) <= set(other.collection_ids)
 
     def continues(self, before: str | None, held_ids: Iterable[int]) -> bool:
-        """Return True if a stream so filtered can go on where one filtered to `before` came to.
+        """Return True if this filter can continue a stream that was filtered to `before`.
 
-        It may show less than what is held only if that is known to be gone (not among `held_ids`): its end would never
-        come. Nor may it show more than before: what was left out until here would never come. Also the same filter may
-        show less than what is held, after staged rows with the end of a collection were abandoned.
+        It must show each collection in `held_ids`, whose end would never come otherwise. It must not add a collection,
+        whose earlier rows would never come. Even an equal filter can lack a held collection, after the staged rows with
+        the collection's end were abandoned.
         """
         old = None if before is None else StreamFilter.parse(before)
         if old is None or old.scope_id is not None or self.scope_id is not None:
@@ -123,7 +123,7 @@ class StreamFilter:
 class Resolved:
     uid: int
     filter: StreamFilter | None
-    """None: the whole bucket, or (with `missing`) nothing that exists."""
+    """None: the whole bucket; with `missing`: no existing collection."""
     missing: tuple[str, ...] = ()
     collection_ids: tuple[int, ...] = ()
     """The collections whose high seqnos bound the streams."""

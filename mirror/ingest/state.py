@@ -1,6 +1,6 @@
 """The state of one vbucket's machine, and the ways in which a turn of its conversation with the source ends.
 
-Knows what the store holds of the vbucket, the stream, and what was said to the source. `handshake` and `streaming`
+Knows the vbucket's stored position, its stream, and its requests to the source. `handshake` and `streaming`
 decide, and `machine` calls them. A function that ends a turn appends its instructions and returns the next phase.
 """
 
@@ -56,7 +56,7 @@ class Shown:
     status: VbucketStatus = VbucketStatus.WAITING
     text: str = "not started"
     failing_text: str | None = None
-    """How the source broke the protocol, until something is published again."""
+    """The source's last protocol violation; None after the next publish."""
     violation_count: int = 0
     ignored_count: int = 0
 
@@ -65,7 +65,7 @@ class Shown:
 class HandshakeState:
     rollback_rounds: int = 0
     common_tried: bool = False
-    """The source's failover log was searched for common history, which is done once."""
+    """True after the one search of the source's failover log for common history."""
     next_vbuuid: Vbuuid | None = None
     """The common history that was found; the next request names it."""
 
@@ -92,9 +92,9 @@ class MachineState:
         self.marker_acks: list[tuple[int, int]] = []
         """End and opaque of each marker that waits to be answered."""
         self.marker_purge_seqno = 0
-        """Of the newest marker, until its first item came."""
+        """The newest marker's purge seqno, until its first item arrives."""
         self.high_seqno: int | None = None
-        # What the store holds.
+        # The stored position.
         self.durable_seqno = state.staging_published_seqno
         self.load(state)
 

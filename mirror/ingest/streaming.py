@@ -1,8 +1,8 @@
 """An open stream: its messages, the answers to its markers, and its end.
 
 The functions of the table take the machine's state and an event, append instructions, and return the next phase. A
-marker is answered only after its snapshot is durable. A source that breaks the rules loses its open snapshot: nothing
-of it is kept, and the stream is requested again after a delay.
+marker is answered only after its snapshot is durable. If the source breaks the rules, the machine drops the open
+snapshot and requests the stream again after a delay.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction])
 
 
 def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
-    """Save it before the first item of a snapshot, so that a mid-snapshot request after a restart can say it."""
+    """Save the marker's purge seqno before its first item: a mid-snapshot request after a restart sends it."""
     purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
     missing_seqno = machine.missing_seqno
     if not machine.assembler.boundary_seqno:
@@ -152,7 +152,7 @@ def high_seqno(machine: MachineState, event: ev.HighSeqno, out: list[Instruction
 
 
 def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
-    """Publish nothing, once, if the source has nothing: no snapshot will ever say so."""
+    """Publish an empty snapshot once if the source's vbucket is empty, because the source sends none."""
     assembler = machine.assembler
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return
@@ -162,7 +162,7 @@ def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
 
 
 def _progressed(machine: MachineState, out: list[Instruction]) -> None:
-    """Note a publish; on a branch next to the served one that swaps the branch in."""
+    """Note a publish, which also ends a resync."""
     machine.attempt = 0
     machine.shown.failing_text = None
     machine.resyncing = False
@@ -179,8 +179,8 @@ def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[I
 
 
 def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
-    """Keep nothing of the open snapshot, and request the stream again later."""
-    if out and type(out[-1]) is PublishSnapshot:  # what was complete before the break stays so
+    """Drop the open snapshot, and request the stream again later."""
+    if out and type(out[-1]) is PublishSnapshot:  # a snapshot before the violation stays
         _progressed(machine, out)
     shown = machine.shown
     shown.violation_count += 1

@@ -28,14 +28,14 @@ HOST_PLACEHOLDER = "$HOST"
 VIEWS = "couchapi"
 """The capability of buckets that have views, as only persistent ones have."""
 SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollection"))
-"""Those of buckets with a scope `_system`: all of a 7.6 cluster or newer."""
+"""Capabilities of buckets that have a scope `_system`, as all have since 7.6."""
 
 VBUCKET_COUNT_MAX = 65_536
 """A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
 
 
 Revision = tuple[int, int]
-"""(epoch, revision): what maps are ordered by. Servers before 7.0.2 send no epoch, which counts as epoch 0."""
+"""(epoch, revision), the order of maps. Servers before 7.0.2 send no epoch, which counts as epoch 0."""
 
 
 class MalformedClusterMap(ValueError):
@@ -71,7 +71,7 @@ class ClusterMap:
     replicas: tuple[tuple[int, ...], ...] = ()
     """By vbucket, the replicas that have a node, as indexes into `nodes`."""
     ephemeral: bool = False
-    """The bucket lives in memory alone: nothing of it is ever persisted."""
+    """The bucket lives in memory and is never persisted."""
     system_collections: bool = False
     """The bucket has collections of the server's own, which only the privileged see."""
     network: str = "default"
@@ -129,7 +129,7 @@ class MapVerdict(Enum):
     OLDER = "older"
     """Older than one that was followed before, perhaps by another process or before a restart."""
     OTHER_BUCKET = "other bucket"
-    """Of another bucket: its revision means nothing here."""
+    """A map of another bucket, whose revisions do not compare."""
 
 
 class NewestMap:
@@ -137,12 +137,12 @@ class NewestMap:
 
     Maps of the cluster are ordered by revision, over restarts too (`floor`). A map of equal revision is the same map,
     unless it names other nodes and those that it does not name are away: the cluster was restarted with other ports. A
-    mirror that serves as the source numbers its maps by its own starts: such a map is accepted where none of the
-    cluster's is followed, and sets no floor.
+    mirror that serves as the source numbers its maps by its own starts: such a map is accepted only while none of
+    the cluster's is followed, and sets no floor.
     """
 
     def __init__(self, bucket_uuid: str | None = None, floor: Revision | None = None) -> None:
-        """`bucket_uuid`: None or empty if any bucket is meant, until the first map. `floor`: followed before."""
+        """`bucket_uuid`: None or empty to accept any bucket's first map. `floor`: the newest revision so far."""
         self.current: ClusterMap | None = None
         self.bucket_uuid = bucket_uuid
         self.floor = floor
@@ -184,9 +184,9 @@ class NewestMap:
 
 
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:
-    """Return the map to begin with among those that several nodes sent, in the order of preference if they are equal.
+    """Return the newest of the maps that several nodes sent, the first one if several are equal.
 
-    Maps of another bucket count only if there is no other; without `bucket_uuid` the bucket is that of the first.
+    Maps of another bucket count only if there is no other; without `bucket_uuid` the first map names the bucket.
     """
     expected_uuid = bucket_uuid or maps[0].bucket_uuid
     ours = [each for each in maps if each.bucket_uuid == expected_uuid] or maps
@@ -228,8 +228,8 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
 def _is_ephemeral(config: Mapping[str, object]) -> bool:
     """Return True for an ephemeral bucket.
 
-    Newer maps say it (ns_server, bucket_info_cache: `bucketType`); else only what persists has views (`couchapi`). The
-    second alone would be wrong of buckets with the Magma engine, which persist and have no views.
+    Newer maps have `bucketType` (ns_server, bucket_info_cache). In older maps an ephemeral bucket lacks `couchapi`; in
+    newer ones a Magma bucket lacks it, too.
     """
     if isinstance(config.get("bucketType"), str):
         return bool(config["bucketType"] == "ephemeral")
@@ -239,10 +239,10 @@ def _is_ephemeral(config: Mapping[str, object]) -> bool:
 
 
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
-    """Choose the network by the address that was contacted, as SDKs do: the one whose addresses hold it.
+    """Return the network that has the contacted address, as SDKs choose it.
 
-    Host and port together say more than the host alone (all nodes of a test cluster may share one host). An address in
-    no network at all, as of a map that came by another name, is of "default".
+    A match of host and port precedes a match of the host alone, which all nodes of a test cluster may share. An address
+    of no network gives "default".
     """
     config = _load(text)
     found: list[tuple[bool, str]] = []
@@ -290,9 +290,7 @@ class _NodeExt:
 def _parse_server_map(
     server_map: dict[str, Any], nodes_ext: Sequence[_NodeExt], contacted_host: str
 ) -> tuple[tuple[Node, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return the nodes in the order of serverList, which the rows of the map count in, the first column of the map, and
-    the others.
-    """
+    """Return the nodes in the order of serverList, and by vbucket the indexes of its active node and its replicas."""
     by_address: dict[tuple[str, int | None], list[Node]] = {}
     for ext in nodes_ext:
         if ext.serves_kv:
