@@ -2,7 +2,7 @@
 
 Knows the limits of frames; must never know their content. Invariants: bytes leave in the order they came, each exactly
 once; a byte is copied a bounded number of times, however small its pieces; a header is judged on arrival, so an
-impossible length is an error at once. Holds at most one incomplete frame and what was fed since the last drain: the
+impossible length is an error at once. Holds at most one incomplete frame and the bytes fed since the last drain: the
 owner drains (`next_frame` until None, or `take` and `release`) before feeding again.
 """
 
@@ -48,8 +48,8 @@ class FrameBuffer:
         return self._data, self._pos
 
     def release(self, pos: int) -> None:
-        """Drop everything before `pos` of what `take` returned; judge the header that stands there now."""
-        assert not self._pieces, "release belongs to the take before it; nothing may be fed in between"
+        """Drop the bytes before `pos` of those that `take` returned, and check the header at `pos`."""
+        assert not self._pieces, "bytes were fed between take and release"
         assert self._pos <= pos <= len(self._data)
         self._size -= pos - self._pos
         self._pos = pos

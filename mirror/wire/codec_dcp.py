@@ -3,8 +3,8 @@
 Knows the shape of each message (extras, key, value); must never know whether it is legal now or what it does.
 Invariants: a frame of any other shape, or of an opcode without a row, is a RemoteProtocolError; for every event
 `decode(to_frame(e)) == e`; cas and datatype of messages that have none are ignored when read, and sent as 0.
-Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); where their figures contradict each other
-the recordings of real servers decide (see the table in tests/wire/goldens.py).
+Sources: kv_engine docs/dcp/documentation/commands/* (one file per opcode); if their figures contradict each
+other, the recordings of real servers decide (see the table in tests/wire/goldens.py).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ _FROM_FRAME: dict[str, Callable[[Frame], Any]] = {
 
 
 def _row(event: type[Any], layout: str = "", *names: str, key: str = NONE, value: str = NONE) -> _Row:
-    """Return the row of a message whose extras are these fields; its others are those of the frame."""
+    """Return the row of a message: its extras are the named fields, and the frame has the others."""
     extras = struct.Struct(f">{layout}")
     own = [(each.name, _FROM_FRAME[each.name]) for each in fields(event) if each.name in _FROM_FRAME]
     key_name = "name" if any(name == "name" for name, _ in own) else "key"
@@ -255,7 +255,7 @@ _WITH_CAS = frozenset(
 
 
 def _decode_response(frame: Frame) -> ev.Response:
-    """Return the answer: one with a failover log has it taken apart, others have a plain body."""
+    """Return the answer, with its failover log or rollback seqno decoded from the body."""
     common = {name: getattr(frame, name) for name in ("status", "value", "extras", "key", "datatype", "cas", "opaque")}
     common["op"] = frame.opcode
     accepted = frame.status == Status.SUCCESS

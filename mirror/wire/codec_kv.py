@@ -1,6 +1,6 @@
 """The key-value messages that a mirror, its embedded source and its readers speak: shapes and bodies.
 
-Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) nor what a bucket holds. Invariants:
+Knows extras and bodies of the ordinary protocol; must never know DCP (`codec_dcp`) or the data of a bucket. Invariants:
 a request that passes `check_request` has extras, key and value of the lengths its opcode allows; every body is checked
 before it is cut.
 Sources: kv_engine docs/BinaryProtocol.md, docs/SubDocument.md, docs/Collections.md, docs/range_scans/*,
@@ -200,13 +200,11 @@ class Meta:
 
 
 def decode_store(extras: bytes) -> Store:
-    flags, expiry = _exactly(_STORE, extras, Opcode.SET, "extras")
-    return Store(flags, expiry)
+    return Store(*_exactly(_STORE, extras, Opcode.SET, "extras"))
 
 
 def decode_counter(extras: bytes) -> Counter:
-    delta, initial, expiry = _exactly(_COUNTER, extras, Opcode.INCREMENT, "extras")
-    return Counter(delta, initial, expiry)
+    return Counter(*_exactly(_COUNTER, extras, Opcode.INCREMENT, "extras"))
 
 
 def decode_expiry(extras: bytes) -> int:
@@ -391,7 +389,7 @@ def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
     return b"".join((fields, leb128.encode(len(item.key)), item.key, leb128.encode(value_bytes)))
 
 
-# Server duration: framing extras of answers where HELLO granted TRACING.
+# Server duration: framing extras of answers to clients to which HELLO granted TRACING.
 
 
 def encode_server_duration(duration_us: float) -> bytes:
@@ -400,7 +398,7 @@ def encode_server_duration(duration_us: float) -> bytes:
 
 
 class _Cutter:
-    """Takes fields off the front of a body, and refuses to reach beyond its end."""
+    """Cuts fields from the front of a body. Raises RemoteProtocolError at its end."""
 
     __slots__ = ("_data", "_op", "_pos")
 
@@ -415,7 +413,7 @@ class _Cutter:
     def bytes(self, length: int) -> bytes:
         left = len(self._data) - self._pos
         if length > left:
-            raise RemoteProtocolError(f"a field of {length} bytes where {left} are left", op=self._op)
+            raise RemoteProtocolError(f"a field of {length} bytes, {left} are left", op=self._op)
         start = self._pos
         self._pos += length
         return self._data[start : self._pos]

@@ -1,6 +1,6 @@
 """The words of the memcached binary protocol and of DCP: numbers with names, and the bounds put on lengths.
 
-Knows numbers only; imports nothing of the project. Must never know what a message means or when it is legal.
+Knows numbers only; imports nothing of the project. Must never know the meaning of a message or when it is legal.
 Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints).
 Sources: kv_engine docs/BinaryProtocol.md, docs/dcp/documentation/commands/*, docs/Collections.md.
 """

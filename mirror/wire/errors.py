@@ -1,12 +1,12 @@
 """Errors between two peers, by the side that made them.
 
     ProtocolError
-    |-- LocalProtocolError    we were about to break the rules: nothing was sent, the peer need not know
-    `-- RemoteProtocolError   the peer broke them: what it sends from here on cannot be trusted, close the connection
+    |-- LocalProtocolError    our message or action would break the rules; it was not sent
+    `-- RemoteProtocolError   the peer broke the rules; close the connection
 
-Knows the names of opcodes; must never know a connection or a buffer. Invariant: every error says what is wrong in
-`detail` and, where they are known, at which opcode and vbucket. Decoding bytes of a peer raises RemoteProtocolError
-and nothing else; any other exception out of this package is a defect of it.
+Knows the names of opcodes; must never know a connection or a buffer. Invariant: `detail` names the
+fault, `op` and `vbid` the message if known. Decoding a peer's bytes raises RemoteProtocolError only; any other
+exception is a defect of this package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flow control: the consumer's ledger and the producer's window.
 
 Knows sizes; must never know connections or clocks (the owner of a timer calls `take_ack(force=True)`). Invariants:
-every byte that counts is acknowledged exactly once, also bytes of dropped messages; acknowledgements never exceed what
-was received. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md
+every byte that counts is acknowledged exactly once, also bytes of dropped messages; acknowledgements never exceed the
+received bytes. Sources: kv_engine docs/dcp/documentation/flow-control.md, commands/buffer-ack.md, commands/prepare.md
 (MB-46634: two bytes that are counted and never sent); docs/protocol.md 2.8.
 """
 
@@ -65,7 +65,7 @@ class FlowControlLedger:
         self.unacked += count
 
     def due(self, *, force: bool = False) -> int:
-        """Return the bytes to acknowledge now; 0: none. `force`: whatever there is (a timer)."""
+        """Return the bytes to acknowledge now; 0: none. `force`: also below the threshold (a timer)."""
         if self.window_bytes == 0 or not (force or self.unacked >= self._threshold):
             return 0
         return min(self.unacked, _ACK_MAX)
@@ -86,7 +86,7 @@ class FlowControlLedger:
 
 
 class ProducerWindow:
-    """The producer's side: may it send? One message may overshoot, so the rule looks at what is out before it."""
+    """The producer's side. The window is open until it is full, so one message may exceed it."""
 
     __slots__ = ("outstanding", "window_bytes")
 

@@ -1,6 +1,6 @@
 """One frame of the memcached binary protocol and its bytes: 24-byte header, plain or flexible framing.
 
-Knows where the fields stand and which lengths can be true; must never know what an opcode means, nor whose turn it is.
+Knows the fields' positions and possible lengths; must never know the meaning of opcodes, nor whose turn it is.
 Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and
 against the others; an opcode without a name is no error here. Sources: kv_engine docs/BinaryProtocol.md (packet
 structure, flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.
@@ -42,7 +42,7 @@ _FLEX_REQUEST = int(Magic.FLEX_REQUEST)
 _FLEX_OF = {int(Magic.REQUEST): _FLEX_REQUEST, int(Magic.RESPONSE): int(Magic.FLEX_RESPONSE)}
 
 _ESCAPE = 15
-"""A nibble of 15 in a frame info says: add the next byte."""
+"""A nibble with this value in a frame info: add the next byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Frame:
 
 
 def frame_size(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) -> int:
-    """Return the size in bytes of the frame at `pos` by its header; 0 if more bytes are needed. The magic is judged as
-    soon as it is there, the lengths as soon as all 24 bytes are.
+    """Return the size in bytes of the frame at `pos` by its header; 0 if more bytes are needed. The first byte is
+    enough to check the magic, all 24 bytes are needed to check the lengths.
     """
     available = len(buf) - pos
     if available <= 0:
@@ -145,8 +145,8 @@ def decode(buf: Buffer, pos: int = 0, body_length_max: int = BODY_LENGTH_MAX) ->
 
 
 def encode(frame: Frame, following_bytes: int = 0) -> bytes:
-    """Return the bytes of a frame, but for so many of its value, which follow. Raises LocalProtocolError for what a
-    header cannot say.
+    """Return the bytes of a frame, whose value continues with `following_bytes` that the caller sends. Raises
+    LocalProtocolError for a field that does not fit.
     """
     framing_length, extras_length, key_length = len(frame.framing), len(frame.extras), len(frame.key)
     kind = _KIND.get(frame.magic)

@@ -1,6 +1,6 @@
 """Collection ids as they stand before a key: unsigned LEB128 of 32 bits, at most five bytes.
 
-Knows one integer code; must never know what the key is. Invariant: one id has exactly one spelling. A spelling with
+Knows one integer code; must never know keys. Invariant: one id has exactly one spelling. A spelling with
 trailing zero groups, or of more than 32 bits, is refused (kv_engine docs/Collections.md; docs/protocol.md 2.1).
 """
 

@@ -1,8 +1,8 @@
 """Authentication over SASL, both sides: SCRAM-SHA512, -SHA256, -SHA1 and PLAIN.
 
-Knows the messages of RFC 5802 and nothing of sockets or opcodes. One exchange per object, in three messages; anything
-out of order or out of shape is a `SaslError` that never quotes a secret. Passwords are taken as UTF-8 bytes as they
-stand, which is what the server hashes.
+Knows the messages of RFC 5802, not sockets or opcodes. One exchange per object, in three messages; anything
+out of order or out of shape is a `SaslError` that never quotes a secret. Passwords are hashed as UTF-8
+bytes without normalisation, as the server does.
 
 Why not the library `scramp` here: since 1.5 it refuses a nonce with a blank in it and fewer than 4096 iterations, but
 the official SDKs send blanks (recording sdk_72_conn2) and clusters have been set up with 4000 iterations. It is
@@ -38,7 +38,7 @@ MESSAGE_BYTES_MAX = 4096
 
 
 class SaslError(AuthRejected):
-    """The exchange cannot go on: bad message, bad proof, or nothing in common."""
+    """The exchange failed: bad message, bad proof, or no common mechanism."""
 
     exit_code = ExitCode.REFUSED
 
@@ -159,8 +159,8 @@ class ScramServer:
         nonce: str | None = None,
         decoy_of: Callable[[str], ScramVerifier] | None = None,
     ) -> None:
-        """One of `password_of` and `verifier_of` knows the users; None for an unknown one, who is refused only at the
-        end. `decoy_of` gives the verifier of an unknown user's challenge, which must look like a known user's.
+        """Take either `password_of` or `verifier_of`, which returns None for an unknown user. `decoy_of` gives the
+        verifier for an unknown user, whose challenge looks like a known user's and whose login fails at its end.
         """
         assert (password_of is None) != (verifier_of is None), "either passwords or verifiers"
         self._mechanism = mechanism

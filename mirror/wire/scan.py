@@ -52,7 +52,7 @@ _REQUESTS = frozenset((int(Magic.REQUEST), int(Magic.FLEX_REQUEST)))
 
 
 class Run:
-    """Data messages of one stream with none of its other messages between. `byte_count` is what flow control counts."""
+    """Consecutive data messages of one stream. `byte_count` is their size for flow control."""
 
     __slots__ = ("byte_count", "opaque", "rows", "vbid")
 
@@ -77,15 +77,15 @@ class Run:
 def scan(
     data: bytes, pos: int, routes: Mapping[int, bytes], body_length_max: int = BODY_LENGTH_MAX
 ) -> tuple[list[Run | Frame], int]:
-    """Return everything whole in `data[pos:]`, each stream's in order, and the position of the rest. A data message
-    whose opaque is in `routes` becomes a row of a Run; all else becomes a Frame. An error drops what this call had
-    found: the connection is lost either way, and nothing of it was acknowledged.
+    """Return the whole messages in `data[pos:]`, in order by stream, and the position of the rest. A data message whose
+    opaque is in `routes` becomes a row of a Run; any other message becomes a Frame. An error drops the messages of this
+    call: the connection is lost anyway, and they were not acknowledged.
     """
     unpack = _PEEK.unpack_from
     extras_of = _PLAIN_EXTRAS.get
     items: list[Run | Frame] = []
     runs: list[Run] = []
-    open_runs: dict[int, tuple[int, bytes, Callable[[Row], None]]] = {}  # by opaque: vbid, prefix, and what adds a row
+    open_runs: dict[int, tuple[int, bytes, Callable[[Row], None]]] = {}  # by opaque: vbid, prefix, adder of rows
     find_run = open_runs.get
     no_rows: list[Row] = []
     none_open = (-1, b"", no_rows.append)

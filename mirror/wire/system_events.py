@@ -11,7 +11,6 @@ engines/ep/src/collections/events.fbs.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from mirror.wire.constants import Opcode, SystemEventId
@@ -20,120 +19,27 @@ from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
     CollectionModified,
+    CollectionSettings,
     ScopeCreated,
     ScopeDropped,
     SystemEvent,
     SystemEventContent,
 )
 
-_BEGIN_V0 = struct.Struct(">QII")
-_BEGIN_V1 = struct.Struct(">QIII")
-_END = struct.Struct(">QII")
-_SCOPE = struct.Struct(">QI")
+_UID_AND_SCOPE = ("manifest_uid", "scope_id")
+_IDS = (*_UID_AND_SCOPE, "collection_id")
+
+_FIXED: dict[type[Any], tuple[tuple[struct.Struct, tuple[str, ...]], ...]] = {
+    CollectionCreated: ((struct.Struct(">QII"), _IDS), (struct.Struct(">QIII"), (*_IDS, "max_ttl"))),
+    CollectionDropped: ((struct.Struct(">QII"), _IDS),),
+    ScopeCreated: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
+    ScopeDropped: ((struct.Struct(">QI"), _UID_AND_SCOPE),),
+}
+"""The value's layout and fields in version 0, and in version 1 if it differs. The key is the name, if there is one."""
 
 _FLATBUFFERS_VERSION = 2
-
-
-def decode_system_event(event: SystemEvent) -> SystemEventContent:
-    """Return the event's content. Unknown kinds or versions are a RemoteProtocolError: skipping one would lose data (a
-    collection that ends takes its documents with it).
-    """
-    decode = _DECODERS.get((event.event, event.version))
-    if decode is None:
-        raise _error(event, f"no such system event: {event.event} in version {event.version}")
-    return decode(event)
-
-
-def encode_system_event(
-    content: SystemEventContent,
-    *,
-    vbid: int,
-    seqno: int,
-    version: int = 1,
-    opaque: int = 0,
-    stream_id: int | None = None,
-) -> SystemEvent:
-    """Return the event of `content`. Version 1 falls to 0 if the kind has no version 1; a modification exists in
-    version 2 only.
-    """
-    kind, write_fixed, write_table = _ENCODERS[type(content)]
-    if version == _FLATBUFFERS_VERSION:
-        key, value = write_table(content)
-    elif write_fixed is None:
-        raise LocalProtocolError(
-            f"{type(content).__name__} exists in version 2 only", op=Opcode.DCP_SYSTEM_EVENT, vbid=vbid
-        )
-    else:
-        key, value, version = write_fixed(content)
-    return SystemEvent(vbid, seqno, int(kind), version, key, value, opaque=opaque, stream_id=stream_id)
-
-
-def _error(event: SystemEvent, detail: str) -> RemoteProtocolError:
-    return RemoteProtocolError(detail, op=Opcode.DCP_SYSTEM_EVENT, vbid=event.vbid)
-
-
-def _name(event: SystemEvent, raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise _error(event, f"a name that is not UTF-8: {raw!r}") from None
-
-
-def _fixed(event: SystemEvent, layout: struct.Struct) -> tuple[int, ...]:
-    if len(event.value) != layout.size:
-        raise _error(event, f"a value of {len(event.value)} bytes, not {layout.size} (event {event.event})")
-    return layout.unpack(event.value)
-
-
-# Versions 0 and 1.
-
-
-def _begin_v0(event: SystemEvent) -> SystemEventContent:
-    uid, scope_id, collection_id = _fixed(event, _BEGIN_V0)
-    return CollectionCreated(uid, scope_id, collection_id, _name(event, event.key))
-
-
-def _begin_v1(event: SystemEvent) -> SystemEventContent:
-    uid, scope_id, collection_id, max_ttl = _fixed(event, _BEGIN_V1)
-    return CollectionCreated(uid, scope_id, collection_id, _name(event, event.key), max_ttl)
-
-
-def _end_v0(event: SystemEvent) -> SystemEventContent:
-    uid, scope_id, collection_id = _fixed(event, _END)
-    return CollectionDropped(uid, scope_id, collection_id)
-
-
-def _scope_create_v0(event: SystemEvent) -> SystemEventContent:
-    uid, scope_id = _fixed(event, _SCOPE)
-    return ScopeCreated(uid, scope_id, _name(event, event.key))
-
-
-def _scope_drop_v0(event: SystemEvent) -> SystemEventContent:
-    uid, scope_id = _fixed(event, _SCOPE)
-    return ScopeDropped(uid, scope_id)
-
-
-def _write_begin(content: CollectionCreated) -> tuple[bytes, bytes, int]:
-    fields = (content.manifest_uid, content.scope_id, content.collection_id)
-    if content.max_ttl is None:
-        return content.name.encode(), _BEGIN_V0.pack(*fields), 0
-    return content.name.encode(), _BEGIN_V1.pack(*fields, content.max_ttl), 1
-
-
-def _write_end(content: CollectionDropped) -> tuple[bytes, bytes, int]:
-    return b"", _END.pack(content.manifest_uid, content.scope_id, content.collection_id), 0
-
-
-def _write_scope_create(content: ScopeCreated) -> tuple[bytes, bytes, int]:
-    return content.name.encode(), _SCOPE.pack(content.manifest_uid, content.scope_id), 0
-
-
-def _write_scope_drop(content: ScopeDropped) -> tuple[bytes, bytes, int]:
-    return b"", _SCOPE.pack(content.manifest_uid, content.scope_id), 0
-
-
-# Version 2. A FlatBuffers value starts with the offset of its table; a table starts with the (backward) offset of its
-# vtable, which says for each field how far from the table's start it stands, or 0 for a field that has its default.
+# A FlatBuffers value starts with the offset of its table; a table starts with the (backward) offset of its vtable,
+# which has for each field its offset in the table, or 0 for a field with its default.
 
 _FB_U16 = struct.Struct("<H")
 _FB_U32 = struct.Struct("<I")
@@ -168,6 +74,80 @@ _DROPPED_SCOPE: tuple[tuple[str, _Kind], ...] = (
     ("scope_id", _FB_U32),
     ("system_scope", _FB_BOOL),
 )
+_TABLES: dict[type[Any], tuple[tuple[str, _Kind], ...]] = {
+    CollectionCreated: _COLLECTION,
+    CollectionModified: _COLLECTION,
+    CollectionDropped: _DROPPED_COLLECTION,
+    ScopeCreated: _SCOPE_TABLE,
+    ScopeDropped: _DROPPED_SCOPE,
+}
+
+_CONTENTS: dict[int, type[Any]] = {
+    SystemEventId.COLLECTION_BEGIN: CollectionCreated,
+    SystemEventId.COLLECTION_END: CollectionDropped,
+    SystemEventId.SCOPE_CREATE: ScopeCreated,
+    SystemEventId.SCOPE_DROP: ScopeDropped,
+    SystemEventId.COLLECTION_MODIFY: CollectionModified,
+}
+_EVENT_IDS = {content: int(event) for event, content in _CONTENTS.items()}
+
+
+def decode_system_event(event: SystemEvent) -> SystemEventContent:
+    """Return the event's content. An unknown kind or version is a RemoteProtocolError, because a skipped event would
+    lose data: the end of a collection ends its documents.
+    """
+    kind = _CONTENTS.get(event.event, CollectionModified)
+    if event.event not in _CONTENTS or event.version not in ((0, 1, 2) if kind in _FIXED else (2,)):
+        raise _error(event, f"no such system event: {event.event} in version {event.version}")
+    if event.version == _FLATBUFFERS_VERSION:
+        fields = _read_table(event, _TABLES[kind])
+        if not fields.pop("ttl_valid", True):
+            fields["max_ttl"] = None
+    else:
+        layout, names = _FIXED[kind][event.version if kind is CollectionCreated else 0]
+        if len(event.value) != layout.size:
+            raise _error(event, f"a value of {len(event.value)} bytes, not {layout.size} (event {event.event})")
+        fields = dict(zip(names, layout.unpack(event.value), strict=True))
+        if issubclass(kind, CollectionSettings | ScopeCreated):
+            fields["name"] = _name(event, event.key)
+    content: SystemEventContent = kind(**fields)
+    return content
+
+
+def encode_system_event(
+    content: SystemEventContent,
+    *,
+    vbid: int,
+    seqno: int,
+    version: int = 1,
+    opaque: int = 0,
+    stream_id: int | None = None,
+) -> SystemEvent:
+    """Return the event of `content`. Version 1 falls to 0 if the kind has no version 1; a modification exists in
+    version 2 only.
+    """
+    kind = type(content)
+    if version == _FLATBUFFERS_VERSION:
+        value = _write_table(content)
+    elif kind not in _FIXED:
+        raise LocalProtocolError(f"{kind.__name__} exists in version 2 only", op=Opcode.DCP_SYSTEM_EVENT, vbid=vbid)
+    else:
+        version = int(isinstance(content, CollectionCreated) and content.max_ttl is not None)
+        layout, names = _FIXED[kind][version]
+        value = layout.pack(*(getattr(content, name) for name in names))
+    key = content.name.encode() if isinstance(content, CollectionSettings | ScopeCreated) else b""
+    return SystemEvent(vbid, seqno, _EVENT_IDS[kind], version, key, value, opaque=opaque, stream_id=stream_id)
+
+
+def _error(event: SystemEvent, detail: str) -> RemoteProtocolError:
+    return RemoteProtocolError(detail, op=Opcode.DCP_SYSTEM_EVENT, vbid=event.vbid)
+
+
+def _name(event: SystemEvent, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise _error(event, f"a name that is not UTF-8: {raw!r}") from None
 
 
 def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> dict[str, Any]:
@@ -199,7 +179,11 @@ def _read_table(event: SystemEvent, layout: tuple[tuple[str, _Kind], ...]) -> di
     return fields
 
 
-def _write_table(layout: tuple[tuple[str, _Kind], ...], fields: dict[str, Any]) -> bytes:
+def _write_table(content: SystemEventContent) -> bytes:
+    layout = _TABLES[type(content)]
+    fields = {name: getattr(content, name) for name, _ in layout if name != "ttl_valid"}
+    if isinstance(content, CollectionSettings):
+        fields |= {"ttl_valid": content.max_ttl is not None, "max_ttl": content.max_ttl or 0}
     vtable_size = 4 + 2 * len(layout)
     vtable_pos = 4
     table_pos = -(-(vtable_pos + vtable_size) // 8) * 8
@@ -224,55 +208,3 @@ def _write_table(layout: tuple[tuple[str, _Kind], ...], fields: dict[str, Any]) 
     vtable = struct.pack(f"<{2 + len(offsets)}H", vtable_size, len(body), *offsets)
     head = _FB_U32.pack(table_pos) + vtable
     return head + bytes(table_pos - len(head)) + bytes(body) + strings
-
-
-def _collection_v2(kind: type[Any]) -> Callable[[SystemEvent], SystemEventContent]:
-    def decode(event: SystemEvent) -> SystemEventContent:
-        fields = _read_table(event, _COLLECTION)
-        if not fields.pop("ttl_valid"):
-            fields["max_ttl"] = None
-        content: SystemEventContent = kind(**fields)
-        return content
-
-    return decode
-
-
-def _write_collection_table(content: CollectionCreated | CollectionModified) -> tuple[bytes, bytes]:
-    fields = {name: getattr(content, name) for name, _ in _COLLECTION if name != "ttl_valid"}
-    fields |= {"ttl_valid": content.max_ttl is not None, "max_ttl": content.max_ttl or 0}
-    return content.name.encode(), _write_table(_COLLECTION, fields)
-
-
-def _table_writer(layout: tuple[tuple[str, _Kind], ...]) -> Callable[[Any], tuple[bytes, bytes]]:
-    def write(content: Any) -> tuple[bytes, bytes]:
-        fields = {name: getattr(content, name) for name, _ in layout}
-        return str(fields.get("name", "")).encode(), _write_table(layout, fields)
-
-    return write
-
-
-_DECODERS: dict[tuple[int, int], Callable[[SystemEvent], SystemEventContent]] = {
-    (SystemEventId.COLLECTION_BEGIN, 0): _begin_v0,
-    (SystemEventId.COLLECTION_BEGIN, 1): _begin_v1,
-    (SystemEventId.COLLECTION_BEGIN, 2): _collection_v2(CollectionCreated),
-    (SystemEventId.COLLECTION_END, 0): _end_v0,
-    (SystemEventId.COLLECTION_END, 1): _end_v0,
-    (SystemEventId.COLLECTION_END, 2): lambda e: CollectionDropped(**_read_table(e, _DROPPED_COLLECTION)),
-    (SystemEventId.SCOPE_CREATE, 0): _scope_create_v0,
-    (SystemEventId.SCOPE_CREATE, 1): _scope_create_v0,
-    (SystemEventId.SCOPE_CREATE, 2): lambda e: ScopeCreated(**_read_table(e, _SCOPE_TABLE)),
-    (SystemEventId.SCOPE_DROP, 0): _scope_drop_v0,
-    (SystemEventId.SCOPE_DROP, 1): _scope_drop_v0,
-    (SystemEventId.SCOPE_DROP, 2): lambda e: ScopeDropped(**_read_table(e, _DROPPED_SCOPE)),
-    (SystemEventId.COLLECTION_MODIFY, 2): _collection_v2(CollectionModified),
-}
-
-_Fixed = Callable[[Any], tuple[bytes, bytes, int]]
-_ENCODERS: dict[type[Any], tuple[SystemEventId, _Fixed | None, Callable[[Any], tuple[bytes, bytes]]]] = {
-    CollectionCreated: (SystemEventId.COLLECTION_BEGIN, _write_begin, _write_collection_table),
-    CollectionModified: (SystemEventId.COLLECTION_MODIFY, None, _write_collection_table),
-    CollectionDropped: (SystemEventId.COLLECTION_END, _write_end, _table_writer(_DROPPED_COLLECTION)),
-    ScopeCreated: (SystemEventId.SCOPE_CREATE, _write_scope_create, _table_writer(_SCOPE_TABLE)),
-    ScopeDropped: (SystemEventId.SCOPE_DROP, _write_scope_drop, _table_writer(_DROPPED_SCOPE)),
-}
-"""Content -> kind, writer of the fixed form (key, value, version), writer of the table (key, value)."""
