@@ -1,8 +1,8 @@
 """The embedded source: an in-memory cluster of n nodes for DCP clients and Couchbase SDKs.
 
-Invariants: a node that is down serves nothing, whatever the map says; a changed map has a higher revision; a node that
-was split off has data and a map of its own; the same seed and calls give the same ids, histories and snapshots. It
-answers as the recorded engines do (tests/recordings).
+Invariants: a node that is down answers no client, even if the map names it; a changed map has a higher revision; a
+node that was split off has data and a map of its own; the same seed and calls give the same ids, histories and
+snapshots. It answers as the recorded engines do (tests/recordings).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from random import Random
-from types import TracebackType
 
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.data.bucket import Bucket
@@ -70,8 +69,8 @@ class SandboxCluster:
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
         `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
-        sends its seqno each time that it has left out so many versions. Without `in_turn` a connection sends a piece of
-        one stream after the other, and not a message of each in turn.
+        sends its seqno after each such number of omitted versions. Streams send a message each in turn, without
+        `in_turn` a piece each.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -130,9 +129,7 @@ class SandboxCluster:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -204,10 +201,9 @@ class SandboxCluster:
         self.bucket.map_changed(*moved)
 
     def split_off(self, number: int) -> Bucket:
-        """Cut a node off from the cluster: it goes on with a copy of all data and of the map, and knows no better.
+        """Cut a node off from the cluster, like a partitioned node that the others fail over. Its connections break.
 
-        As a node does that is stopped or partitioned while the others fail it over. Its connections break. Returns its
-        bucket, to which clients that still find it write.
+        The node continues with its own copy of the data and the map. Returns that copy: the bucket of its clients.
         """
         node = self.nodes[number]
         node.bucket = self.bucket.fork()

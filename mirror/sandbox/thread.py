@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from mirror.sandbox.cluster import SandboxCluster
@@ -37,9 +36,7 @@ class SandboxThread:
         self.run(self.cluster.start())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.run(self.cluster.stop())
         finally:
@@ -48,7 +45,7 @@ class SandboxThread:
             self._loop.close()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function of the cluster in its loop, and return what it returns."""
+        """Call a function in the cluster's loop, and return its result."""
 
         async def called() -> T:
             return function(*args, **kwargs)

@@ -93,7 +93,7 @@ class Workload:
             await asyncio.sleep(TICK_SECONDS)
 
     def load(self, count: int, *, vbid: int | None = None) -> int:
-        """Fill an empty bucket quickly, as if long ago; what is loaded takes part in what follows."""
+        """Fill an empty bucket quickly, as if long ago; later writes change these documents, too."""
         first = self._next
         self._next += count
         if vbid is None:

@@ -1,8 +1,8 @@
 """The commands of a running source: name, arguments and the call that each is; `dcp-mirror sandbox fault --help` lists
 them.
 
-Knows what of the cluster they call; must never know sockets or clients. Numbers of nodes begin at 0. Invariant: a
-command that is not understood changes nothing and raises ValueError, KeyError or TypeError with the reason.
+Knows the cluster's methods; must never know sockets or clients. Numbers of nodes begin at 0. Invariant: a bad
+command has no effect and raises ValueError, KeyError or TypeError with the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ USUAL_REFUSALS = (
 
 
 def check_numbers(server: Target, arguments: Arguments) -> None:
-    """Vbuckets and nodes that are named must be there. Raises ValueError."""
+    """Raise ValueError for a vbucket or node that does not exist."""
     for kind, count in (("vbid", len(server.cluster.vbuckets)), ("node", len(server.cluster.nodes))):
         for name in arguments.keys() & {kind, f"{kind}s"}:
             said = arguments[name]

@@ -1,7 +1,7 @@
 """The source's control socket: faults and changes of topology on request, from another process.
 
 A line holds one JSON object: `{"command": NAME, ...}`, answered by `{"ok": true, "result": ...}` or `{"ok": false,
-"error": "..."}`. Invariant: a bad command changes nothing and ends nothing.
+"error": "..."}`. Invariant: a bad command has no effect, and the connection stays.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ class Bucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """An empty bucket without nodes, as a server of that profile has it; with history, as Magma keeps it;
-        `bounded`: see Vbucket.
-        """
+        """Make an empty bucket without nodes. `keeps_history`: as Magma does. `bounded`: see Vbucket."""
         self.name = name
         self.profile = profile
         self.keeps_history = keeps_history
@@ -83,13 +81,13 @@ class Bucket:
         self.states: dict[int, VbucketRole] = {}
         """States set by hand on the vbucket's own node: dead, replica, pending."""
         self.persistence_holds: dict[tuple[int, int], int] = {}
-        """(vbid, node number) -> seqno above which that copy has nothing on its disk, for as long as it stands here."""
+        """(vbid, node number) -> the highest seqno on that copy's disk, until the entry is removed."""
         self.sent = [Sent() for _ in range(vbuckets)]
         self.stream_faults = StreamFaults()
         self.on_map_change: list[Callable[[], None]] = []
         self.on_state_change: list[Callable[[int], None]] = []
 
-    # --- where things are
+    # --- places
 
     def state_on(self, vbid: int, node_number: int) -> VbucketRole:
         if not 0 <= vbid < len(self.vbuckets):
@@ -106,7 +104,7 @@ class Bucket:
         return min(high_seqno, self.persistence_holds.get((vbid, node_number), high_seqno))
 
     def map_changed(self, *vbids: int) -> None:
-        """The map is another now; the streams of these vbuckets are over where they were."""
+        """Announce a changed map, and end the streams of these vbuckets at their former nodes."""
         self.map.bump()
         for vbid in vbids:
             for inform in tuple(self.on_state_change):
@@ -157,9 +155,9 @@ class Bucket:
         vbid: int | None = None,
         xattrs: dict[str, object] | None = None,
     ) -> Item:
-        """Delete a document; `xattrs` are what its tombstone keeps, instead of the system ones that it has.
+        """Delete a document; its tombstone keeps `xattrs` (None: the document's system xattrs).
 
-        Raises DocumentError when there is none.
+        Raises DocumentError if it does not exist.
         """
         leave = None if xattrs is None else values.join(_xattrs(xattrs), b"", 0)
         return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection), leave=leave)
@@ -270,7 +268,7 @@ class Bucket:
     # --- the past and the disk
 
     def to_disk(self, vbid: int | None = None) -> None:
-        """Forget what is in memory: the next streams are filled from disk."""
+        """Forget the changes in memory: the next streams come from disk."""
         for vbucket in self._some(vbid):
             vbucket.to_disk()
 
@@ -289,7 +287,7 @@ class Bucket:
         return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
 
     def recreate(self) -> None:
-        """Delete the bucket and make an empty one of the same name: nothing of the old one is known any more."""
+        """Replace the bucket by an empty one of the same name, with new ids and histories."""
         self.manifest = BucketManifest(history_default=self.keeps_history)
         self.documents = SandboxDocuments(self.clock, self.manifest)
         self.vbuckets[:] = map(self._new_vbucket, range(len(self.vbuckets)))

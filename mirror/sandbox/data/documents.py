@@ -1,7 +1,7 @@
 """The rules of document operations: CAS, revision numbers, expiry, locks and durable writes (kv_engine
 docs/BinaryProtocol.md, docs/protocol.md 2.11).
 
-Invariants: a change takes one seqno and a CAS above all earlier ones of its vbucket; a refusal changes nothing and is a
+Invariants: a change takes one seqno and a CAS above all earlier ones of its vbucket; a refusal has no effect and is a
 `DocumentError` with the server's status; an expired document becomes an expiration when it is touched.
 """
 
@@ -58,7 +58,7 @@ class SandboxDocuments:
     # --- reading
 
     def find(self, vbucket: Vbucket, key: bytes) -> Item | None:
-        """The document of a wire key; None when it is absent, deleted or just found to have expired."""
+        """The document of a wire key; None if it is absent, deleted or expired."""
         item = self.find_any(vbucket, key)
         return None if item is None or item.deleted else item
 
@@ -125,7 +125,7 @@ class SandboxDocuments:
         durability: int = 0,
         leave: tuple[bytes, int] | None = None,
     ) -> Item:
-        """Delete a document; its system xattrs stay in the tombstone, or what is to be left (value, datatype)."""
+        """Delete a document. The tombstone keeps its system xattrs, or has the value and datatype in `leave`."""
         if durability:
             self.prepare_removal(vbucket, key, cas=cas, level=durability)
             return _end(vbucket, key, self.commit)
@@ -146,7 +146,7 @@ class SandboxDocuments:
         return len(due)
 
     def touch(self, vbucket: Vbucket, key: bytes, expiry: int) -> Item:
-        """Set the expiry. Without a change of it nothing happens."""
+        """Set the expiry; an equal one makes no new version."""
         old = self.get(vbucket, key)
         if self._lock(vbucket, key) is not None:
             raise DocumentError(Status.LOCKED)
@@ -179,7 +179,7 @@ class SandboxDocuments:
     def prepare(
         self, vbucket: Vbucket, key: bytes, value: bytes, *, datatype: int = 0, flags: int = 0, level: int = 1
     ) -> Item:
-        """Begin a durable write; until it is committed or aborted readers see what was, and writers are refused."""
+        """Begin a durable write. Until its end, readers see the old document and writers are refused."""
         old = self.find_any(vbucket, key)
         _check_free(vbucket, key)
         expiry = self._absolute_expiry(key, 0)
@@ -206,7 +206,7 @@ class SandboxDocuments:
         return vbucket.append(CommitItem(seqno, key, frame, prepare.seqno))
 
     def abort(self, vbucket: Vbucket, key: bytes) -> Item:
-        """End a durable write that not enough copies took: nothing has happened."""
+        """End a durable write without effect, because too few copies took it."""
         prepare, seqno = _pending(vbucket, key), vbucket.high_seqno + 1
         return vbucket.append(Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno))))
 

@@ -23,7 +23,7 @@ BETWEEN = frozenset((int(Opcode.DCP_SEQNO_ADVANCED), int(Opcode.DCP_SNAPSHOT_MAR
 
 REQUEST = int(Magic.REQUEST)
 NRU = 2
-"""Eviction hint in each mutation; what the engine sends by default."""
+"""Eviction hint in each mutation; the engine's default."""
 
 MUTATION_HEAD = struct.Struct(">BBHBBHIIQ QQIIIHB")
 
@@ -31,8 +31,6 @@ _U32 = struct.Struct(">I")
 _U64 = struct.Struct(">Q")
 
 _PREPARE_DELETED = 24 + 29
-
-_EXTRAS_LENGTH = {MUTATION: 31, DELETION: 21, EXPIRATION: 20, SYSTEM_EVENT: 13, PREPARE: 31, ABORT: 16}
 
 
 class Item:
@@ -97,7 +95,7 @@ class Item:
 
     @property
     def collection_id(self) -> int:
-        """The collection that the key is in; of a system event, the collection or scope that it speaks of."""
+        """The key's collection; of a system event, its collection or scope."""
         return self.key[0] if self.key[0] < 0x80 else leb128.decode(self.key)[0]
 
     @property

@@ -34,7 +34,7 @@ class CollectionEntry:
     name: str
     max_ttl: int | None = None
     history: bool = False
-    """Every version is kept, where the storage keeps history."""
+    """Every version is kept if the storage keeps history."""
     flush_uid: int = 0
 
 
@@ -111,7 +111,7 @@ class BucketManifest:
     collections: dict[int, CollectionEntry] = field(default_factory=lambda: {0: CollectionEntry(0, 0, DEFAULT)})
     system_scopes: set[int] = field(default_factory=set)
     system_collections: set[int] = field(default_factory=set)
-    """Ids of what was ever the system's own: names that begin with an underscore, the default's aside."""
+    """Ids of all present and former collections whose name begins with an underscore, except the default one."""
     _next_scope_id: int = FIRST_ID
     _next_collection_id: int = FIRST_ID
 
@@ -188,16 +188,11 @@ class BucketManifest:
                 changes.append(self._ended(entry.collection_id, entry.scope_id))
         self.uid += 1
         del self.scopes[scope_id]
-        return [
-            *changes,
-            ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes),
-        ]
+        return [*changes, self._scope_dropped(scope_id)]
 
     def missed(self, known: Sequence[ManifestStep], lost: Sequence[ManifestStep]) -> list[ManifestStep]:
-        """The changes to send again to a vbucket that knows some and has lost others: the way from what it
-        knows to the manifest as it is, all but the last step with the uid that it knew.
-
-        A vbucket that becomes active is brought up to the manifest (kv_engine docs/Collections.md).
+        """Return the changes from the vbucket's manifest, which lost some, to the bucket's (kv_engine
+        docs/Collections.md). All but the last one have the uid of the vbucket's manifest.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:
@@ -225,10 +220,7 @@ class BucketManifest:
                 changes.append(self._step_of(event if collection_id in collections else begin, entry))
             elif collection_id in collections:
                 changes.append(self._ended(collection_id, collections[collection_id]))
-        changes += [
-            ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
-            for scope_id in scopes - set(self.scopes)
-        ]
+        changes += map(self._scope_dropped, scopes - set(self.scopes))
         uid = known[-1].uid if known else 0
         return [replace(each, uid=uid) for each in changes[:-1]] + changes[-1:]
 
@@ -247,6 +239,9 @@ class BucketManifest:
     def _ended(self, collection_id: int, scope_id: int) -> ManifestStep:
         system = collection_id in self.system_collections
         return ManifestStep(SystemEventId.COLLECTION_END, self.uid, scope_id, collection_id, system=system)
+
+    def _scope_dropped(self, scope_id: int) -> ManifestStep:
+        return ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
 
     def _existing(self, path: str) -> CollectionEntry:
         entry = self.collection(path)

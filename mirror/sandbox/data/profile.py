@@ -1,7 +1,7 @@
-"""The differences between server releases, as tables: what a release grants and speaks.
+"""The differences between server releases, as tables: features, controls and capabilities.
 
 Sources: docs/protocol.md 2.2 to 2.11, and the recordings of 6.0.5 and 7.2.0 where they differ. Invariants: a server
-refuses what its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as recorded.
+refuses features that its profile does not name; the profiles "6.0" and "7.2" answer the recorded requests as recorded.
 """
 
 from __future__ import annotations

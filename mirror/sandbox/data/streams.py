@@ -1,6 +1,6 @@
-"""Streams as tests and the control socket see them: faults on request, settings, and counters of what was sent.
+"""Streams as tests and the control socket see them: faults on request, settings, and counters.
 
-Invariants: without a fault nothing is refused or held; a refusal with `times` is used up by as many requests; a muted
+Invariants: without a fault no stream is refused or held; a refusal with `times` is used up by as many requests; a muted
 stream goes on where it stopped when the fault is cleared.
 """
 
@@ -36,9 +36,7 @@ class Sent:
 @dataclass(slots=True)
 class StreamTuning:
     antilag_items: int = 0
-    """The items that a filtered backfill leaves out before it sends its seqno (docs/protocol.md 2.7); 0: it does so at
-    its end.
-    """
+    """A filtered backfill sends its seqno after so many omitted items (docs/protocol.md 2.7); 0: only at its end."""
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class RefusalFault:
     vbids: frozenset[int] | None
     times: int | None
     value: bytes | None
-    """Body of the answer; None: what the server would say."""
+    """Body of the answer; None: the server's own."""
 
 
 @dataclass(slots=True)
@@ -83,7 +81,7 @@ class StreamFaults:
         return None
 
     def mute(self, vbids: Iterable[int] | None = None, *, node: int | None = None) -> None:
-        """Accept streams of these vbuckets (on this node), and send nothing on them."""
+        """Accept streams of these vbuckets (on this node), but send no message on them."""
         self._mute.append((None if vbids is None else frozenset(vbids), node))
 
     def muted(self, vbid: int, node: int) -> bool:

@@ -59,16 +59,16 @@ class Vbucket:
         bounded: bool = False,
     ) -> None:
         """An empty vbucket with a history of its own; if it `keeps_history`, every version is on its disk. If it is
-        `bounded`, it has what an engine has: the newest versions, and those that fit into its checkpoints.
+        `bounded`, it has the versions that an engine has: the newest, and those in its checkpoints.
         """
         self.vbid = vbid
         self.history_start_seqno = int(keeps_history)
-        """From here on every version is on disk, superseded ones included; 0 where only the newest are."""
+        """From here on every version is on disk, superseded ones included; 0: only the newest are."""
         self.without_history: set[int] = set()
         """Collections of which only the newest versions are kept nevertheless."""
         self.log: list[Item] = []
         self.forgotten_seqno = 0
-        """Versions that were superseded by here are gone; no snapshot or failover can end below it."""
+        """Versions superseded up to here are gone; no snapshot or failover can end below it."""
         self.newest: dict[int, dict[bytes, Item]] = {0: {}}
         """Collection id -> key -> newest version, tombstones included."""
         self.prepared: dict[bytes, Item] = {}
@@ -97,7 +97,7 @@ class Vbucket:
         self._aborted: dict[bytes, Item] = {}
         """Aborts are kept next to the document until the next prepare, as tombstones of a key space of their own."""
 
-    # --- what it is
+    # --- its state
 
     @property
     def high_seqno(self) -> int:
@@ -109,7 +109,7 @@ class Vbucket:
 
     @property
     def memory_floor_seqno(self) -> int:
-        """Everything above this seqno is in memory; what a stream lacks below comes from disk."""
+        """Changes above this seqno are in memory; streams get earlier ones from disk."""
         return self._checkpoints[0] - 1
 
     @property
@@ -128,7 +128,7 @@ class Vbucket:
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
 
     def high_prepared_seqno(self, as_of_seqno: int) -> int:
-        """The newest prepare by a seqno, whatever became of it."""
+        """The newest prepare by a seqno, pending or ended."""
         pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
         return max(pending, self.high_completed_seqno(as_of_seqno))
 
@@ -215,7 +215,7 @@ class Vbucket:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Have what is written within land in one snapshot."""
+        """Put all writes of the context into one snapshot."""
         first = self._open_group = self.high_seqno + 1
         yield
         self._open_group = None
@@ -241,7 +241,7 @@ class Vbucket:
                 self._checkpoints.popleft()
 
     def to_disk(self) -> None:
-        """Forget what is in memory, as a restart does: streams that lack anything get it in disk snapshots."""
+        """Forget the changes in memory, as a restart does: streams get them in disk snapshots."""
         self._checkpoints = deque([self.high_seqno + 1])
 
     def purge(self, below_seqno: int | None = None) -> int:
@@ -351,7 +351,7 @@ class Vbucket:
         return Vbuuid(self._rng.getrandbits(48) | 1)
 
     def _cut(self, base: int) -> None:
-        """Make the log that of the first `base` changes, as it was when they were all."""
+        """Go back to the log of the first `base` changes."""
         if not self.bounded:
             self.lost.append(PastHistory(self.log, self.failover_log))
         kept = self.log[: self._count_up_to(base)]
@@ -364,7 +364,7 @@ class Vbucket:
         self._group_first = {seqno: first for seqno, first in self._group_first.items() if seqno <= base}
         self._group_last = {seqno: last for seqno, last in self._group_last.items() if seqno <= base}
         self.purge_seqno = max(purged, default=self._forgotten_purge_seqno)
-        # the versions are the same, but which of them are newest is sent again; a lost log is only ever replayed
+        # The replay below finds the newest versions again.
         for item in kept:
             item.next_seqno = 0
         changed, self.changed = self.changed, set()
@@ -383,7 +383,7 @@ class Vbucket:
                     del self._aborted[item.key]
         self.changed = changed
 
-    # --- what a stream reads
+    # --- reads of a stream
 
     def cut(self, after_seqno: int, count: int) -> tuple[int, bool]:
         """The end of a memory snapshot of about `count` changes after a seqno, and True if it opens a checkpoint. The

@@ -30,9 +30,8 @@ class SandboxFilter(ProducerFilter):
         return self.collections is not None and not self.collections and self.scope_id is None
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
-        """True if the stream shows no version above a seqno, so that a purge takes nothing from its client.
-        `high_seqnos` are those of the vbucket's collections. Always false for a scope: collections may have ended in
-        it.
+        """True if the stream shows no version above a seqno, so that its client misses no purged deletion.
+        `high_seqnos` are those of the vbucket's collections. False for a scope, whose collections may have ended.
         """
         if not self.collections or self.legacy or self.scope_id is not None:
             return False
@@ -89,8 +88,8 @@ def parse(
 ) -> SandboxFilter:
     """Return the filter of a stream request. Raises Refused.
 
-    `known` are the keys that the server reads. A client that may not see the system's collections is not informed that
-    they are left out; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
+    `known` are the keys that the server reads. A client that may not see the system's collections gets no message about
+    them; only gaps in the seqnos show that they exist (docs/protocol.md 2.2).
     """
     hidden = None if sees_system else manifest
     found = requested_filter(

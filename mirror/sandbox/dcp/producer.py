@@ -54,7 +54,7 @@ class SandboxProducerPort(ProducerPort, Protocol):
         """Streams take turns, a message each; else a piece each."""
 
     def piece_bytes(self, stream: ProducerStream) -> int:
-        """The bytes to send of a stream at once if they do not take turns; 0 when it must wait."""
+        """The bytes to send of a stream at once without turns; 0: wait."""
 
 
 class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
@@ -183,7 +183,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
             stream.vbucket.changed.discard(self.wake)
 
     def _refusal(self, fault: RefusalFault) -> Refused:
-        """The answer that a fault requests; a rollback without a seqno goes to the very beginning."""
+        """Return a fault's answer; a rollback without a seqno goes to 0."""
         if fault.value is not None:
             return Refused(fault.status, value=fault.value, bare=True)
         if fault.status == Status.ROLLBACK:
@@ -201,9 +201,7 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
                 await self._wake.wait()
 
     async def _round(self) -> bool:
-        """Send what may be sent now, up to a piece (of each stream, where they do not take turns); True when anything
-        was sent.
-        """
+        """Send up to a piece, or without turns up to a piece of each stream. Return True if a byte was sent."""
         self._send_stream_ends()
         busy = False
         for data, uncounted_bytes in self._one_piece() if self._port.in_turn else self._piece_of_each():
@@ -215,13 +213,13 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
         return busy
 
     def _one_piece(self) -> Iterator[tuple[bytes, int]]:
-        """Messages of the streams in turn, and how many bytes more flow control counts for them."""
+        """Yield messages of the streams in turn, and the bytes that flow control counts beyond theirs."""
         if not self.window.is_open:
             return
         free_bytes = TURNS_BYTES
         if self.window.window_bytes:
             free_bytes = min(free_bytes, self.window.window_bytes - self.window.outstanding)
-        allowed = self._port.may_stream(), self._port.sees_system()  # once: nothing else runs meanwhile
+        allowed = self._port.may_stream(), self._port.sees_system()  # once: no other task runs in this function
         ready: deque[ProducerStream] = deque()
         before: list[tuple[ProducerStream, int, int]] = []
         out = bytearray()
@@ -277,8 +275,8 @@ class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
                 yield data, stream.uncounted_bytes - uncounted_bytes
 
     def _has_turn(self, stream: ProducerStream, may_stream: bool, sees_system: bool) -> bool:
-        """True if the stream may have something to send. Ends a stream that its user may not see any more: privileges
-        are checked with each change, not only at the start.
+        """True if the stream may have a message. End the stream if its user has lost the privilege: it is checked with
+        each change.
         """
         if not stream.has_more or self._port.bucket.stream_faults.muted(stream.vbid, self._port.node_number):
             return False

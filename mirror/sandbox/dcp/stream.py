@@ -1,8 +1,8 @@
 """One DCP stream from the producer's side: the next message, from disk or memory (kv_engine
 docs/dcp/documentation/concepts.md, docs/protocol.md 2.4, 2.6, 2.7).
 
-Invariants: the seqnos of a stream rise; every snapshot is complete at its end for what the filter shows; an ended
-stream gives nothing.
+Invariants: the seqnos of a stream rise; at its end a snapshot has every change that the filter shows; an ended
+stream has no messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StreamOptions:
     ack_markers: bool = False
     live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
     announced_ends: set[int] | None = None
-    """Takes the last seqno of each snapshot that is announced, for tests to know them."""
+    """Takes the last seqno of each announced snapshot, for tests."""
 
 
 class ProducerStream:
@@ -72,7 +72,7 @@ class ProducerStream:
         self.opaque = request.opaque
         self.stream_id = stream_filter.stream_id
         self.seqno = request.start_seqno
-        """Everything up to here was sent, or held back by the filter."""
+        """The stream has sent or filtered all changes up to here."""
         self.end_seqno = request.end_seqno
         self.phase = StreamPhase.NEXT
         self.frames_sent = 0
@@ -93,7 +93,6 @@ class ProducerStream:
             self.end_seqno = vbucket.high_seqno
         self._first_marker_sent = False
         self._next_opens_checkpoint = True
-        self._backfilled = False
         self._pending: Iterator[Item] = iter(())
         self._snapshot_start = 0
         self._snapshot_end = 0
@@ -133,7 +132,7 @@ class ProducerStream:
         return size + self.uncounted_bytes - uncounted_bytes
 
     def take(self, bytes_max: int) -> bytes:
-        """The next messages: stops with the one that reaches the limit. Empty when there is nothing to send now."""
+        """Return the next messages up to the one that reaches the limit; empty if none is ready."""
         out = bytearray()
         while len(out) < bytes_max and self.add_message(out):
             pass
@@ -187,7 +186,7 @@ class ProducerStream:
 
         A dropped cursor can get a stream here that was accepted before the purge; the engine judges the position once
         more when it opens the file (kv_engine, DCPBackfillBySeqnoDisk::create), and ends the stream as rolled back.
-        As in a request, a filtered stream lacks nothing while its collections have not changed since.
+        As in a request, a filtered stream lacks no deletion if its collections have not changed since.
         """
         purge_seqno = self.vbucket.purge_seqno
         if self._request.flags & StreamRequestFlag.IGNORE_PURGED_TOMBSTONES:
@@ -225,7 +224,7 @@ class ProducerStream:
             elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will report it
                 marker_end = item.seqno
         if not shown:
-            if not self._ends_resumed_snapshot(last):  # one that shows nothing is not sent (docs/protocol.md 2.7)
+            if not self._ends_resumed_snapshot(last):  # an empty one is not sent (docs/protocol.md 2.7)
                 self.seqno = last
                 return True
             marker_end = last
@@ -243,9 +242,7 @@ class ProducerStream:
         return True
 
     def _ends_resumed_snapshot(self, last: int) -> bool:
-        """True if the client holds a part of a snapshot that ends by `last`. It is brought to that end even if the rest
-        shows nothing.
-        """
+        """True if the client holds a part of a snapshot that ends by `last`; it gets that end even without changes."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
         return is_partial and self._options.seqno_advanced
@@ -280,7 +277,7 @@ class ProducerStream:
         return self._options.change_streams and self.vbucket.history_start_seqno > 0
 
     def _history_start(self, last: int) -> int:
-        """From which seqno on every version is sent; above `last` when none is."""
+        """The first seqno from which every version is sent; above `last` if there is none."""
         return self.vbucket.history_start_seqno if self._has_history else last + 1
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
@@ -332,7 +329,6 @@ class ProducerStream:
         if self._last_sent < end and self._options.seqno_advanced and not self._filter.empty:
             self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
         if self._from_disk:
-            self._backfilled = True
             self.seqno = max(self.seqno, end)
             self._next_opens_checkpoint = True
         self.in_snapshot_until = 0
@@ -354,7 +350,7 @@ class ProducerStream:
             completed = self.vbucket.high_completed_seqno(end)
             if self._options.marker_v2_2:
                 purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
-        if purge or prepared:  # from memory, and with nothing to say, 2.2 is not used (docs/protocol.md 2.6)
+        if purge or prepared:  # 2.2 is used only from disk, for a seqno above 0 (docs/protocol.md 2.6)
             version, visible = int(MarkerVersion.V2_2), self._visible_seqno
         elif self._options.marker_v2:
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno

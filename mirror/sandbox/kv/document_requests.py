@@ -24,7 +24,7 @@ COUNTER_MAX = 2**64
 
 
 def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
-    """The request's value and its true datatype: what a client says about JSON is not believed."""
+    """Return the request's value and datatype, with the JSON bit judged by the body."""
     if len(frame.value) > VALUE_BYTES_MAX:
         raise DocumentError(Status.E2BIG)
     if frame.datatype & Datatype.SNAPPY and not session.snappy:
@@ -45,8 +45,8 @@ def changed(session: SandboxSession, vbucket: Vbucket, item: Item, value: bytes 
     return Reply(cas=item.cas, extras=token, value=value)
 
 
-def frame_options(session: SandboxSession, frame: Frame) -> tuple[int, bool]:
-    """Durability level, and whether the expiry is to be kept, from the framing extras."""
+def frame_options(frame: Frame) -> tuple[int, bool]:
+    """Return the durability level, and True to keep the expiry, from the framing extras."""
     level, preserve = 0, False
     for info_id, content in frame_infos(frame.framing) if frame.framing else ():
         if info_id == FrameInfoId.DURABILITY and content:
@@ -64,23 +64,22 @@ def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, ca
     return got(session, frame, FoundItem.of(item, cas, vbucket.vbuuid))
 
 
+def _touched(session: SandboxSession, frame: Frame) -> tuple[Vbucket, Item]:
+    vbucket, key = session.active_vbucket(frame.vbucket), wire_key(session, frame)
+    return vbucket, session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
+
+
 def _get_and_touch(session: SandboxSession, frame: Frame) -> Reply | Later:
-    vbucket = session.active_vbucket(frame.vbucket)
-    key = wire_key(session, frame)
-    item = session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
-    return _got(session, frame, vbucket, item)
+    return _got(session, frame, *_touched(session, frame))
 
 
 def _touch(session: SandboxSession, frame: Frame) -> Reply:
-    vbucket = session.active_vbucket(frame.vbucket)
-    key = wire_key(session, frame)
-    item = session.bucket.documents.touch(vbucket, key, codec_kv.decode_expiry(frame.extras))
-    return Reply(cas=item.cas)
+    return Reply(cas=_touched(session, frame)[1].cas)
 
 
 def _get_locked(session: SandboxSession, frame: Frame) -> Reply | Later:
     vbucket = session.active_vbucket(frame.vbucket)
-    seconds = codec_kv.decode_expiry(frame.extras) if frame.extras else 0
+    seconds = codec_kv.decode_expiry(frame.extras)
     item, cas = session.bucket.documents.lock(vbucket, wire_key(session, frame), seconds)
     return _got(session, frame, vbucket, item, cas)
 
@@ -94,7 +93,7 @@ def _store(mode: Mode) -> SandboxHandler:
     def handle(session: SandboxSession, frame: Frame) -> Reply:
         vbucket = session.active_vbucket(frame.vbucket)
         value, datatype = incoming(session, frame)
-        level, preserve = frame_options(session, frame)
+        level, preserve = frame_options(frame)
         store = codec_kv.decode_store(frame.extras)
         item = session.bucket.documents.store(
             vbucket,
@@ -115,7 +114,7 @@ def _store(mode: Mode) -> SandboxHandler:
 
 def _delete(session: SandboxSession, frame: Frame) -> Reply:
     vbucket = session.active_vbucket(frame.vbucket)
-    level, _ = frame_options(session, frame)
+    level, _ = frame_options(frame)
     item = session.bucket.documents.remove(vbucket, wire_key(session, frame), cas=frame.cas, durability=level)
     return changed(session, vbucket, item)
 
@@ -134,7 +133,7 @@ def _extend(*, behind: bool) -> SandboxHandler:
         if len(body) > VALUE_BYTES_MAX:
             raise DocumentError(Status.E2BIG)
         value, datatype = values.join(xattrs, body, values.datatype_of(body))
-        level, _ = frame_options(session, frame)
+        level, _ = frame_options(frame)
         item = documents.store(
             vbucket,
             key,
@@ -180,7 +179,7 @@ def _count(sign: int) -> SandboxHandler:
             cas=frame.cas,
             mode=mode,
             preserve_expiry=old is not None,
-            durability=frame_options(session, frame)[0],
+            durability=frame_options(frame)[0],
         )
         return changed(session, vbucket, item, number.to_bytes(8))
 

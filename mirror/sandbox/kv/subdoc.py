@@ -33,7 +33,7 @@ class Draft(Content):
         return Draft(xattrs, body, about, deleted=item.deleted)
 
     def change(self, opcode: int, path: str, value: bytes, flags: int) -> bytes:
-        """Change one path; returns what the operation answers (a counter its number). Raises PathError."""
+        """Change one path; return the operation's answer, such as a counter's number. Raises PathError."""
         if flags & ~PATH_FLAGS:
             raise PathError(Status.SUBDOC_XATTR_INVALID_FLAG_COMBO)
         if flags & EXPAND_MACROS:

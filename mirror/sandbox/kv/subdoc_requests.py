@@ -51,7 +51,7 @@ def _mutate(
     vbucket = session.active_vbucket(frame.vbucket)
     documents = session.bucket.documents
     key = wire_key(session, frame)
-    level, preserve = frame_options(session, frame)
+    level, preserve = frame_options(frame)
     item = documents.find(vbucket, key)
     if item is not None and flags & ADD:
         raise DocumentError(Status.KEY_EEXISTS)

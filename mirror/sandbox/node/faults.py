@@ -17,7 +17,7 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """Which connections: of a node, whose DCP name contains `name`; `future`: also those opened later."""
+    """The chosen connections: of a node, with `name` in their DCP name; `future`: also later ones."""
 
     node: int | None
     name: str | None
@@ -52,7 +52,7 @@ class Faults:
         return self._apply(lambda connection: connection.link.garble(pieces), **where)
 
     def silence(self, **where: Unpack[Where]) -> int:
-        """Forward nothing any more, in both directions, without closing."""
+        """Stop forwarding in both directions, without closing."""
         return self._apply(lambda connection: connection.link.silence(), **where)
 
     def truncate(self, **where: Unpack[Where]) -> int:

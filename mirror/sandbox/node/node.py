@@ -41,7 +41,7 @@ OPERATIONS: dict[int, Operation[SandboxSession]] = {
 }
 
 SMALL_PIECE_BYTES = 200
-"""Sent of one stream before the next one has its turn, where a fault has to strike inside of a snapshot."""
+"""Bytes of one stream before the next one's turn, small enough for a fault inside of a snapshot."""
 
 ACCEPT_TURNS = 4
 """Turns of the event loop until a connection that was accepted as the node stopped is made, and broken."""
@@ -113,7 +113,7 @@ class NodeConnection(asyncio.Protocol):
         if secure and self.node.certificates_needed and not self.session.certified:
             self._transport.close()
 
-    # --- what operations and the producer ask
+    # --- for operations and the producer
 
     @property
     def bucket(self) -> Bucket:
@@ -255,7 +255,7 @@ class SandboxNode:
         for server in servers:
             server.close()
         for family, place in places:
-            held = socket.socket(family)  # bound and not listening: who connects is refused, as where nobody is
+            held = socket.socket(family)  # bound, not listening: connections are refused
             self._held.append(held)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):  # somebody was faster

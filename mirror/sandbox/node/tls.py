@@ -48,7 +48,7 @@ class NodeTls:
         self.rotate()
 
     def rotate(self, cert_file: Path | None = None, key_file: Path | None = None) -> None:
-        """Show another certificate from now on; without files, what stands in the old ones now."""
+        """Show another certificate from now on; without files, load the old files again."""
         cert = cert_file or self.cert_file
         key = key_file or (None if cert_file is not None else self.key_file)
         try:
