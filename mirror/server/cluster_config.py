@@ -21,7 +21,7 @@ KV_PORT = 11210
 """Named for a node that listens with TLS alone, as clusters do."""
 
 NOWHERE = -1
-"""No such copy in a vbucket's chain."""
+"""In a vbucket's chain: no node has this copy."""
 
 CAPABILITIES = (
     "xattr",
@@ -60,7 +60,7 @@ class ConfigBucket:
     name: str
     uuid: str
     chains: Sequence[Sequence[int]]
-    """Of each vbucket: the indexes of its active node and of its replicas, or NOWHERE."""
+    """By vbucket: the indexes of its active node and its replicas, or NOWHERE."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
     """Lives in memory alone, and has no views."""
@@ -69,7 +69,7 @@ class ConfigBucket:
 
 
 def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: ConfigBucket | None) -> bytes:
-    """Return the configuration; without a bucket that of the nodes alone. `epoch` None: a server without epochs."""
+    """Return the bucket's configuration, or the nodes' if `bucket` is None. `epoch` None: a server without epochs."""
     config: dict[str, object] = {"rev": rev} if epoch is None else {"rev": rev, "revEpoch": epoch}
     nodes_ext = [_node(node) for node in nodes]
     capabilities: dict[str, object] = {"clusterCapabilitiesVer": [1, 0], "clusterCapabilities": {}}

@@ -42,7 +42,7 @@ class Abilities:
     """Noop intervals may be a fraction of a second (7.6 and newer)."""
     sync_writes: bool = False
     replication: bool = False
-    """Can wait for acknowledgements of durable writes, by which a replica counts."""
+    """The server can wait for replicas to acknowledge durable writes."""
     change_streams: bool = False
     oso_with_seqno_advanced: bool = True
     """Knows the second form of out-of-order snapshots (7.1 and newer)."""
@@ -178,8 +178,8 @@ _Setter = Callable[[Controls, bytes], Status]
 
 
 def _choice(values: Mapping[bytes, bool], attribute: str = "", needs: str = "") -> _Setter:
-    """Return the setter of an attribute by one of some values; without an attribute the value is only checked. Refuse
-    all of them without what the control `needs`.
+    """Return the setter of a control with these values. Without `attribute` it only checks the value; `needs` names an
+    attribute that must be true.
     """
 
     def set_to(controls: Controls, value: bytes) -> Status:

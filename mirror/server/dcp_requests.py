@@ -100,7 +100,7 @@ def _out_of_place(session: Session, context: str) -> Exception:
 
 
 def _invalid(session: Session, context: str) -> Reply:
-    """Refuse what no client may ask; servers that then hang up give no reason."""
+    """Refuse an invalid request; a server that hangs up gives no reason."""
     return Reply(Status.EINVAL, hang_up=True) if session.hangs_up else session.refuse(Status.EINVAL, context)
 
 

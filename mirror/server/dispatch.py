@@ -40,7 +40,7 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 
 
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
-    """Answer like `answer`, but compute what takes time to its end: for servers of one client's test."""
+    """Answer like `answer`, but run a `Later` to its end: for a test server."""
     found = answer(session, operations, frame)
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):

@@ -88,7 +88,7 @@ class DocumentSession(Session):
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
     ) -> Reply | Later:
-        """Return the answer that `steps` end with. A server with large documents gives others turns between them."""
+        """Return the last value of `steps`. For large documents other clients have turns between the steps."""
         computed = steps(self.content_of(document))
         if len(document.value) * path_count > LARGE_BYTES:
             return Later(computed.__next__)

@@ -43,7 +43,7 @@ def requested_filter(
     known_keys: frozenset[str] = KEYS,
 ) -> FilterT:
     """Parse a filter; `scopes` and `collections` are the ids that exist for the client. Raises Refused, without a
-    context for what is no filter, as recorded.
+    context if `value` is not a filter, as recorded.
     """
     if not has_collections:
         if value:

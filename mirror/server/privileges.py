@@ -1,5 +1,5 @@
-"""The user of a client certificate, and the names of the privileges that requests need, as the server spells them
-(kv_engine docs/rbac.md), each of them once.
+"""The user of a client certificate, and the privileges that requests need, by their names at the server (kv_engine
+docs/rbac.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SY
 
 
 def certified_name(certificate: Mapping[str, Any]) -> str | None:
-    """Return the user that a client certificate names: its subject's common name, the usual set-up of clusters."""
+    """Return the common name of a certificate's subject, which names the user in the usual set-up of clusters."""
     for part in certificate.get("subject", ()):
         for name, value in part:
             if name == "commonName":

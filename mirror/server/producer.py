@@ -35,7 +35,7 @@ class ProducerPort(Protocol):
         """Send now, or as soon as the client takes it."""
 
     async def writable(self) -> None:
-        """Return when the client takes what was written."""
+        """Return when the client has taken the written bytes."""
 
     def hang_up(self) -> None: ...
 
@@ -49,7 +49,7 @@ class Stream(Protocol):
     stream_id: int | None
 
     def end(self, reason: StreamEndReason) -> bytes:
-        """Return the STREAM_END message; the stream gives nothing more."""
+        """Return the STREAM_END message; the stream has no more messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StreamHistory:
     high_seqno: int
     purge_seqno: int
     holds_whole_filter: bool = False
-    """Everything that the filter shows is at or below the requested start."""
+    """All changes that the filter shows are at or below the requested start."""
     answered_log: FailoverLog | None = None
     """The failover log of the answer, if it is not the judging one."""
 
@@ -214,7 +214,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return replace(request, flags=request.flags & ~unknown)
 
     def _names_collections(self, stream_filter: FilterT) -> bool:
-        """Return False for a scope, and for the one collection of a client that knows of none."""
+        """Return False for a scope, and for the default collection of a client without collections."""
         return self.controls.collections and stream_filter.collections is not None and stream_filter.scope_id is None
 
     @abstractmethod
@@ -248,7 +248,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
     async def _pump(self) -> None: ...
 
     def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
-        """Send messages of streams; flow control counts them, and `uncounted_bytes` more than are sent."""
+        """Send messages of streams; flow control counts their bytes and `uncounted_bytes`."""
         self.window.sent(len(data) + uncounted_bytes)
         self._port.write(data)
 

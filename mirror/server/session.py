@@ -46,11 +46,11 @@ class Reply:
     cas: int = 0
     before: tuple[Reply, ...] = ()
     more: bool = False
-    """There is only `before` yet: more answers to the same request follow. Only of a `Later`."""
+    """Send `before` only; more answers to this request follow. Only from a `Later`."""
     hang_up: bool = False
     """Close the connection when everything was sent."""
     pieces: list[Buffer] | tuple[()] = ()
-    """More of the value, behind `value`: each is sent when the client takes it. Only of a `Later`."""
+    """The rest of the value after `value`, each sent when the client takes it. Only from a `Later`."""
 
     @property
     def pieces_bytes(self) -> int:
@@ -67,11 +67,11 @@ class Later:
     """An answer that takes time: computed in steps of bounded work, with other clients' requests between them."""
 
     step: Callable[[], Reply | Later | None]
-    """Returns the answer, None: not yet, or its successor. Raises Refused."""
+    """Returns the answer, a successor, or None if it needs more steps. Raises Refused."""
     pause_s: float = 0.0
     """Between steps."""
     wait: Callable[[], Awaitable[None]] | None = None
-    """Returns when the next step has something to do; instead of a pause."""
+    """Returns when the next step can work; replaces the pause."""
     barrier: bool = False
     """Later requests of the client wait for this answer, whatever it negotiated."""
     done: Callable[[], None] = lambda: None
@@ -193,7 +193,7 @@ class Session(ABC):
         return self.map_text(with_bucket=with_bucket)
 
     def map_notification(self) -> Frame | None:
-        """Return the message about a new map in the negotiated form; None for a client without (kv_engine
+        """Return the message about a new map, or None if the client did not negotiate one (kv_engine
         docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
         """
         if not (self.logged_in and self.has(Feature.DUPLEX)):
@@ -207,7 +207,7 @@ class Session(ABC):
         return None
 
     def encode(self, request: Frame, reply: Reply, duration_us: float) -> bytes:
-        """Return the bytes of an answer, without its pieces, and of those before it; `duration_us` is what it took."""
+        """Return the bytes of an answer and of those before it, without its pieces."""
         if reply.more:
             return b"".join([self.encode(request, each, duration_us) for each in reply.before])
         framing = b""
