@@ -1,13 +1,13 @@
 """Destinations of a pipeline: a folder on a disk or a prefix in an object store, from one text.
 
-Knows URLs, files and object stores; never what is written. `folder_at` is the only parser of destinations: a plain
+Knows URLs, files and object stores; never the content of files. `folder_at` is the only parser of destinations: a plain
 path, `file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix`,
 `abfss://container@account.dfs.core.windows.net/prefix`. Any other URL is refused: it must not become a local folder of
 that name. delta-rs reaches object stores for tables and for single files, so both use the same environment variables
 (AWS_*, GOOGLE_*, AZURE_*).
 
 Invariants: a file of a folder exists once `close` returned, and not before (a local file is synced; an object appears
-with its last byte); nothing here renames, because object stores cannot.
+with its last byte); no file is renamed, because object stores cannot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start a Spark session from pip alone: Java, workers and defaults for a data source in Python.
 
-Knows settings of Spark; must never know what a job does. An existing session is used unchanged, and settings of
+Knows settings of Spark; must never know jobs. An existing session is used unchanged, and settings of
 spark-submit or the caller stay. Invariant: after `session` the workers run this Python, with this package, over Unix
 sockets if they are on this machine.
 """

@@ -1,8 +1,8 @@
-"""Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for what Arrow refuses.
+"""Type JSON bodies as the columns of a user's schema: Arrow's JSON reader first, values.py for refused ones.
 
-Knows bodies and Arrow types; never where bodies come from. Fields that a document lacks are null, fields that the
+Knows bodies and Arrow types; never the origin of bodies. Fields that a document lacks are null, fields that the
 schema does not name are left out, and an empty body has no fields. A misfit is a body that is not one JSON object, or
-that has a value its column's type cannot take; `Reading.mode` decides what becomes of it.
+that has a value its column's type cannot take; `Reading.mode` decides its treatment.
 
 Arrow reads many bodies at once, several times faster than from_json, and refuses all of them for one misfit. Refused
 bodies are halved until few are left, and these are read one by one. Columns of types that Arrow's reader does not have
@@ -33,7 +33,7 @@ ONE_BY_ONE_MAX = 16
 """Reading so few refused bodies one by one costs less than halving them again."""
 DEEP_LENGTH = 1_000
 """Longer bodies may be nested deeper than Python reads, in fields that Arrow skips. They are halved until each is
-alone, so that how a document is read does not depend on its neighbours."""
+alone, so that the result for a document does not depend on its neighbours."""
 _LARGE_NUMBER = r"[0-9]{39}|[0-9.][eE][-+]?[0-9]|\\u00(2[bdeBDE]|3[0-9]|[46]5)"
 """Numbers that Arrow scales beyond 256 bits: it reads a wrong value or ends the process. Their characters may be
 escaped in a string."""

@@ -1,6 +1,6 @@
 """Read dates and times in JSON documents as days and microseconds since 1970.
 
-Reads what Spark's from_json reads without a pattern: a date alone, a time with or without a zone, fractions of a second
+Like Spark's from_json without a pattern it reads a date alone, a time with or without a zone, fractions of a second
 (cut off after microseconds), zones as offsets or names. The caller gives the zone of texts that name none. Spark also
 reads times without a date, and years other than 0001 to 9999.
 """
@@ -64,8 +64,7 @@ def check_zone(name: str) -> None:
 
 
 def machine_zone() -> str:
-    """Return the name of this machine's time zone: that of TZ, else of the file that /etc/localtime links to, else
-    UTC."""
+    """Return the name of this machine's time zone: by TZ, else by the link /etc/localtime, else UTC."""
     name = os.environ.get("TZ", "").removeprefix(":") or os.path.realpath("/etc/localtime").rpartition("/zoneinfo/")[2]
     try:
         zone_of(name)

@@ -1,7 +1,7 @@
 """Read one JSON document into values of a user's schema, as Spark's from_json does, with a step in Python for each
 value.
 
-bodies.py uses it where Arrow's reader gives up, and its results define what Arrow's must be. A value that its type
+bodies.py uses it if Arrow's reader gives up, and its results define those of Arrow. A value that its type
 cannot take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map
 becomes null, unless its elements are structs. Numbers keep the spelling of the document.
 
@@ -30,7 +30,7 @@ class Problems(list[str]):
 
 
 Reader = Callable[[Any, Problems], Any]
-"""Turns a JSON value, never null, into what Arrow takes for a type. Raises Misfit, and notes misfits within."""
+"""Turns a JSON value, never null, into Arrow's input for a type. Raises Misfit, and notes misfits within."""
 
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)

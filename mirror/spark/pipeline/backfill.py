@@ -1,11 +1,11 @@
 """`backfill`: many tasks pull a bucket, a group of vbuckets each, into files that a mirror continues from.
 
-Knows how groups are dealt out, where their files go and when the directory is a mirror. The consumer that a worker of
+Knows the tasks, the files and the end of a backfill. The consumer that a worker of
 the service runs pulls a group into a GroupWriter on the disk of the task's machine, so histories, collections,
 rollbacks and the rest work as always. A group that is caught up is closed and handed over as one compacted file; no
 LMDB environment is ever open on a possible network file system. Invariants: the target is a mirror (`mirror.json`) only
 once every group is there. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the
-missing groups. A vbucket is caught up when it has published what the source had when its task first heard of it.
+missing groups. A vbucket is caught up when it has published the source's high seqno at the start of its task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from storage.write.writer import GroupWriter, WriterOptions
 IDENTITY_FILE = "backfill.json"
 POLL_S = 0.05
 SILENCE_S = 120.0
-"""A task gives up if the source sends nothing for so long although the task is behind."""
+"""A task gives up if it is behind and the source sends no data for so long."""
 
 
 class BackfillTask(NamedTuple):
@@ -151,7 +151,7 @@ async def _identity(source: str, settings: Settings, groups: int | None) -> Iden
 
 
 def _begin(folder: Path, identity: Identity) -> None:
-    """Keep what an earlier run of the same identity left; otherwise begin again."""
+    """Keep the groups of an earlier run of the same identity; otherwise begin again."""
     note = folder / IDENTITY_FILE
     expected = json.dumps(asdict(identity), sort_keys=True)
     try:

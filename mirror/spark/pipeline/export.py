@@ -1,7 +1,7 @@
 """`export`: the documents of a mirror as Parquet files or a Delta table, every vbucket at one boundary.
 
-Knows how an export is cut into tasks, where its files go and when it is done; never a command line, nor Spark: a Runner
-runs the tasks. Each task reads its vbuckets where it runs and writes its own files there. The driver gets a few hundred
+Knows the tasks, the files and the end of an export; never a command line, nor Spark: a Runner runs the tasks. Each task
+reads its vbuckets and writes its own files on its machine. The driver gets a few hundred
 bytes for each file, and makes them one export at the end. Invariants:
 
 - The boundaries are pinned and leased before the first task, so a long export is as consistent as a short one, while
@@ -290,7 +290,7 @@ class _Folder(_Target):
         return [each for each in self._incomplete.iterdir() if each.name != delta.LOCK_FILE]
 
     def _may_go(self, overwrite: bool) -> bool:
-        """Return True for an export or an empty folder: nothing else is ever replaced."""
+        """Return True for an export or an empty folder: no other folder is replaced."""
         if not self._target.is_dir():
             return False
         return not any(self._target.iterdir()) or (overwrite and (self._target / SUCCESS_FILE).is_file())

@@ -1,7 +1,7 @@
 """Figures of a stream, batch by batch, from Spark's query listener.
 
-Knows Spark's progress events; never how figures are shown. Invariant: a listener never ends a stream: it leaves out
-what it cannot read.
+Knows Spark's progress events; never the display of figures. Invariant: a listener never ends a stream: it omits
+unreadable figures.
 """
 
 from __future__ import annotations

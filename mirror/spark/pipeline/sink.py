@@ -1,6 +1,6 @@
 """Write a data frame as parts (parts.py) by Spark's own means, without pandas and without collecting a row.
 
-Knows Spark's interface for writers in Python; never what becomes of the parts. Executors write them. Spark hands the
+Knows Spark's interface for writers in Python; never the use of the parts. Executors write them. Spark hands the
 messages of the successful tasks to `commit`, in a Python process of the driver's machine, which leaves them in a file
 for the driver. `write_parts` does all of that in one call. Invariant: parts of failed or doubled attempts are not
 reported.

@@ -249,7 +249,7 @@ def sync(
 
 
 def space_warning(folder: Folder, projected_bytes: int) -> str | None:
-    """Return one line if the disk lacks room for what merging will write and keep; None if not, or unknown."""
+    """Return a warning if the disk lacks room for the files of a merge; None if it has room, or is unknown."""
     if not isinstance(folder, LocalFolder):
         return None
     free_bytes = shutil.disk_usage(folder.path).free

@@ -1,9 +1,9 @@
-"""Documents of a mirror's directory, for Spark: `plan` decides once what a job reads, and its tasks `read` it.
+"""Documents of a mirror's directory, for Spark: `plan` fixes the boundaries of a job, and its tasks `read` them.
 
 Knows views, pins and leases; must never know Spark. Planning and tasks run on the same machine. Invariants: a job reads
 one boundary of each vbucket, which `plan` chooses, despite later writes, rollbacks and purges. A lease holds that
-history from the plan until `lease_seconds` after the last task was heard of (without a running service nothing is
-purged). If the history is gone all the same, the job fails and says so.
+history from the plan until `lease_seconds` after the last sign of a task (without a running service no row is
+purged). If the history is gone all the same, the job fails with an error.
 """
 
 from __future__ import annotations

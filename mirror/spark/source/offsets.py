@@ -2,7 +2,7 @@
 
 Knows numbers only: no store, no connection, no Spark. Invariants: an offset names published boundaries (over a
 connection: seqnos) with their branch and vbuuid, so that two offsets alone decide what is between them. `admit` returns
-boundaries between the start and what is published, and moves on whenever it can, however small the limit.
+boundaries between the start and the published ones, and advances if it can, even with the smallest limit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Offset:
     names: Mapping[int, str] = field(default_factory=dict)
     """Names by id of all collections ever seen, over a connection: no one else knows those of dropped ones."""
     selection: str = ""
-    """`Options.selection`. Positions do not show what a filter left out, so an offset is valid for one selection."""
+    """`Options.selection`. Positions do not show filtered changes, so an offset is valid for one selection."""
 
     def of(self, vbid: int) -> At:
         return self.at.get(vbid, BEGINNING)

@@ -2,7 +2,7 @@
 
 Knows text; never a store, a connection or a session. A password is no option: Spark's UI and event log show options.
 Invariant: `parse` returns complete options in bounds, or raises ConfigError with one line that names option and remedy.
-docs/spark.md, "Options", says what each means.
+docs/spark.md, "Options", describes them.
 """
 
 from __future__ import annotations

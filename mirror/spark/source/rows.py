@@ -1,6 +1,6 @@
 """Turn changes into rows and Arrow batches.
 
-Knows the columns of changes; must never know where changes come from. Documents: `mirror.typed.rows`.
+Knows the columns of changes; must never know their origin. Documents: `mirror.typed.rows`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows PySpark's interface; `changes` (path) and `remote` (connection) know offsets and the rows between them. The
 driver's side lives as long as the query, in a process of its own; the tasks' side is pickled. Invariants: a limit is
-obeyed unless the engine asks for all; AvailableNow gives nothing that was published after the query began.
+obeyed unless the engine asks for all; AvailableNow reads only changes published before the query began.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class ChangesReader(Carried, DataSourceReader):
 
 
 class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Opens nothing before the first question. `refusal` is raised then, because PySpark's clean-up would hide it
-    earlier."""
+    """Opens its source, or raises `refusal`, at the first call: PySpark's clean-up would hide an earlier error."""
 
     def __init__(self, options: Options, refusal: ConfigError | None = None) -> None:
         self._options = options
@@ -85,7 +84,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._begun = not options.latest
 
     def __getstate__(self) -> Encoded:
-        """Return what a task needs."""
+        """Return the state of a task's reader."""
         return {"_options": self._options, "_refusal": None, "_opened": None, "_initial": None, "_begun": True}
 
     @property
@@ -98,7 +97,7 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     @with_clear_errors
     def initialOffset(self) -> Encoded:
-        """Return where a query without a checkpoint begins. Spark asks more than once, and keeps no answer."""
+        """Return the start of a query without a checkpoint. Spark calls it more than once."""
         if self._initial is None:
             driver = self._driver
             self._initial = (driver.published() if self._options.latest else driver.beginning()).encode()

@@ -1,9 +1,9 @@
 """Delta tables that many processes write and one commits, each commit once.
 
 Knows the log of a table through delta-rs, and marks: Delta's transaction actions, pairs of application and version.
-Must never know what the rows mean. delta-rs records marks but does not enforce them. So a commit is based on the
+Must never know the meaning of rows. delta-rs records marks but does not enforce them. So a commit is based on the
 version of the table in which the mark was looked up, and may only become the next version (no retries). Any other
-commit meanwhile, even by another process with the same mark, fails it as `CommitConflict` with nothing half done.
+commit meanwhile, even by another process with the same mark, fails it as `CommitConflict` without an effect.
 Invariants: files are part of a table if and only if a commit names them. A file that no commit names (its writer was
 killed) is an orphan. On a disk the next run, which holds the folder's lock, removes it. An object store has no lock,
 and the file may belong to a run elsewhere that is about to commit: there only `vacuum` removes it, by its age.
@@ -41,7 +41,7 @@ READ_ROWS = 8192
 
 
 class CommitConflict(MirrorError):
-    """Another writer committed meanwhile; nothing was changed."""
+    """Another writer committed meanwhile; this commit had no effect."""
 
     retryable = True
 

@@ -1,6 +1,6 @@
 """Delta tables of current documents: the columns that a user chose, and how batches of `changes` get into one.
 
-Knows one table, and the files of `changes` as the events of batches; never where events come from, nor the other tables
+Knows one table, and the files of `changes` as the events of batches; never the origin of events, nor the other tables
 (lake.py, which also argues for exactly-once). A table has the columns STATE. With a schema (`Layout.fields`) those are
 named `_key`, `_value` and so on, and fields of the JSON body follow as columns of their own. `_value` stays: if a
 column is added later, one commit rewrites the whole table, with the column read out of `_value`. So a column has its
@@ -165,7 +165,7 @@ class DocumentsTable:
         self, folder: Folder, layout: Layout, selection: str, misfits_table: MisfitsTable, collection: str | None = None
     ) -> None:
         """Make the table if it is missing, or give it the columns of `layout`. `collection`: only its documents; None:
-        all. `selection` is what the stream reads of its source. Raises ConfigError, MirrorError.
+        all. `selection` is the stream's. Raises ConfigError, MirrorError.
         """
         self.folder = folder
         self._misfits_table = misfits_table
@@ -354,7 +354,7 @@ class DocumentsTable:
                     raise self._failed from None
                 raise
         changed = [int(done[f"num_target_rows_{what}"]) for what in ("inserted", "updated", "deleted")]
-        # A merge that changes nothing makes no version and no mark; repeating it changes nothing either.
+        # A merge without changes makes no version and no mark, and may run again.
         assert not any(changed) or self.marked_batch == number
         self.rewritten_bytes = sum(size for name, size in self._sizes().items() if name not in before)
         return Applied(0, *changed)
@@ -459,7 +459,7 @@ def readable() -> Iterator[None]:
 
 
 def voids_in(events: pa.Table, voids: Voids) -> None:
-    """Add what events void, from the columns kind, collection and vbid."""
+    """Add the vbuckets and collections that events void, from the columns kind, collection and vbid."""
     for kind in events.column("kind").unique().to_pylist():
         if kind in (RESYNC, "collection_dropped", "collection_flushed"):
             rows = events.filter(pc.equal(events.column("kind"), kind))

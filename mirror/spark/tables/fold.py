@@ -2,8 +2,8 @@
 
 Knows the columns of `changes` (columns.py) and their order; never a table, a file or Spark. A batch holds the events of
 a vbucket in order, and only the last event of each key counts: a mutation or restoration puts the row, any other
-removes it. An event about many documents (a dropped or flushed collection, a resync) removes what stood before it, in
-the batch and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of
+removes it. An event about many documents (a dropped or flushed collection, a resync) removes earlier rows, in the batch
+and in the table. Invariants: a key comes out at most once; rows stay in Arrow, so a fold costs the memory of
 its keys and no second copy of its values.
 """
 
@@ -41,7 +41,7 @@ class Voids:
 
 
 def fold(events: pa.Table) -> tuple[pa.Table, Voids]:
-    """Return the last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in order), and what they void."""
+    """Return the last event of each key in `events` (with FOLD_COLUMNS; a vbucket's in order), and their voids."""
     voids = Voids()
     last: dict[tuple[str, bytes], int] = {}
     kinds = events.column("kind").to_pylist()

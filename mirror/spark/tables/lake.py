@@ -1,8 +1,8 @@
 """Delta tables kept from a stream of batches: `changes` has every event once, and `documents` the current state; on
 request each collection has a table of documents. `quarantine` has documents that do not fit the schema.
 
-Knows which tables there are, and batches as files of events in the folder of `changes`; never where events come from,
-nor Spark, nor how a batch gets into a table of documents (documents.py). Delta has no transaction over two tables, so
+Knows the tables, and batches as files of events in the folder of `changes`; never the origin of events, nor Spark, nor
+the fold of a batch into a table of documents (documents.py). Delta has no transaction over two tables, so
 exactly-once rests on this argument:
 
 1. `changes` is the truth. A batch's files become part of it in ONE commit, which carries the batch's number as a mark.
@@ -15,9 +15,9 @@ exactly-once rests on this argument:
 3. A batch begins only when the one before is in `changes`. So after a crash `changes` either lacks the batch (write
    it), or has it (do not). `documents` is never ahead, and may be some batches behind: their files keep their names
    until one commit folds them all, in order. A batch that changes no document leaves no mark in `documents`; folding
-   it again changes nothing again. Compaction takes the files' names, so before it every table gets the mark.
+   it again has no effect. Compaction takes the files' names, so before it every table gets the mark.
 4. The second guard: a merge changes a row only by an event that is later in (at_branch, at_seqno), which rises for
-   each key even across rollbacks, where seqno falls. So even a batch folded twice would change nothing. This does not
+   each key even across rollbacks, where seqno falls. So a batch folded twice would have no second effect. This does not
    apply to a void vbucket (a resync): positions may begin again there.
 5. Further marks name the checkpoint that the stream runs from, and the offsets of the batch. Another checkpoint, or an
    older copy in which a number means other offsets, is refused: it would skip or repeat events.
@@ -114,8 +114,8 @@ class Lake:
         clock: Callable[[], float] = time.monotonic,
         layouts: Layouts | None = None,
     ) -> None:
-        """Make missing tables. `checkpoint` is the name of the one that the stream runs from; None: it is about to be
-        made. `selection` is what the stream reads of its source. Raises ConfigError for tables with another checkpoint,
+        """Make missing tables. `checkpoint` is the name of the stream's, or None for a new one; `selection` is the
+        stream's. Raises ConfigError for tables with another checkpoint,
         another selection (which is their description) or another layout.
         """
         self.folder = folder

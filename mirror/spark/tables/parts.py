@@ -1,6 +1,6 @@
-"""Parquet files as parts of a table: written where the data is read, reported in a few hundred bytes.
+"""Parquet files as parts of a table: the reader of the data writes them and reports a few hundred bytes.
 
-Knows Arrow batches and one folder (places.py); never what a table is, who commits the parts, or Spark. Invariants: a
+Knows Arrow batches and one folder (places.py); never tables, commits or Spark. Invariants: a
 reported part is complete and synced. An unfinished part is never reported and its file is removed, unless the process
 is killed: that leaves an orphan, recognised by its name. Memory is bounded by one row group.
 """
@@ -168,8 +168,8 @@ def _text_of(key: bytes) -> str:
 
 
 def statistics_of(metadata: pq.FileMetaData) -> str:
-    """Return what Delta readers skip files by: rows, and the bounds and nulls of top-level columns of integers and
-    text.
+    """Return the statistics by which Delta readers skip files: rows, and the bounds and nulls of top-level columns of
+    integers and text.
     """
     least: dict[str, object] = {}
     most: dict[str, object] = {}
