@@ -14,11 +14,9 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
-from storage.admin.backup import MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart
+from storage.admin.backup import AGAIN, MANIFEST, MANIFEST_BYTES_MAX, PART_BYTES, BackupPart, no_part
 from storage.env.directory import replace_file, sync_directory
 from storage.errors import CorruptedError, StorageError
-
-_NOT_COMPLETE = "make the backup again, or take another one"
 
 
 class FolderSink:
@@ -60,7 +58,7 @@ class TarSink:
 def folder_parts(path: str) -> Iterator[BackupPart]:
     """Yield the parts in a folder, the manifest last. Raises CorruptedError, OSError."""
     if not os.path.exists(os.path.join(path, MANIFEST)):
-        raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=_NOT_COMPLETE)
+        raise CorruptedError(f"is no complete backup: it has no {MANIFEST}", path=path, hint=AGAIN)
     names = []
     for folder, _, files in os.walk(path):
         names += [os.path.relpath(os.path.join(folder, name), path) for name in files]
@@ -78,18 +76,13 @@ def tar_parts(file: IO[bytes]) -> Iterator[BackupPart]:
                     continue
                 content = tar.extractfile(member) if member.isreg() else None
                 if content is None:
-                    raise CorruptedError(
-                        f"{member.name[:80]!r} is no part of a backup",
-                        hint="give a backup that `dcp-mirror backup` wrote",
-                    )
+                    raise no_part(member.name)
                 yield _part(member.name.removeprefix("./"), content, member.size)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise CorruptedError(f"the backup is damaged or cut short: {error}", hint=_NOT_COMPLETE) from error
+        raise CorruptedError(f"the backup is damaged or cut short: {error}", hint=AGAIN) from error
 
 
 def _part(name: str, file: IO[bytes], size: int) -> BackupPart:
     if size > (MANIFEST_BYTES_MAX if name == MANIFEST else PART_BYTES):
-        raise CorruptedError(
-            f"{name[:80]!r} is no part of a backup: too large", hint="give a backup that `dcp-mirror backup` wrote"
-        )
+        raise no_part(name, ": too large")
     return BackupPart(name, file.read())

@@ -39,7 +39,7 @@ MANIFEST_BYTES_MAX = 256 << 20
 WORK = "restore.new"
 """Folder in the target in which a restored mirror is prepared, so that it is on the same file system."""
 _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
-_AGAIN = "make the backup again, or take another one"
+AGAIN = "make the backup again, or take another one"
 
 Progress = Callable[[int, int], None]
 """Called with the number of groups done and of bytes so far."""
@@ -66,6 +66,11 @@ class Summary:
     """The seqnos that the restored mirror serves, by vbucket."""
     parts: int
     bytes: int
+
+
+def no_part(name: str, why: str = "") -> CorruptedError:
+    hint = "give a backup that `dcp-mirror backup` wrote"
+    return CorruptedError(f"{name[:80]!r} is no part of a backup{why}", hint=hint)
 
 
 def part_name(group: int, number: int) -> str:
@@ -215,7 +220,7 @@ def _prepare(
             total += len(part.data)
             progress(files.group, total)
     if manifest is None:
-        raise CorruptedError(f"the backup is not complete: it has no {MANIFEST}", hint=_AGAIN)
+        raise CorruptedError(f"the backup is not complete: it has no {MANIFEST}", hint=AGAIN)
     _compare(manifest, found)
     with open(os.path.join(work, directory.FILE), "w", encoding="utf-8") as file:
         json.dump(manifest["mirror"], file)
@@ -247,20 +252,18 @@ class _Files:
     def append(self, part: BackupPart) -> None:
         match = _PART.fullmatch(part.name)
         if match is None:
-            raise CorruptedError(
-                f"{part.name[:80]!r} is no part of a backup", hint="give a backup that `dcp-mirror backup` wrote"
-            )
+            raise no_part(part.name)
         group, number = int(match[1]), int(match[2])
         if number == 0:
             self.close()
             folder = directory.group_path(self._work, group)
             if os.path.exists(folder):
-                raise CorruptedError(f"{part.name} comes twice", hint=_AGAIN)
+                raise CorruptedError(f"{part.name} comes twice", hint=AGAIN)
             os.mkdir(folder, 0o700)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._descriptor = os.open(os.path.join(folder, DATA_FILE), flags, 0o600)
         elif (group, number) != self._expected or self._descriptor < 0:
-            raise CorruptedError(f"{part_name(*self._expected)} is missing before {part.name}", hint=_AGAIN)
+            raise CorruptedError(f"{part_name(*self._expected)} is missing before {part.name}", hint=AGAIN)
         view = memoryview(part.data)
         while view:
             view = view[os.write(self._descriptor, view) :]
@@ -281,7 +284,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
             raise KeyError(KIND)
         version, store_format, digest = manifest["version"], manifest["store_format"], manifest.pop("sha256")
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptedError(f"{MANIFEST} is damaged, or is not that of a backup", hint=_AGAIN) from None
+        raise CorruptedError(f"{MANIFEST} is damaged, or is not that of a backup", hint=AGAIN) from None
     if version != VERSION or store_format not in directory.FORMATS_READ:
         raise FormatTooNew(
             f"the backup is of version {version} with data of format {store_format}; this program knows version "
@@ -289,7 +292,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
             hint="use the version of dcp-mirror that wrote it",
         )
     if digest != _digest(manifest):
-        raise CorruptedError(f"{MANIFEST} is damaged: its checksum does not match", hint=_AGAIN)
+        raise CorruptedError(f"{MANIFEST} is damaged: its checksum does not match", hint=AGAIN)
     return dict(manifest)
 
 
@@ -297,12 +300,12 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
     expected = {each["name"]: (each["bytes"], each["sha256"]) for each in manifest["files"]}
     for name, (size, digest) in expected.items():
         if name not in found:
-            raise CorruptedError(f"the backup is not complete: {name} is missing", hint=_AGAIN)
+            raise CorruptedError(f"the backup is not complete: {name} is missing", hint=AGAIN)
         if found[name] != (size, digest):
             what = "its SHA-256 does not match" if found[name][0] == size else f"{found[name][0]} bytes, not {size}"
-            raise CorruptedError(f"the backup is damaged: {name}: {what}", hint=_AGAIN)
+            raise CorruptedError(f"the backup is damaged: {name}: {what}", hint=AGAIN)
     if others := sorted(found.keys() - expected.keys()):
-        raise CorruptedError(f"{others[0]} does not belong to this backup", hint=_AGAIN)
+        raise CorruptedError(f"{others[0]} does not belong to this backup", hint=AGAIN)
 
 
 def _check(work: str, identity: Identity, group: int) -> None:

@@ -200,30 +200,19 @@ class _VbucketCheck:
 
     def _check_counters(self) -> None:
         """Compare the counters of each boundary from the floor on with the one before it and the rows between."""
-        cursor = self.txn.cursor(keys.rows_db(self.vbid))
-        before = None
+        expected = None
         row_bytes = 0
-        for link in reversed(self.served):
-            first = max(self.state.history_floor_seqno, link.base_seqno + 1)
-            last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
-            if first > link.cut or not cursor.set_range(keys.ROW.pack(link.branch, first)):
+        for key, value in chain.rows_after(self.txn, self.vbid, self.served, self.state.history_floor_seqno - 1):
+            if len(key) == keys.ROW_KEY_SIZE:
+                row_bytes += len(value)
                 continue
-            for key, value in cursor.iternext():
-                if key > last:
-                    break
-                if len(key) == keys.ROW_KEY_SIZE:
-                    row_bytes += len(value)
-                    continue
-                boundary = chain.boundary_of(key, value, self.vbid)
-                if before is not None and (boundary.ordinal, boundary.row_bytes) != (
-                    before.ordinal + 1,
-                    before.row_bytes + row_bytes,
-                ):
-                    self._add(
-                        f"boundary {boundary.seqno} counts {boundary.ordinal} boundaries, {boundary.row_bytes} bytes, "
-                        f"expected {before.ordinal + 1} and {before.row_bytes + row_bytes}"
-                    )
-                before, row_bytes = boundary, 0
+            boundary = chain.boundary_of(key, value, self.vbid)
+            if expected is not None and (boundary.ordinal, boundary.row_bytes - row_bytes) != expected:
+                self._add(
+                    f"boundary {boundary.seqno} counts {boundary.ordinal} boundaries, {boundary.row_bytes} bytes, "
+                    f"expected {expected[0]} and {expected[1] + row_bytes}"
+                )
+            expected, row_bytes = (boundary.ordinal + 1, boundary.row_bytes), 0
 
     def _check_spans(self) -> None:
         rows = self.txn.cursor(keys.rows_db(self.vbid))

@@ -19,6 +19,7 @@ from dataclasses import asdict, fields, replace
 import msgpack
 
 from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, storage_error
+from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
 from storage.format import keys, records
 from storage.model import BranchReason, FailoverLog, Identity
@@ -118,19 +119,16 @@ def create_environment(path: str, group: int, vbids: Sequence[int], identity: Id
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
         environment.open_all()
-        with environment.begin(write=True) as txn:
-            branch, pub, state = (environment.db(name) for name in (keys.DB_BRANCH, keys.DB_PUB, keys.DB_STATE))
+        with environment.begin(write=True) as raw:
+            txn = Transaction(environment, raw)
+            history_ids = ((environment.history_id, 0),)
+            branch = records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms, history_ids=history_ids)
             for vbid in vbids:
-                history_ids = ((environment.history_id, 0),)
-                row = records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms, history_ids=history_ids)
-                first = records.encode_branch(row)
-                txn.put(keys.BRANCH_KEY.pack(vbid, 1), first, db=branch)
-                txn.put(keys.VBID_KEY.pack(vbid), keys.PUB.pack(*records.Pub(branch=1, seqno=0, floor_seqno=0)), db=pub)
-                empty = records.encode_state(records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
-                txn.put(keys.VBID_KEY.pack(vbid), empty, db=state)
-            meta = environment.db(keys.DB_META)
-            txn.put(b"identity", identity_bytes(identity, group), db=meta)
-            txn.put(b"fence", (0).to_bytes(8, "big"), db=meta)
+                txn.put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, 1), records.encode_branch(branch))
+                txn.put_pub(vbid, records.Pub(branch=1, seqno=0, floor_seqno=0))
+                txn.put_state_row(vbid, records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
+            txn.put(keys.DB_META, b"identity", identity_bytes(identity, group))
+            txn.put(keys.DB_META, b"fence", (0).to_bytes(8, "big"))
     finally:
         environment.close()
 

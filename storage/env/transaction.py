@@ -21,6 +21,12 @@ class Trees(Protocol):
     def db(self, name: bytes) -> Any: ...
 
 
+def seek_before(cursor: Any, key: bytes) -> bool:
+    """Move a cursor to the last key below `key`. Return False if there is none."""
+    found: bool = cursor.prev() if cursor.set_range(key) else cursor.last()
+    return found
+
+
 class Transaction:
     __slots__ = ("environment", "raw")
 
@@ -84,6 +90,6 @@ class Transaction:
 
     def newest_branch(self, vbid: int) -> int:
         cursor = self.cursor(keys.DB_BRANCH)
-        there = cursor.prev() if cursor.set_range(keys.BRANCH_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
+        there = seek_before(cursor, keys.BRANCH_KEY.pack(vbid, 2**32 - 1))
         row_vbid, number = keys.BRANCH_KEY.unpack(cursor.key()) if there else (None, 0)
         return number if row_vbid == vbid else 0

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from storage.env.transaction import Transaction
+from storage.env.transaction import Transaction, seek_before
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.format.records import BRANCH, ROW_KEY
-from storage.model import SEQNO_MAX, Boundary, Branch, Seqno, Vbuuid
+from storage.model import SEQNO_MAX, Boundary, Branch, Seqno
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(NamedTuple):
     """One branch of a chain: rows with base_seqno < seqno <= cut are visible."""
 
     branch: int
@@ -78,12 +76,8 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 def recut(chain: Chain, cut: int) -> Chain:
     if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
-        return chain if cut >= chain[0].cut else (_cut_at(chain[0], cut), *chain[1:])
-    return tuple(link if link.cut <= cut else _cut_at(link, cut) for link in chain)
-
-
-def _cut_at(link: ChainLink, cut: int) -> ChainLink:
-    return ChainLink(link.branch, link.base_seqno, cut, link.kept_seqno, link.first_branch, link.history_ids)
+        return chain if cut >= chain[0].cut else (chain[0]._replace(cut=cut), *chain[1:])
+    return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain)
 
 
 def same(one: Chain, other: Chain) -> bool:
@@ -143,11 +137,9 @@ def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = No
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
-    start, vbuuid, time_ms, history_ms, ordinal, row_bytes = keys.BOUNDARY.unpack(value)
     history_id = link.history_id(seqno) if link is not None else 0
-    return Boundary(
-        Branch(branch), Seqno(seqno), Seqno(start), Vbuuid(vbuuid), time_ms, history_ms, ordinal, row_bytes, history_id
-    )
+    fields = *keys.BOUNDARY.unpack(value), history_id
+    return Boundary(Branch(branch), Seqno(seqno), *fields)
 
 
 def boundary_at(txn: Transaction, vbid: int, branch: int, seqno: int) -> Boundary | None:
@@ -173,9 +165,7 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
         prefix = keys.PREFIX.pack(link.branch)
         position: int | None = _before_span(spans, vbid, link)
         while position is not None:
-            if not (
-                cursor.prev() if cursor.set_range(keys.ROW.pack(link.branch, position) + b"\x02") else cursor.last()
-            ):
+            if not seek_before(cursor, keys.ROW.pack(link.branch, position) + b"\x02"):
                 return  # nothing lies below the tip, so nothing below the tips of its parents either
             position = None
             for key in cursor.iterprev(values=False):  # a value may be a document of 20 MiB, of 4 ms
@@ -217,6 +207,20 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
                         yield boundary
                         position = boundary.seqno
                         break
+
+
+def rows_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield rows and boundaries of a chain above a seqno, rising, without the boundary at `after_seqno` itself."""
+    cursor = txn.cursor(keys.rows_db(vbid))
+    for link in reversed(chain):
+        start = max(after_seqno, link.base_seqno)
+        if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):
+            continue
+        last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
+        for key, value in cursor.iternext():
+            if key > last:
+                break
+            yield key, value
 
 
 def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
-from storage.env.transaction import Transaction
+from storage.env.transaction import Transaction, seek_before
 from storage.errors import RUN_CHECK, CorruptedError
 from storage.format import keys, records
 from storage.history import chain
@@ -59,7 +59,7 @@ def rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[tuple[Key,
     cursor = txn.cursor(keys.DB_MANIFEST)
     for link in links:
         limit = keys.MANIFEST_KEY.pack(vbid, link.branch, link.cut)
-        found = cursor.prev() if cursor.set_range(limit + b"\x00") else cursor.last()
+        found = seek_before(cursor, limit + b"\x00")
         while found and cursor.key()[:6] == limit[:6]:
             _, branch, seqno = keys.MANIFEST_KEY.unpack(cursor.key())
             yield (branch, seqno), cursor.value()

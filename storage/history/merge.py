@@ -23,7 +23,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from storage.env.transaction import Transaction
+from storage.env.transaction import Transaction, seek_before
 from storage.format import keys, records
 from storage.format.records import AFTER_BRANCH
 from storage.history import branches, chain, manifests
@@ -145,8 +145,7 @@ def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: boo
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
     """Return keys of `rollback` that concern no kept history, oldest first; the newest `ROLLBACKS_KEPT` always stay."""
     cursor = txn.cursor(keys.DB_ROLLBACK)
-    there = cursor.prev() if cursor.set_range(keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) else cursor.last()
-    if not there or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
+    if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
         return []
     newest = keys.ROLLBACK_KEY.unpack(cursor.key())[1]
     found: list[bytes] = []

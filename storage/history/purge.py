@@ -225,7 +225,7 @@ class Purger:
         boundaries: list[bytes] = []
         position = floor
         visited = 0
-        for key, frame in _forward(txn, vbid, links, purged):
+        for key, frame in chain.rows_after(txn, vbid, links, purged):
             seqno = records.seqno_of(key)
             if seqno > floor:
                 break
@@ -312,26 +312,19 @@ class Purger:
                 ranges.remove(dead)  # nothing is ever written there again
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return `forgettable` without branches that a lease names."""
-        found = self._not_needed(txn, vbid)
-        if found:
-            held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)}
-            found = [branch for branch in found if branch not in held]
-        return found
-
-    def _not_needed(self, txn: Transaction, vbid: int) -> list[int]:
-        """Return `forgettable`, found again only once branches or their rows have changed."""
+        """Return `forgettable`, found again only once branches or their rows have changed, without branches that a
+        lease names.
+        """
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
         known = self._forgotten.get(vbid)
-        if known is not None and known[0] == seen:
-            return known[1]
-        staging = txn.state_row(vbid).staging_branch
-        with_rows = {dead.branch for dead in ranges}
-        found = forgettable(branches.all_branches(txn, vbid), served, staging, with_rows)
-        self._forgotten[vbid] = (seen, found)
-        return found
+        if known is None or known[0] != seen:
+            staging, with_rows = txn.state_row(vbid).staging_branch, {dead.branch for dead in ranges}
+            found = forgettable(branches.all_branches(txn, vbid), served, staging, with_rows)
+            known = self._forgotten[vbid] = (seen, found)
+        held = {link.branch for link in self.leases.held_rows(txn, vbid, now_ms)} if known[1] else set()
+        return [branch for branch in known[1] if branch not in held]
 
     def _is_held(self, txn: Transaction, vbid: int, dead: Dead, now_ms: int) -> bool:
         held = self.leases.held_rows(txn, vbid, now_ms)
@@ -482,17 +475,3 @@ def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[i
         copy_of[branch] = branch if row.parent is None else copy_of.get(row.parent, row.parent)
     in_use = {copy_of[branch] for branch in (served, staging, *with_rows) if branch in copy_of}
     return [branch for branch, copy in copy_of.items() if copy not in in_use]
-
-
-def _forward(txn: Transaction, vbid: int, links: chain.Chain, after_seqno: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield rows and boundaries of a chain above a seqno, rising, without the boundary at `after_seqno` itself."""
-    cursor = txn.cursor(keys.rows_db(vbid))
-    for link in reversed(links):
-        start = max(after_seqno, link.base_seqno)
-        if start >= link.cut or not cursor.set_range(keys.ROW.pack(link.branch, start + 1)):
-            continue
-        last = keys.ROW.pack(link.branch, link.cut) + keys.BOUNDARY_SUFFIX
-        for key, value in cursor.iternext():
-            if key > last:
-                break
-            yield key, value

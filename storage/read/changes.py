@@ -81,9 +81,7 @@ def resolve_range(reader: VbucketReader, start: Token | None, end: Token | None)
             lost = chain.load(txn, reader.vbid, start.branch, start.seqno)
             after = _common_seqno(reader.vbid, served, lost, start)
         if any(link.kept_seqno < link.cut and after < link.cut for link in lost):
-            raise ViewInvalidated(
-                "the rows of a rollback are gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING
-            )
+            raise retractions.rows_gone(reader.vbid)
         before = validity.purged_seqno(reader, txn, served, after) if not start.seqno else 0
         validity.check_tombstones(reader, txn, served, after, before)
     return Range(served, lost, after, before)
@@ -97,9 +95,7 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
         validity.check_unmoved(reader, txn, way.lost)
     for link in way.lost:
         if branches.get_branch(txn, reader.vbid, link.branch).kept_seqno < link.cut > way.after_seqno:
-            raise ViewInvalidated(
-                "the rows of a rollback are gone from history", vbid=reader.vbid, hint=_FROM_BEGINNING
-            )
+            raise retractions.rows_gone(reader.vbid)
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:

@@ -21,9 +21,6 @@ from storage.model import Boundary, Branch, Document, Kind, Seqno
 from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
-_GONE = "the rows of a rollback are gone from history"
-_FROM_BEGINNING = "read it from the beginning"
-
 UNDONE_BYTES = 1024
 """Memory for the positions of a row that was rolled back and of the one in its place; a key has at most 250 bytes."""
 
@@ -34,6 +31,10 @@ class Undone(NamedTuple):
     kind: str
     wire_key: bytes
     reference: bytes
+
+
+def rows_gone(vbid: int) -> ViewInvalidated:
+    return ViewInvalidated("the rows of a rollback are gone from history", vbid=vbid, hint="read it from the beginning")
 
 
 def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Boundary, Iterator[tuple[str, Document]]]:
@@ -74,7 +75,7 @@ def document_of(reader: VbucketReader, undone: Undone, raw: bool) -> Document:
         if txn.raw.get(undone.reference[records.ROW_KEY], db=reader.rows) is None:
             cursor = txn.raw.cursor(reader.keys)
             if not cursor.set_key_dup(undone.wire_key, undone.reference):
-                raise ViewInvalidated(_GONE, vbid=reader.vbid, hint=_FROM_BEGINNING)
+                raise rows_gone(reader.vbid)
         return reader.document(txn, undone.wire_key, undone.reference, raw, lenient=True)
 
 
@@ -131,7 +132,7 @@ class _RetractionWalk:
                     txn, vbid, prefix, position, link.cut, self.rows_max
                 )
                 if branches.get_branch(txn, vbid, link.branch).kept_seqno < link.cut:
-                    raise ViewInvalidated(_GONE, vbid=vbid, hint=_FROM_BEGINNING)
+                    raise rows_gone(vbid)
                 found = self._retracted(txn, key_rows)
             yield from found
             if not count:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import takewhile
 
 from storage.env.environment import Environment
-from storage.env.transaction import Transaction
+from storage.env.transaction import Transaction, seek_before
 from storage.errors import CorruptedError, UnknownCollection, ViewInvalidated
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
@@ -160,8 +160,7 @@ def newest_of(
             bottom = max(link.base_seqno, collection.begin_seqno)
             if top <= bottom:
                 continue
-            beyond = cursor.set_range(records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
-            more = cursor.prev() if beyond else cursor.last()
+            more = seek_before(cursor, records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
             while more:
                 key = cursor.key()
                 seqno = records.seqno_of(key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from storage.env.transaction import Transaction
+from storage.env.transaction import Transaction, seek_before
 from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
@@ -65,11 +65,7 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
     local_purge_seqno = reader.purge_row(txn).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
     return ServedState(
-        branch=served.branch,
-        seqno=served.seqno,
-        manifest_key=served.manifest_key,
-        links=served.links,
-        floor_seqno=served.floor_seqno,
+        *(served.branch, served.seqno, served.manifest_key, served.links, served.floor_seqno),
         failover_log=log,
         purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.floor_seqno),
         manifest=reader.manifest(txn, served.manifest_key),
@@ -333,7 +329,7 @@ def _look_back(reader: VbucketReader, txn: Transaction, prefix: bytes, low: int,
     found: list[Row] = []
     cursor = txn.raw.cursor(reader.rows)
     first = row_key(prefix, low) + b"\xff"
-    if cursor.prev() if cursor.set_range(row_key(prefix, high) + b"\xff") else cursor.last():
+    if seek_before(cursor, row_key(prefix, high) + b"\xff"):
         for row in cursor.iterprev():
             if row[0] <= first:
                 break

@@ -384,7 +384,7 @@ MUTATIONS = (
     Mutation(
         _PURGE,
         "tip.row_bytes - at.row_bytes",
-        "sum(len(frame) for _, frame in _forward(txn, vbid, links, int(at.seqno)))",
+        "sum(len(frame) for _, frame in chain.rows_after(txn, vbid, links, int(at.seqno)))",
         f"{_OF_PURGE} -k costs_the_same",
     ),
     Mutation(_PURGE, "if wire_key != current and looked >= looks:", "if False:", f"{_OF_PURGE} -k flushed"),

@@ -469,7 +469,7 @@ class Checker:
             self.counts["followers refused after branches were merged"] += 1
             return
         local_purge = self.mirror.view.state(follower.vbid).local_purge_seqno
-        if "rolled back" in str(error):
+        if "of a rollback" in str(error):
             assert len(watched.dead_removed) > follower.removed, f"refused, but nothing retracted was purged: {error}"
             self.counts["followers refused after retracted rows were purged"] += 1
         else:
