@@ -24,7 +24,6 @@ from storage.admin import backup as store_backup
 from storage.admin.backup import BackupPart
 from storage.errors import StorageError
 
-PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"
 
 
@@ -41,12 +40,12 @@ def backup(
     path = str(options.data_directory(data, config))
     moment = time_from(as_of)
     if to == STDOUT and as_json:
-        raise ConfigError("stdout is the tar", hint="leave --json out, or give --to a directory")
+        raise ConfigError("--to - and --json both print to stdout", hint="leave --json out, or give --to a directory")
     if to == STDOUT and sys.stdout.isatty():
         raise ConfigError("the tar would go to the terminal", hint="redirect stdout, or give --to a directory")
     time_ms = SystemClock().wall_ms()
     as_of_ms = None if moment is None else moment.ms
-    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+    with render.task_screen() as screen:
 
         def progress(groups: int, size: int) -> None:
             screen.show_line(f"{groups} groups copied, {render.size(size)}")
@@ -131,7 +130,7 @@ def restore(
     """Restore a backup into an empty directory. `run` then fetches only later changes."""
     path = str(options.data_directory(data, config))
     store_backup.check_target(path)
-    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+    with render.task_screen() as screen:
         summary = store_backup.restore(
             parts_of(source),
             path,

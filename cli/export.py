@@ -31,7 +31,6 @@ from storage.model import Document
 from storage.read import bulk
 from storage.read.view import Pin, Token, View, open_view
 
-PLAIN_INTERVAL_S = 5.0
 STDOUT = "-"
 
 
@@ -60,7 +59,7 @@ def export(
         raise ConfigError(f"--format {file_format!r} is not known", hint="give jsonl; `pipeline export` makes Parquet")
     moment = time_from(as_of)
     if to == STDOUT and as_json:
-        raise ConfigError("stdout is the documents", hint="leave --json out, or give --to a file or directory")
+        raise ConfigError("--to - and --json both print to stdout", hint="leave --json out, or give --to a file")
     if file is not None and file.exists():
         raise ConfigError(
             f"the cursor file {file} exists: a reader that continues from it could miss changes",
@@ -105,7 +104,7 @@ def collection_ids(view: View, pins: list[Pin], collection: str | int | None) ->
 
 def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: str, *, xattrs: bool) -> int:
     count = 0
-    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen, contextlib.ExitStack() as stack:
+    with render.task_screen() as screen, contextlib.ExitStack() as stack:
         split = to != STDOUT and (to.endswith("/") or os.path.isdir(to))
         whole = None if split else stack.enter_context(opened(to))
         for number, pin in enumerate(pins):
@@ -117,8 +116,7 @@ def write(view: View, pins: list[Pin], chosen: dict[int, dict[int, str]], to: st
                 for line in lines(view, pin, chosen[int(pin.vbid)], xattrs=xattrs):
                     file.write(line)
                     count += 1
-            said = f"{number + 1} of {len(pins)} vbuckets exported, {count:,} documents"
-            screen.show_line(said)
+            screen.show_line(f"{number + 1} of {len(pins)} vbuckets exported, {count:,} documents")
     return count
 
 

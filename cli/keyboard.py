@@ -12,7 +12,6 @@ import sys
 import termios
 import time
 import tty
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -35,9 +34,7 @@ class Keyboard:
             self._descriptor = -1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor >= 0:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 
@@ -58,5 +55,5 @@ def _in_foreground(descriptor: int) -> bool:
     """False if a change of the terminal would stop this process (SIGTTOU)."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the controlling terminal: it stops nobody
+    except OSError:  # not the controlling terminal, which alone sends SIGTTOU
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,18 @@ AsOfTimeOption = Annotated[
 ]
 
 
+def need(who: str, extra: str, *modules: str) -> None:
+    """Raise ConfigError with the remedy if packages of an extra are missing."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            package = module.partition(".")[0]
+            raise ConfigError(
+                f"{who} the package {package} ({error})", hint=f"pip install 'dcp-mirror[{extra}]'"
+            ) from None
+
+
 def flags_from(pairs: list[str] | None) -> Values:
     flags: Values = {}
     for pair in pairs or ():
@@ -135,7 +148,7 @@ def moment_ms(text: str, option: str) -> int:
         return units.moment_ms(text)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{option} {text!r} is no moment", hint="write 2026-01-31T12:00:00, or an age: 15m, 2h, 1d"
+            f"{option} {text!r} is neither a time nor an age", hint="write 2026-01-31T12:00:00, or an age: 15m, 2h, 1d"
         ) from None
 
 

@@ -8,7 +8,6 @@ is the same command on the session of spark-submit.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
@@ -54,12 +53,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-REMEDY = "pip install 'dcp-mirror[spark]'"
 AUTO = "auto"
 """Stands for the schema of a sample."""
 NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
 """A collection with its columns: `shop.orders=total double`."""
-PLAIN_INTERVAL_S = 5.0
 
 ToOption = Annotated[
     str,
@@ -125,13 +122,7 @@ ProcessesOption = Annotated[
 ]
 
 
-def need(*modules: str) -> None:
-    """Raise ConfigError with the remedy if packages of the extra are missing."""
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"pipelines need the package {module.partition('.')[0]} ({error})", hint=REMEDY) from None
+need = partial(options.need, "pipelines need", "spark")
 
 
 def path_from(text: str | Path) -> Path:
@@ -251,7 +242,7 @@ def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], No
     if as_json and under_spark_submit():
         yield lambda _done, _of: None
         return
-    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+    with render.task_screen() as screen:
         yield lambda done, of: screen.show_line(f"{what}: {done} of {of} tasks")
 
 

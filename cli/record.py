@@ -22,8 +22,6 @@ from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.inspection.recording import Recorder
 from mirror.log import set_up_logs
 
-PLAIN_INTERVAL_S = 5.0
-
 
 def record(
     source: options.SourceOption = None,
@@ -88,7 +86,7 @@ def record_into(
     """Read the source into the recorder. Returns the number of snapshots and the reason of the end."""
     with (
         SourceReader(url, settings=settings, tap=recorder) as reader,
-        render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
+        render.task_screen() as screen,
     ):
         recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)
         for vbid in requested or ():

@@ -38,6 +38,7 @@ BUSY_STATES = {
     "rolling-back",
 }
 PLAIN_INTERVAL_S = 2.0
+TASK_INTERVAL_S = 5.0
 TROUBLES_MAX = 8
 """Errors that a summary shows, worst first."""
 
@@ -481,6 +482,11 @@ class Screen:
         self._console.print(Text(line), soft_wrap=True)
         if self._live is None:
             self._console.file.flush()
+
+
+def task_screen() -> Screen:
+    """Return a screen for the progress of a task: on stderr, a line every few seconds."""
+    return Screen(to_stderr=True, plain_interval_s=TASK_INTERVAL_S)
 
 
 class Bar:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -48,19 +49,14 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
         result = writer.vbuckets[vbid].rollback(to_seqno)
     finally:
         writer.close()
-    return {
-        "boundary_seqno": int(result.boundary_seqno),
-        "from_branch": int(result.from_branch),
-        "from_seqno": int(result.from_seqno),
-        "branch": int(result.branch),
-    }
+    return asdict(result)
 
 
 def undone(view: View, vbid: int, result: Reply) -> Iterator[tuple[str, Document]]:
     """Return the retractions and restorations of a finished rollback."""
     for change in view.changes(vbid, since=view.token(vbid, result["from_branch"], result["from_seqno"])):
         if change.kind not in ("rollback", "retraction", "restoration"):
-            return  # what a running service has streamed since
+            return  # streamed since by a running service
         if change.document is not None:
             yield change.kind, change.document
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +32,6 @@ from storage.read.view import open_view
 if TYPE_CHECKING:
     from mirror.sql import Session
 
-REMEDY = "pip install 'dcp-mirror[sql]'"
 SHOWN_ROWS = 1_000
 """Rows of a table on a terminal; the other forms have all of them."""
 CELL_LENGTH = 200
@@ -46,13 +45,7 @@ AHEAD = 2
 Write = Callable[[Any], object]
 
 
-def need(*modules: str) -> None:
-    """Raise ConfigError with the remedy if packages of the extra are missing."""
-    for module in modules:
-        try:
-            __import__(module)
-        except ImportError as error:
-            raise ConfigError(f"sql needs the package {module} ({error})", hint=REMEDY) from None
+need = partial(options.need, "sql needs", "sql")
 
 
 class Running:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from mirror import client
@@ -68,26 +67,17 @@ class Stage:
             flags = [f"--{name}={value}" for name, value in self._source_options.items()]
             self._source = self._start("source", "sandbox", *flags, stdout=subprocess.PIPE)
             self.connection_string = self._first_line(self._source)
-            mirror = [
-                "run",
-                "--source",
-                self.connection_string,
-                "--data",
-                str(self.data),
-                "--workers",
-                str(self.workers),
-                "--http",
-                self.http,
-            ]
-            self._service = self._start("service", *mirror, stdout=subprocess.DEVNULL)
+            mirror = {
+                "source": self.connection_string, "data": self.data, "workers": self.workers, "http": self.http
+            }  # fmt: skip
+            flags = [f"--{name}={value}" for name, value in mirror.items()]
+            self._service = self._start("service", "run", *flags, stdout=subprocess.DEVNULL)
         except BaseException:
             self.end()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def _start(self, name: str, *arguments: str, stdout: int) -> subprocess.Popen[bytes]:

@@ -99,15 +99,12 @@ def state(
     )
 
 
-PLAIN_INTERVAL_S = 5.0
-
-
 def check(
     data: options.DataOption = None, config: options.ConfigOption = None, as_json: options.JsonOption = False
 ) -> None:
     """Check every invariant of the stored data. Exit code 3 if one is broken."""
     path = str(options.data_directory(data, config))
-    with render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen:
+    with render.task_screen() as screen:
         report = storage_check.check(
             path, progress=lambda done, of: screen.show_line(f"checked {done} of {of} vbuckets")
         )

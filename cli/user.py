@@ -67,7 +67,7 @@ def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
     for name, patterns in rows.items():
         typer.echo(f"{name}  {' '.join(patterns)}")
     if anonymous is not None:
-        typer.echo(f"(anyone who is on this machine)  {' '.join(sorted(anonymous.patterns))}")
+        typer.echo(f"(local clients without a login)  {' '.join(sorted(anonymous.patterns))}")
 
 
 def _password(name: str) -> str:

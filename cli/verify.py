@@ -32,7 +32,6 @@ from storage.format import keys
 from storage.format.digest import Fingerprint
 from storage.read.view import View, open_view
 
-PLAIN_INTERVAL_S = 5.0
 COUNTED = (
     "documents",
     "tombstones",
@@ -85,7 +84,7 @@ def verify(
             collections=selected(path, url, settings),
             followed=map_record.load(str(path), directory.load(str(path)).bucket_uuid),
         ) as reader,
-        render.Screen(to_stderr=True, plain_interval_s=PLAIN_INTERVAL_S) as screen,
+        render.task_screen() as screen,
     ):
         progress = Progress(screen)
 

@@ -34,7 +34,7 @@ class ServiceContext:
     """None until the service has workers."""
     stopping: bool = False
     mirror_troubles: tuple[str, ...] = ()
-    """What the mirrors that `kv_nodes` names do not answer for; written by `mirrors`."""
+    """Contradictions between `kv_nodes` and the mirrors that it names; written by `mirrors`."""
 
     def now_ms(self) -> int:
         return int(self.clock.monotonic() * 1000)

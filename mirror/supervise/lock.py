@@ -70,7 +70,7 @@ class ServiceLock:
         except (FileNotFoundError, NotADirectoryError):
             there = False
         except OSError:
-            return  # it cannot be looked at, which does not say that it is gone
+            return  # an unreadable directory may still be there
         if not there:
             raise SupervisionError(
                 f"the data directory {self.directory} was removed or moved while the service ran",

@@ -23,7 +23,7 @@ INTERVAL_S = 2.0
 
 
 async def ask_mirrors(context: ServiceContext) -> None:
-    """Ask all of them again and again until cancelled, and note what contradicts the list."""
+    """Ask all mirrors at intervals until cancelled, and note contradictions."""
     listed: str | None = None
     refused: set[MapNode] = set()
     while True:

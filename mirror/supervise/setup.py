@@ -138,7 +138,7 @@ class Setup:
 
     @staticmethod
     def check_nodes(settings: Settings, identity: Identity | None) -> None:
-        """Raise ConfigError where the list of mirrors contradicts what this one is."""
+        """Raise ConfigError if the list of mirrors contradicts this one."""
         if settings.kv_nodes is not None and identity is not None:
             addresses = parse_addresses(settings.kv, "kv") if settings.kv is not None else []
             ports = {each.port for each in addresses if each.path is None}

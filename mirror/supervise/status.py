@@ -22,9 +22,7 @@ from storage.model import Identity, VbucketState
 from storage.read.view import View, open_view
 
 
-class HistoryFields(TypedDict):
-    """The history of a vbucket, in a worker's report and in the status alike."""
-
+class VbucketRow(TypedDict):
     persisted_seqno: int | None
     held_snapshots: int | None
     stale: bool | None
@@ -37,9 +35,6 @@ class HistoryFields(TypedDict):
     local_purge_seqno: int | None
     resync_count: int | None
     last_resync_ms: int | None
-
-
-class VbucketRow(HistoryFields):
     vbid: int
     group: int
     worker: int | None
@@ -75,9 +70,6 @@ class ProcessFigures(TypedDict):
     """Includes shared pages, so also the part of the store that is in memory."""
     threads: int | None
     open_files: int | None
-
-
-HISTORY_FIELDS = tuple(HistoryFields.__annotations__)
 
 
 def history_fields(state: VbucketState, history: History | None) -> dict[str, int | None]:

@@ -161,7 +161,7 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
         (["--to", tmp_path / "full"], 1, "is not empty: it holds notes"),
         (["--to", tmp_path / "a", "--as-of", "7"], 2, "takes a time here"),
         (["--to", tmp_path / "b", "--as-of", "2001-01-01"], 1, "nothing is kept as of 2001-01-01"),
-        (["--to", "-", "--json"], 2, "stdout is the tar"),
+        (["--to", "-", "--json"], 2, "--to - and --json both print to stdout"),
         (["--to", "/proc/backup"], 1, "/proc/backup"),
     ):
         result = call("backup", "--data", mirrored, *arguments)

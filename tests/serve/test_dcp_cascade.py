@@ -332,7 +332,7 @@ async def test_a_read_of_a_mirror_that_does_not_get_filled_ends_with_what_to_do(
 ) -> None:
     store, vbid = filling_store(tmp_path)
     async with serving_dcp(store.path) as endpoint:
-        with pytest.raises(SourceTimeout, match=rf"no node says how far vb {vbid} is .* for 1 s") as caught:
+        with pytest.raises(SourceTimeout, match=rf"no node knows the high seqno of vb {vbid} .* for 1 s") as caught:
             await asyncio.to_thread(read_up_to_now, endpoint, timeout_s=1.0)
         assert "first fill" in str(caught.value.hint)
         assert len(seqno_queries) < 10, "the pauses between the questions grow"

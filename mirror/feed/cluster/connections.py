@@ -59,7 +59,7 @@ class Connections:
         self._on_defect = on_defect
         self._stopping: set[asyncio.Task[None]] = set()
 
-    # -- which nodes ----------------------------------------------------------------------------------------------
+    # -- nodes ----------------------------------------------------------------------------------------------------
 
     def keep(self, address: NodeAddress) -> NodeKeeper:
         """Return the keeper of a node, begun if there was none."""
@@ -88,7 +88,7 @@ class Connections:
         session.with_history = self.with_history
         return session
 
-    # -- which of them can be queried -----------------------------------------------------------------------------
+    # -- ready sessions -------------------------------------------------------------------------------------------
 
     def session_at(self, address: NodeAddress | None) -> NodeSession | None:
         keeper = None if address is None else self.keepers.get(address)
@@ -118,7 +118,7 @@ class Connections:
     def _open_sessions(self) -> list[NodeSession]:
         return [keeper.session for keeper in self.keepers.values() if keeper.session is not None]
 
-    # -- what the keepers call ------------------------------------------------------------------------------------
+    # -- calls of the keepers -------------------------------------------------------------------------------------
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
         assert keeper.session is not None
@@ -153,7 +153,7 @@ class NodeKeeper:
         self.failures = 0
         self.reconnects = 0
         self.on_died: Callable[[BaseException], None] | None = None
-        """Called when a defect of this program ended the keeping: nothing would connect again."""
+        """Called when a defect of this program ended the keeper: it would not connect again."""
         self._make = make
         self._owner = owner
         self._settings = settings

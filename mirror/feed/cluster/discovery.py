@@ -34,34 +34,22 @@ class Survey:
 
 
 async def discover(
-    access: Access,
-    clock: Clock,
-    *,
-    addresses: Iterable[NodeAddress] | None = None,
-    network: str | None = None,
-    bucket_uuid: str | None = None,
+    access: Access, clock: Clock, *, addresses: Iterable[NodeAddress] | None = None, bucket_uuid: str | None = None
 ) -> ClusterMap:
-    found = await survey(access, clock, addresses=addresses, network=network, bucket_uuid=bucket_uuid)
-    return found.newest
+    return (await survey(access, clock, addresses=addresses, bucket_uuid=bucket_uuid)).newest
 
 
 async def survey(
-    access: Access,
-    clock: Clock,
-    *,
-    addresses: Iterable[NodeAddress] | None = None,
-    network: str | None = None,
-    bucket_uuid: str | None = None,
+    access: Access, clock: Clock, *, addresses: Iterable[NodeAddress] | None = None, bucket_uuid: str | None = None
 ) -> Survey:
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
-    With `bucket_uuid`, maps of other buckets count only if there is no other. If no node gives a map, this raises a
-    node's refusal of user or bucket; else the error that waiting does not fix, as of one node's certificate, or the
-    last error.
+    With `bucket_uuid`, maps of other buckets count only if there is no other. Without any map, raise a refusal of user
+    or bucket, else a permanent error such as that of a certificate, else the last error.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
-    answers, errors = await _ask_all(access, clock, addresses, network)
+    answers, errors = await _ask_all(access, clock, addresses)
     if not answers:
         raise _weightiest(errors) or ConnectFailed(f"no address in {access.source}")
     newest = newest_of(list(answers.values()), bucket_uuid)
@@ -81,7 +69,6 @@ def _is_refusal(error: ClusterError) -> bool:
 
 
 async def ask_for_map(access: Access, address: NodeAddress, clock: Clock, network: str | None) -> ClusterMap:
-    """Log in at one node and return its cluster map. Raises ClusterError or ConfigError."""
     link, _ = await enter(access, address, clock)
     try:
         return await fetch_map(link, access.settings, network=network)
@@ -90,13 +77,14 @@ async def ask_for_map(access: Access, address: NodeAddress, clock: Clock, networ
 
 
 async def _ask_all(
-    access: Access, clock: Clock, hosts: Iterable[NodeAddress], network: str | None
+    access: Access, clock: Clock, hosts: Iterable[NodeAddress]
 ) -> tuple[dict[NodeAddress, ClusterMap], list[ClusterError]]:
     """Return the maps of `hosts`, then of all nodes that any map names, and the errors of the others."""
     answers: dict[NodeAddress, ClusterMap] = {}
     errors: list[ClusterError] = []
     queried: list[NodeAddress] = []
     waiting: dict[asyncio.Task[ClusterMap], NodeAddress] = {}
+    network: str | None = None
 
     def ask(addresses: Iterable[NodeAddress | None]) -> None:
         for address in addresses:

@@ -130,9 +130,7 @@ class MapFollower:
         return self._search_error or (None if None in errors or not errors else errors[-1])
 
     def address_of(self, vbid: int) -> NodeAddress | None:
-        """Return the address of the vbucket's node; None if the map names none, or none that can be reached as
-        required.
-        """
+        """Return the address of the vbucket's node; None without a node, or without the required kind of port."""
         node = None if self.current is None else self.current.node_of(vbid)
         return None if node is None else self._access.address_of(node)
 
@@ -146,7 +144,7 @@ class MapFollower:
     # -- the first map --------------------------------------------------------------------------------------------
 
     async def find_first(self) -> None:
-        """Look for a map until one is followed. Raises what waiting does not fix, or not in time."""
+        """Look for a map until one is followed. Raises a permanent error, or the last one at `bootstrap_timeout_s`."""
         settings = self._access.settings
         started = self._clock.monotonic()
         attempt = 0
@@ -207,7 +205,7 @@ class MapFollower:
         if not config or address is None or not self._on_sent(config, address):
             self.wake()
 
-    # -- what nodes and sessions bring ----------------------------------------------------------------------------
+    # -- maps of nodes and sessions -------------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
         """Take a node's map, which may be older than the one that is followed, or of another bucket."""

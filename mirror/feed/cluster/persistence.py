@@ -64,9 +64,7 @@ class PersistenceGate:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
 
     def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
-        """Return the newest end that is persisted now, which stands for those before it; None while it is below
-        `at_least`.
-        """
+        """Return the newest persisted end, and drop those before it; None while it is below `at_least`."""
         self.persisted_seqno = persisted_seqno
         ready = [held for held in self._held if held[0] <= persisted_seqno]
         if not ready or ready[-1][0] < at_least:
@@ -75,7 +73,7 @@ class PersistenceGate:
         return ready[-1]
 
     def drop(self) -> bool:
-        """Forget everything, because the history may be another one from here on; return True if something waited."""
+        """Forget all ends, since the history may change; return True if one waited."""
         waited = bool(self._held)
         self._held = []
         self.persisted_seqno = 0

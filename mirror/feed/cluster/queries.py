@@ -59,13 +59,13 @@ class SourceQueries:
                     found[vbid] = max(seqno, found.get(vbid, 0))
             vbids = range(self._maps.vbucket_count)
             if absent := [vbid for vbid in vbids if vbid not in found]:
-                raise ClusterError(f"no node says how far vb {absent[0]} is ({len(absent)} such vbuckets)")
+                raise ClusterError(f"no node knows the high seqno of vb {absent[0]} ({len(absent)} such vbuckets)")
             return {vbid: found[vbid] for vbid in vbids}
 
         return await self._until(
             attempt,
-            "check the nodes; a vbucket is active on none of them during a failover or rebalance, and where the source "
-            "is a mirror, until its first fill is complete",
+            "check the nodes; a vbucket has no node during a failover or rebalance, and none at a mirror until its "
+            "first fill is complete",
         )
 
     async def failover_log(self, vbid: int) -> FailoverLog:
@@ -80,8 +80,7 @@ class SourceQueries:
                 Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, timeout_s=self._settings.request_timeout_s
             )
             if answer.status != WireStatus.SUCCESS:
-                text = f"{session.address} gives no failover log of vb {vbid}: {status_name(answer.status)}"
-                raise ClusterError(text)
+                raise ClusterError(f"{session.address} has no failover log of vb {vbid}: {status_name(answer.status)}")
             return FailoverLog.of(decode_failover_log(answer.value))
 
         return await self._until(attempt)

@@ -50,9 +50,7 @@ async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddre
 
 
 def server_of(text: str) -> tuple[str, int]:
-    """Return address and port of the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises
-    ConfigError.
-    """
+    """Parse the setting `dns_server`: `10.0.0.2`, `10.0.0.2:5353`, `[::1]:5353`. Raises ConfigError."""
     host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
     host = host.removeprefix("[").removesuffix("]")
     if colon and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):

@@ -230,9 +230,7 @@ async def fetch_high_seqnos(
 
 
 async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
-    """Ask a mirror which of its vbuckets have no contact with its own source: {vbid: milliseconds}. Raises
-    ClusterError.
-    """
+    """Ask a mirror for its vbuckets without contact to its source: {vbid: milliseconds}. Raises ClusterError."""
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
     if answer.status == Status.KEY_ENOENT:  # a server without a supervisor does not know it
         return {}
@@ -266,7 +264,7 @@ async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
     try:
         return await _hello(link, access.settings, name)
     except ConnectFailed:
-        if secure:  # with TLS 1.3 the node judges our certificate after what we see of the handshake
+        if secure:  # with TLS 1.3 the node checks our certificate after our side of the handshake
             raise hung_up("right after", str(link.address), access.settings) from None
         if await speaks_tls(link.address):
             raise only_tls(str(link.address)) from None

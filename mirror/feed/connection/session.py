@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -90,23 +89,16 @@ class MapWatch(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class SessionFigures:
-    dropped_bytes: int = 0
-    """Bytes acked without being used: stale opaques, streams closed a moment ago."""
-    noops_answered: int = 0
-
-
 class NodeSession:
-    """A DCP connection to one node. `open`, then `request_stream`."""
-
     def __init__(
         self, access: Access, address: NodeAddress, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
     ) -> None:
         """`name` is the DCP name: reusing that of a live connection ends the other one."""
         self.address = address
         self.name = name
-        self.figures = SessionFigures()
+        self.dropped_bytes = 0
+        """Bytes acked without being used: of stale opaques and streams closed a moment ago."""
+        self.noops_answered = 0
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
@@ -175,7 +167,7 @@ class NodeSession:
     def _flags_granted(self, flags: DcpOpenFlag) -> DcpOpenFlag:
         if Feature.XATTR not in self.handshake.features:
             flags &= ~(DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
-        if not self.handshake.collections:  # came with 6.6; without collections nobody knows it
+        if not self.handshake.collections:  # both came with later releases
             flags &= ~DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
         return flags
 
@@ -247,7 +239,7 @@ class NodeSession:
             )
         raise HandshakeFailed(f"{self.address} does not take {name.decode()}: {status_name(answer.status)}")
 
-    # -- what the owner asks for ----------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------
 
     @property
     def link(self) -> Link:
@@ -306,9 +298,8 @@ class NodeSession:
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
-        """Send CLOSE_STREAM; what still comes with the opaque is dropped, and acked.
-
-        Without an opaque: whatever stream of the vbucket the node believes to be open on this connection.
+        """Send CLOSE_STREAM; later messages with the opaque are dropped and acked. Without an opaque, close any stream
+        of the vbucket that the node has open on this connection.
         """
         if opaque is not None:
             if opaque not in self._streams:
@@ -321,10 +312,10 @@ class NodeSession:
 
     def get_failover_log(self, vbid: int, on_answer: OnAnswer) -> None:
         frame = request(Opcode.DCP_GET_FAILOVER_LOG, vbucket=vbid, opaque=self.link.next_opaque())
-        self._ask(frame, on_answer, f"what the failover log of vb {vbid} is")
+        self._ask(frame, on_answer, f"the request for the failover log of vb {vbid}")
 
     def _ask(self, frame: Frame, on_answer: OnAnswer, what: str) -> None:
-        """Ask; a node that does not answer in time has its connection closed, whatever else it says."""
+        """Send a request. Without an answer in time, close the connection."""
         error = SourceTimeout(f"{self.address} did not answer {what}")
         timeout_s = self._access.settings.request_timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self.close, error)
@@ -352,19 +343,18 @@ class NodeSession:
         if self._link is not None:
             self._link.close(error)
 
-    # -- what the link brings -------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
     def on_batch(self, items: list[Run | Frame]) -> None:
         """Take everything that one read brought: noops first, then all in order, then send the ack that is due."""
-        link = self._link
-        assert link is not None
+        link = self.link
         byte_count = 0
         for item in items:
             if isinstance(item, Run):
                 byte_count += item.byte_count
             elif item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
                 link.send(encode_frame(response(item)))
-                self.figures.noops_answered += 1
+                self.noops_answered += 1
             else:
                 byte_count += counted_size(item)
         self.received_at = link.last_received
@@ -377,7 +367,7 @@ class NodeSession:
                     continue
                 stream = self._streams.get(item.opaque)
                 if stream is None or stream.vbid != item.vbid:
-                    self.figures.dropped_bytes += item.byte_count
+                    self.dropped_bytes += item.byte_count
                     continue
                 rows = item.rows if self.handshake.collections else [_with_collection(row) for row in item.rows]
                 stream.on_rows(item.opaque, rows, item.byte_count)
@@ -401,7 +391,7 @@ class NodeSession:
             return
         stream = self._streams.get(frame.opaque)
         if stream is None or stream.vbid != frame.vbucket:
-            self.figures.dropped_bytes += counted_size(frame)
+            self.dropped_bytes += counted_size(frame)
         elif is_data(frame):
             self._on_data(stream, frame)
         elif frame.opcode in DECODED:
@@ -411,7 +401,7 @@ class NodeSession:
             stream.on_event(event)
 
     def _on_data(self, stream: StreamOwner, frame: Frame) -> None:
-        """Make a row of a data message that the scanner did not make one of."""
+        """Make a row of a data message that the scanner left as a frame."""
         collections = self.handshake.collections
         problem = key_problem(frame.key, prefixed=collections)
         if problem is not None:
@@ -424,7 +414,6 @@ class NodeSession:
     def _stream_answered(self, stream: StreamOwner, opaque: int, frame: Frame) -> None:
         if opaque not in self._streams:
             return  # closed by us meanwhile
-        answer: StreamAnswer
         try:
             event = decode(frame)
         except RemoteProtocolError as error:
@@ -432,15 +421,13 @@ class NodeSession:
             return
         assert isinstance(event, ev.StreamResponse)
         if event.status == Status.SUCCESS:
-            log = FailoverLog.of(event.failover_log)
-            answer = StreamAccepted(opaque, log)
+            stream.on_answer(StreamAccepted(opaque, FailoverLog.of(event.failover_log)))
+            return
+        self._forget(opaque)
+        if event.rollback_seqno is not None:
+            stream.on_answer(StreamRollback(opaque, event.rollback_seqno))
         else:
-            self._forget(opaque)
-            if event.rollback_seqno is not None:
-                answer = StreamRollback(opaque, event.rollback_seqno)
-            else:
-                answer = StreamRefused(opaque, event.status, event.value)
-        stream.on_answer(answer)
+            stream.on_answer(StreamRefused(opaque, event.status, event.value))
 
     def _forget(self, opaque: int) -> None:
         self._streams.pop(opaque, None)
@@ -457,10 +444,8 @@ class NodeSession:
             self._acked_at = self._clock.monotonic()
 
     async def _keep_watch(self, link: Link) -> None:
-        """End the connection when it was silent for twice the interval.
-
-        A server's noops come with open streams alone, and at its own interval if it does not take ours; without them we
-        ask for a sign of life.
+        """End the connection when it was silent for twice the interval. Send noops while the server sends none: it
+        sends them only with open streams, and at its own interval if it refused ours.
         """
         interval_s = self.noop_interval_s
         while not link.closed:

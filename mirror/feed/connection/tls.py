@@ -168,7 +168,7 @@ def only_tls(where: str) -> TlsFailed:
     )
 
 
-# -- finding out what a port speaks ---------------------------------------------------------------------------------
+# -- probing a port --------------------------------------------------------------------------------------------------
 
 
 async def speaks_plain_kv(address: NodeAddress) -> bool:

@@ -265,7 +265,7 @@ class Link(asyncio.BufferedProtocol):
             elif item.is_response:
                 on_answer = self._pending.pop(item.opaque, None)
                 if on_answer is None:
-                    continue  # the answer to a request that nobody waits for any more
+                    continue  # the request has timed out
                 if batch and self.receiver is not None and self.error is None:
                     self.receiver.on_batch(batch)
                     batch = []

@@ -8,6 +8,7 @@ it is rolled back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection.session import NodeSession
@@ -15,6 +16,7 @@ from mirror.feed.follow.group_commits import Group, GroupCommits
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.messages import Resync, RollBack
 from storage.errors import StorageError
+from storage.write.writer import RollbackResult
 
 
 class ConsumerCommands:
@@ -38,7 +40,7 @@ class ConsumerCommands:
     def _roll_back(self, command: RollBack) -> dict[str, int]:
         """Go back to the newest kept boundary at or below a seqno, and stream on from there.
 
-        At the published boundary there is nothing to take back, and nothing is changed.
+        At the published boundary, change nothing.
         """
         vbid, to_seqno = command.vbid, command.to
         found = self._of(vbid)
@@ -54,9 +56,8 @@ class ConsumerCommands:
         boundary = group.writer.vbuckets[vbid].check_rollback(to_seqno)
         state = group.writer.vbuckets[vbid].state
         if boundary.seqno == state.published_seqno:
-            branch = int(state.branch)
-            at = int(boundary.seqno)
-            return {"vbid": vbid, "boundary_seqno": at, "from_branch": branch, "from_seqno": at, "branch": branch}
+            branch, at = state.branch, boundary.seqno
+            return {"vbid": vbid} | asdict(RollbackResult(at, from_seqno=at, branch=branch, from_branch=branch))
         vbucket.drop_machine()
         try:
             result = group.writer.vbuckets[vbid].rollback(to_seqno)
@@ -67,13 +68,7 @@ class ConsumerCommands:
         vbucket.start_machine()
         if session is not None and session.ready:
             self._attach(vbucket, session)
-        return {
-            "vbid": vbid,
-            "boundary_seqno": int(result.boundary_seqno),
-            "from_branch": int(result.from_branch),
-            "from_seqno": int(result.from_seqno),
-            "branch": int(result.branch),
-        }
+        return {"vbid": vbid} | asdict(result)
 
     def _resync(self, command: Resync) -> dict[str, int]:
         """Fetch a vbucket again next to its old copy, and swap it in when it is whole."""

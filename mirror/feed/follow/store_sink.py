@@ -101,10 +101,10 @@ class StoreSink:
         held = self.drop_held()
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
-            # Nothing of the resync is published, so it has no boundary; the served copy's are of another history.
+            # The unpublished resync has no boundary, and those of the served copy are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
-            # No reader has seen what was lost.
+            # No reader has seen the lost rows.
             self.writer.abandon(keep_complete=False)
             self._owner.branch_changed()
             return RolledBack(self.state())

@@ -271,7 +271,7 @@ class MirroredVbucket(VbucketHost):
     def event_after_pause(self) -> events.RetryDue | events.Start:
         expected = self._around.collections.resolved.filter
         if self.session is not None and expected is not None and expected != self._filter:
-            return self.start_event(self.session)  # what was requested no longer exists: no node would stream it
+            return self.start_event(self.session)  # no node would stream the old filter: its collections are gone
         return super().event_after_pause()
 
     # -- publish=persisted ----------------------------------------------------------------------------------------

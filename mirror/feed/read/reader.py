@@ -22,7 +22,6 @@ import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from mirror.clock import Clock, SystemClock
@@ -95,7 +94,7 @@ class SourceReader:
         does not; `tap` is shown every byte; `followed`: no older map of that bucket is followed. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
-            raise ConfigError(f"a reader needs {MEMORY_BYTES_MIN} bytes of memory, a vbucket at a time, and time")
+            raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
         if settings is None:
             settings = load().settings
         settings = replace(settings, change_streams=False, tls_ca_file=Path(ca) if ca else settings.tls_ca_file)
@@ -126,9 +125,7 @@ class SourceReader:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -141,7 +138,7 @@ class SourceReader:
         loop.close()
         self._file.close()
 
-    # -- what the source is ---------------------------------------------------------------------------------------
+    # -- the source -----------------------------------------------------------------------------------------------
 
     @property
     def vbucket_count(self) -> int:
@@ -160,22 +157,18 @@ class SourceReader:
 
     @property
     def sends_purge_seqno(self) -> bool:
-        """True if snapshots say up to where the source has forgotten its tombstones."""
+        """True if snapshots have a `purge_seqno`."""
         return self._core.sends_purge_seqno
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return the source's high seqno of each vbucket (the highest of the collections that are read), from all
-        nodes.
-        """
+        """Return the high seqno of each vbucket, or the highest of the collections that are read."""
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
         return self._call(self._core.queries.failover_log(vbid))
 
     def collection_names(self) -> dict[int, str]:
-        """Return `scope.collection` of each collection that the bucket has now, by id; without collections, the
-        default's alone.
-        """
+        """Return the names `scope.collection` of the bucket's current collections, by id."""
         return self._call(self._core.queries.collection_names())
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -195,7 +188,7 @@ class SourceReader:
             if not 0 <= vbid < self.vbucket_count or position.seqno < 0 or position.vbuuid < 0:
                 raise ConfigError(f"vb {vbid} cannot be read from {position}", hint="positions come from snapshots")
         if until is not None and (missing := sorted(set(positions) - set(until))):
-            raise ConfigError(f"it is not said how far vb {missing[0]} is to be read", hint="name each in `until`")
+            raise ConfigError(f"`until` has no seqno for vb {missing[0]}", hint="give one for each vbucket")
         return self._iterate(dict(positions), None if until is None else dict(until))
 
     def _iterate(self, positions: dict[int, Position], until: dict[int, int] | None) -> Generator[Item, None, None]:
@@ -304,9 +297,8 @@ class _Core:
         await self.connections.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Give the reader the error of a callback, instead of having it wait for ever."""
-        error = context.get("exception") or MirrorError(str(context.get("message")))
-        self._fail(error)
+        """Give the reader the error of a callback: it would wait for ever."""
+        self._fail(context.get("exception") or MirrorError(str(context.get("message"))))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -316,7 +308,7 @@ class _Core:
         if self._reading is not None:
             self._reading.fail(error)
 
-    # -- the read that is under way -------------------------------------------------------------------------------
+    # -- the current read -----------------------------------------------------------------------------------------
 
     def begin(self, reading: BoundedRead) -> None:
         assert self._reading is None, "one read at a time"
@@ -380,13 +372,13 @@ class _Core:
     def _streamed(self) -> list[ReadVbucket]:
         return [] if self._reading is None else list(self._reading.active.values())
 
-    # -- what nodes bring -----------------------------------------------------------------------------------------
+    # -- nodes ----------------------------------------------------------------------------------------------------
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
         self._move_streams()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """Raise what waiting cannot fix; the rest is tried again."""
+        """Fail on a permanent error; others are retried."""
         self.maps.wake()
         if not error.retryable and self.connections.keepers.get(keeper.address) is keeper:
             self.on_map_refused(error)

@@ -133,12 +133,12 @@ class ReadVbucket(VbucketHost):
 
     @property
     def idle(self) -> bool:
-        """True while nothing is owed by the source: an endless stream is open."""
+        """True while an endless stream is open: it may bring nothing for any time."""
         return self.until is None and self.streaming
 
     def start_event(self, session: NodeSession) -> events.Start:
-        # A stream with an end below its start is out of range. If all is held, an endless one is requested and closed
-        # at once, so that the source says whether it still has what was read.
+        # A stream with an end below its start is out of range. If all is held, request an endless one and close it at
+        # once: its answer shows if the source still has the position.
         position = self.sink.position
         end_seqno = self.until if self.until is not None and self.until > position.seqno else SEQNO_MAX
         return events.Start(
@@ -181,7 +181,7 @@ class ReadVbucket(VbucketHost):
         self._reading.services.maps.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
-        """Do nothing: the reader was given them once, and the stream is requested again after a pause."""
+        """Do nothing: a read keeps its collections. The stream is requested again after a pause."""
 
     def report(self, status: VbucketStatus, text: str) -> None:
         """End the whole read on a refusal, and that of the vbucket at the end of its stream."""
@@ -241,7 +241,7 @@ class BoundedRead:
         self.outbox.finish(error)
 
     def check_progress(self, timeout_s: float, why: str) -> None:
-        """Give up when a vbucket has brought nothing for that long although something is owed."""
+        """Fail if a vbucket that is not complete received nothing for `timeout_s`."""
         now = self.clock.monotonic()
         for vbucket in self.active.values():
             if vbucket.idle or self.outbox.full:
@@ -251,10 +251,10 @@ class BoundedRead:
                 self.fail(SourceTimeout(what, hint="check the nodes and the network, and start again"))
                 return
 
-    # -- what the vbuckets ask for --------------------------------------------------------------------------------
+    # -- calls of the vbuckets ------------------------------------------------------------------------------------
 
     def took(self, byte_count: int) -> None:
-        """Count what an open snapshot grew in memory; the largest goes to disk when all together are too large."""
+        """Count bytes of an open snapshot. Above the limit for all, move the largest to disk."""
         self._open_bytes += byte_count
         while self._open_bytes > self._spill_at:
             spools = [spool for vbucket in self.active.values() if (spool := vbucket.sink.spool) is not None]
@@ -270,7 +270,7 @@ class BoundedRead:
         self._open_bytes -= spool.memory_bytes
         self.outbox.put(snapshot, spool.memory_bytes, spool.disk_bytes)
         if self.outbox.full:
-            self.services.connections.hold_acks()  # the source waits, because nobody takes what is complete
+            self.services.connections.hold_acks()  # so that the source waits for the reader
 
     def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
         return lambda: self.outbox.gave_back(memory_bytes, disk_bytes)

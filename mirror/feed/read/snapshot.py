@@ -18,7 +18,7 @@ _BRANCH = Branch(0)
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Everything of a vbucket up to `seqno` is held, on the history `vbuuid`. (0, 0): nothing is."""
+    """The reader holds everything of a vbucket up to `seqno` of the history `vbuuid`; (0, 0): nothing."""
 
     vbuuid: int = 0
     seqno: int = 0
@@ -63,7 +63,7 @@ class Snapshot:
 
     @property
     def row_count(self) -> int:
-        """The number of rows; 0 in a snapshot that only says that nothing up to its end is missing."""
+        """The number of rows; 0 in a snapshot that only moves the position."""
         return self._open.frame_count
 
     @property
@@ -74,12 +74,11 @@ class Snapshot:
         return self._open.frames()
 
     def documents(self, *, raw: bool = False) -> Iterator[Document]:
-        """Yield the rows, decoded; `raw` leaves values compressed and with their xattrs.
+        """Yield the decoded rows; `raw` leaves values compressed and with their xattrs.
 
-        A value that cannot be taken apart stays so, too: `storage.format.records.value_problem` says why.
+        Malformed values stay as they are: `storage.format.records.value_problem` gives the reason.
         """
-        vbid = self.vbid
-        return (decode_row(vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
+        return (decode_row(self.vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:
         if self._spool is not None:
@@ -98,8 +97,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SourceRolledBack:
-    """The source holds only what lies at or below `seqno` of what was read before: the rest is lost, or (at 0) it can
-    no longer say what changed since. Nothing more comes of the vbucket in this read.
+    """The source lost everything above `seqno`; at 0, it no longer knows all changes since the position. This ends the
+    vbucket's read.
     """
 
     vbid: int
@@ -108,7 +107,7 @@ class SourceRolledBack:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """All that was requested of the vbucket was handed out, up to `position`."""
+    """The vbucket was read as requested, up to `position`."""
 
     vbid: int
     position: Position

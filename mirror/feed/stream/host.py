@@ -39,8 +39,6 @@ NOT_CONNECTED = "there is no connection to the node"
 
 
 class VbucketHost(ABC):
-    """One vbucket that is streamed, once it has a machine and a session. A subclass says what a stream requests."""
-
     def __init__(self, vbid: int, sink: Sink, clock: Clock) -> None:
         self.vbid = vbid
         self.sink = sink
@@ -50,7 +48,7 @@ class VbucketHost(ABC):
         self._clock = clock
         self._retry: asyncio.TimerHandle | None = None
 
-    # -- what a subclass decides ----------------------------------------------------------------------------------
+    # -- decisions of a subclass ----------------------------------------------------------------------------------
 
     @abstractmethod
     def start_event(self, session: NodeSession) -> events.Start: ...
@@ -102,7 +100,7 @@ class VbucketHost(ABC):
         self.session = None
         self.opaque = None
 
-    # -- what the stream brings -----------------------------------------------------------------------------------
+    # -- messages of the stream -----------------------------------------------------------------------------------
 
     def handle(self, event: MachineEvent) -> None:
         if self.machine is not None:

@@ -99,9 +99,9 @@ class ControlServer:
         try:
             request = json.loads(line)
         except (ValueError, RecursionError):
-            return {"ok": False, "error": "the request is no JSON"}
+            return {"ok": False, "error": "the request is not JSON"}
         if not isinstance(request, dict) or not isinstance(request.get("op"), str):
-            return {"ok": False, "error": 'the request is no object with an "op"'}
+            return {"ok": False, "error": 'the request is not an object with "op"'}
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return {"ok": True, **await self._handler(request)}

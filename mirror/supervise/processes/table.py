@@ -189,7 +189,7 @@ class Processes:
             ends_on_refusal=self._ends_on_refusal,
         )
 
-    # what processes did
+    # exits
 
     def exited(self, event: ChildExited) -> None:
         """Record how a process ended and set the pause before its replacement."""

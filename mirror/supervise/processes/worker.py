@@ -116,7 +116,7 @@ class MirrorWork:
     def status(self) -> ProcessReport:
         report = self._consumer.status()
         for writer in self._writers:
-            with contextlib.suppress(StorageError):  # what is wrong with the group, its vbuckets say
+            with contextlib.suppress(StorageError):  # its vbuckets report the error
                 self._pins.look(writer.group, writer.readers(), writer.figures()["file_bytes"])
         report["readers"] = self._pins.rows()
         report["warnings"] = [*report["warnings"], *self._pins.warnings()]
