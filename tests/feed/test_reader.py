@@ -385,7 +385,7 @@ def test_nonsense_is_refused_before_anything_is_requested(source: SandboxThread)
     with reader_of(source) as reader:
         with pytest.raises(ConfigError, match="vb 99"):
             reader.read({99: Position()})
-        with pytest.raises(ConfigError, match="how far vb 1"):
+        with pytest.raises(ConfigError, match="no seqno for vb 1"):
             reader.read({0: Position(), 1: Position()}, {0: 5})
         assert list(reader.read({}, {})) == []
     with pytest.raises(ConfigError, match="context manager"):
