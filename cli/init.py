@@ -1,4 +1,4 @@
-"""`init`: a settings file for a source that was tried, and with `--systemd` the files of the unit.
+"""`init`: try a source and write its settings file; with `--systemd`, also the files of the unit.
 
 Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; a password
 never stands in the settings, and only its owner may read its file.
@@ -111,7 +111,7 @@ def check_directory(text: str) -> None:
 
 
 def password_for(settings: Settings, bucket: str) -> str | None:
-    """Return a typed password; None if one is configured or nobody can type it."""
+    """Return a typed password; None if a password is configured or stdin is not a terminal."""
     if PasswordSource.of(settings).origin() is not None or not sys.stdin.isatty():
         return None
     return typed_password(f"Password for bucket {bucket} (kept in a file of its own): ")
@@ -128,7 +128,7 @@ def typed_password(question: str) -> str:
 
 
 def try_source(settings: Settings, source: str, password: str | None) -> str | None:
-    """Run `doctor`. Ask again for a typed password that is refused, a few times, and return the accepted one.
+    """Run `doctor` and return the password. If the source refuses a typed one, ask again, up to ATTEMPTS_MAX attempts.
 
     Raises CommandEnded with the exit code of the first failure.
     """

@@ -1,7 +1,7 @@
 """The client of a running service: one command to its control socket `<data>/control.sock`, one answer back.
 
-A missing service is None, not an error: most callers work without it. A socket's address has 107 bytes at most, so
-it is given relative to the directory's descriptor. Invariant: every wait has a limit.
+A missing service is None, not an error: most callers work without it. The path of a Unix socket has 107 bytes
+at most, so this module uses a short path through the directory's descriptor. Invariant: every wait has a limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER_LENGTH_MAX = 256 * 1024 * 1024
 
 @contextmanager
 def socket_address(directory: Path) -> Iterator[str]:
-    """Yield an address of the socket; it is short for a path of any length."""
+    """Yield a path of the control socket that is short, however long the directory's own path is."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

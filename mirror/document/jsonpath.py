@@ -1,8 +1,8 @@
 """Paths into JSON text: find a value, and return the text with a value added, changed or removed.
 
-Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: the
-rest of the text keeps its spelling to the byte, blanks included, as the engine keeps it (recording sdk_72_conn2);
-a failure is a `PathError` with the status that a server answers, and changes nothing.
+Knows path syntax (kv_engine docs/SubDocument.md) and JSON text; must never know documents or requests. Invariants: a
+change keeps every other byte of the text, blanks included, as kv_engine does (recording sdk_72_conn2); a failure
+changes nothing and raises a `PathError` with the status for the client.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def find(text: str, parts: list[Part]) -> tuple[int, int]:
 
 
 def child(text: str, start: int, part: Part) -> Member | None:
-    """Return the member of a container. Raises PathError for a value that is no such container."""
+    """Return a member of the container at `start`. Raises PathError unless `part` fits the value there: a name needs
+    an object, an index an array.
+    """
     if text[start] != ("{" if isinstance(part, str) else "["):
         raise PathError(Status.SUBDOC_PATH_MISMATCH)
     found = None
@@ -178,7 +180,7 @@ def remove(text: str, parts: list[Part]) -> str:
 
 
 def insert_member(text: str, parts: list[Part], value: str, *, make_parents: bool, add_only: bool) -> str:
-    """Put a member into an object: a new one, or (unless `add_only`) in place of the one there."""
+    """Add a member to an object. If the object has one of that name, replace it, or raise PathError with `add_only`."""
     if not parts or not isinstance(parts[-1], str):
         raise PathError(Status.SUBDOC_PATH_EINVAL)
     start = _parent(text, parts[:-1])
@@ -239,7 +241,7 @@ def add_unique(text: str, parts: list[Part], value: str, *, make_parents: bool) 
 
 
 def add_number(text: str, parts: list[Part], delta: int, *, make_parents: bool) -> tuple[str, int]:
-    """Add to the whole number at a path, which begins as 0. Return the text and the new number."""
+    """Add `delta` to the integer at a path; a missing one counts as 0. Return the text and the new number."""
     if delta == 0 or abs(delta) > NUMBER_MAX:
         raise PathError(Status.SUBDOC_DELTA_EINVAL)
     number = delta

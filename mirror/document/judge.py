@@ -1,9 +1,9 @@
 """Decide in steps of bounded work if bytes are one JSON value: RFC 8259, in UTF-8.
 
-The standard json reads 20 MiB in one call that holds the interpreter's lock for 0.9 s; here the generator yields None
-after `STEP_BYTES`, and nothing is decoded into objects. Invariant: bytes are JSON here exactly if `json.loads` takes
-them, except that NaN and Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` are
-refused.
+`json.loads` reads 20 MiB in one call that holds the interpreter's lock for 0.9 s. `is_json` instead yields None after
+`STEP_BYTES`, and decodes nothing into objects. Invariant: `is_json` accepts the same bytes as `json.loads`, except for
+NaN, Infinity, containers nested deeper than `DEPTH_MAX`, and numbers of `NUMBER_BYTES_MAX` or more, which it
+refuses.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from mirror.document.walk import Buffer, Steps
 
 STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
-"""As much work as STEP_BYTES, if values are taken one by one."""
+"""So many values, judged one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
-"""Nested containers. Programs that read JSON have a bound of their own, mostly near this one."""
+"""The limit for nested containers. Programs that read JSON have limits of their own, mostly near this one."""
 NUMBER_BYTES_MAX = 4096
 
-# Groups that must not be tried again are atomic, not possessive: Python 3.11.2, which Debian 12 has, matches possessive
-# ones wrongly (cpython issue 106052, fixed in 3.11.5).
+# Groups that must not backtrack are atomic, not possessive. Python 3.11.2, which Debian 12 has, matches possessive
+# groups wrongly (cpython issue 106052, fixed in 3.11.5).
 _BLANKS = rb"[ \t\r\n]*+"
 _STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
 _NUMBER = rb"(?>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)"
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
-"""Nested containers that the regular expression passes by itself, many at once."""
+"""The regular expressions match containers nested up to this depth, many in one match."""
 
 
 def _nested(inner: bytes) -> bytes:
-    """Return the pattern of a value whose containers, if it is one, hold values matching `inner`."""
+    """Return the pattern of a scalar, or of a container whose values match `inner`."""
     member = _STRING + _BLANKS + b":" + _BLANKS + inner
     array, members = (
         b"%b(?>(?:%b%b(?>(?:,%b%b%b)*))?)" % (_BLANKS, of, _BLANKS, _BLANKS, of, _BLANKS) for of in (inner, member)
@@ -85,7 +85,7 @@ class _Judge:
         self._at = 0
 
     def judge(self) -> Steps[None]:
-        """Containers are on a stack here because Python's own would overflow."""
+        """Keeps open containers on its own stack, because recursion would overflow Python's."""
         data = self._data
         inside = bytearray()  # the brackets that are open
         values = 0
@@ -126,7 +126,11 @@ class _Judge:
                     raise _NoJson
 
     def _before_value(self, bracket: int) -> Steps[None]:
-        """Go to the next value in a container that is not flat, or is its last."""
+        """Skip the values that the pattern matches, each with its comma. Stop at the first other value.
+
+        That value is nested too deeply for the pattern, longer than STEP_BYTES, or the container's last. In an object,
+        pass its name too.
+        """
         pattern = _patterns()[bracket == _OBJECT]
         while True:
             match = pattern.match(self._data, self._at, self._at + STEP_BYTES)

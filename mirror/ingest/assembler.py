@@ -7,14 +7,14 @@ Invariants: the seqno strictly rises in a vbucket and never passes the open snap
 published only at its end. The rules are those of docs/protocol.md 2.6 and 2.7:
 - a marker's end is trusted, its start is not;
 - any message that carries the end's seqno reaches the end: a row, a system event, a prepare or abort, or SeqnoAdvanced.
-  Below the end prepares, aborts and SeqnoAdvanced move the position and nothing else;
-- a marker with the same end continues the open snapshot, one with a later end prolongs it (a stream skips no change, so
-  the later end is complete, too); one with an earlier end contradicts it;
-- on connections without collections the end may never be hit, because a filtered tail is passed over in silence: a
-  following marker that starts beyond it, or the stream's regular end, closes the open snapshot at its end;
-- the first marker after an accepted mid-snapshot request replaces the open end, and closes nothing. If it names an
-  earlier end (a source that continues from memory sends one checkpoint at a time), the old end stays: up to there the
-  newer versions of documents that the first part left out are still to come;
+  Below the end, a prepare, an abort or SeqnoAdvanced only moves the position;
+- a marker with the same end continues the open snapshot. One with a later end prolongs it; the snapshot is complete at
+  the later end, because a stream skips no change. One with an earlier end contradicts it;
+- on connections without collections a source sends nothing for filtered changes at the end of a snapshot. No message
+  may then carry the end: the next marker that starts beyond it, or the stream's regular end, closes the snapshot there;
+- after an accepted mid-snapshot request, the first marker replaces the end of the open snapshot and closes nothing. The
+  old end stays if the marker's end is earlier (a source that continues from memory sends one checkpoint at a time). Up
+  to the old end, the source still has to send newer versions of documents that the first part left out;
 - an out-of-order snapshot (OSO) is never requested, so one is a violation.
 
 A message that breaks a rule raises Violation; instructions that are already in `out` stay valid.
@@ -58,13 +58,13 @@ class Assembler:
         self._held_snapshot: SnapshotRange | None = None
         self._purge_seqno: int | None = None
         self._replaces_end = False
-        self._resumed_end = Seqno(0)  # of the snapshot that a mid-snapshot request continues: not complete before it
+        self._resumed_end = Seqno(0)  # the snapshot that a mid-snapshot request continues is complete only here
 
     def load(self, state: VbucketState) -> None:
         self.boundary_seqno = state.staging_published_seqno
         if state.open_snapshot is None and state.staged_seqno > self.boundary_seqno:
             self.boundary_seqno = state.staged_seqno  # complete, and published as soon as the store has its key rows
-        # Of a state that contradicts itself, only the boundary counts; the rows above it are abandoned.
+        # If the stored state contradicts itself, only its boundary counts; the rows above the boundary are abandoned.
         self.position_seqno = max(state.staged_seqno, self.boundary_seqno)
         self.manifest = state.manifest
         resumable = is_resumable(self.boundary_seqno, self.position_seqno, state.open_snapshot)
@@ -95,8 +95,8 @@ class Assembler:
             self._resumed_end = self.open_snapshot.end_seqno
 
     def end_stream(self) -> None:
-        """Leave the stream, and keep the range of the last accepted item. Forget a marker without an accepted item: a
-        request with its range would claim rows that are not held.
+        """Leave the stream, and keep the range of the last accepted item. Forget a marker without an accepted item,
+        because a request with its range would claim rows that the mirror does not hold.
         """
         self.open_snapshot = self._held_snapshot
         self._purge_seqno = None
@@ -109,7 +109,7 @@ class Assembler:
         end_seqno = Seqno(max(event.end_seqno, self._resumed_end))
         if end_seqno < self.position_seqno:
             raise Violation(f"a snapshot that ends at {end_seqno}, below {self.position_seqno} which is already held")
-        if end_seqno >= SEQNO_MAX:  # it means "without end" in requests: no message can follow it
+        if end_seqno >= SEQNO_MAX:  # requests use it for "without end"; no message can follow it
             raise Violation(f"a snapshot that ends at {end_seqno}, which is no seqno")
         current = self.open_snapshot
         start_seqno = Seqno(min(event.start_seqno, end_seqno))
@@ -154,7 +154,7 @@ class Assembler:
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
-        """Move the position to a seqno; no change up to it is missing. Publish at the end of a snapshot."""
+        """Move the position to a seqno up to which the source has sent every change. Publish if it ends a snapshot."""
         seqno = event.seqno
         if seqno < self.position_seqno:
             raise Violation(f"an advance to {seqno}, below {self.position_seqno} which is already held")
@@ -163,8 +163,8 @@ class Assembler:
         if self._replaces_end:
             raise Violation(f"an advance to {seqno} before the first marker")
         if self.open_snapshot is None:
-            # A source may say so without a marker: complete there.
-            if seqno >= SEQNO_MAX:  # it means "without end" in requests
+            # A source may send this message without a marker; the snapshot then ends at its seqno.
+            if seqno >= SEQNO_MAX:  # requests use it for "without end"
                 raise Violation(f"a message at {seqno}")
             self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
         self._advance(seqno, "seqno advanced", out)
@@ -188,7 +188,7 @@ class Assembler:
         self._moved_to(seqno, "system event", out)
 
     def _manifest_before(self) -> Manifest:
-        """Return the manifest, without the default collection if that is left out: it needs no event to exist."""
+        """Return the manifest, without the default collection if the filter hides it: it exists without an event."""
         shown = self._filter is None or self._filter.shows_by_itself(DEFAULT_COLLECTION, collections.DEFAULT_SCOPE)
         return self.manifest if shown else collections.without_default(self.manifest)
 
@@ -207,7 +207,7 @@ class Assembler:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
 
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
-        """Complete the open snapshot at STREAM_END OK, if its end may never be hit."""
+        """Complete the open snapshot at STREAM_END OK if collections are off: no message may carry its end then."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
             self._close("stream end", out)
 

@@ -1,9 +1,9 @@
 """Metrics for Prometheus: the status document and the listening processes' counts, as metric families.
 
-Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any process of a
-listener, so a process's own counts carry its name (`server`), and those of all come from the service's report.
-Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers, routes), never
-keys, users or names of leases.
+Knows prometheus_client and the shape of the status; never a socket or a store. A scrape reaches any one process of a
+listener, so that process labels its own counts with its name (`server`). The service's report has the counts of all
+processes. Invariants: an unknown figure is left out, never 0; labels have few values (vbuckets, workers, servers,
+routes), never keys, users or names of leases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATES = (
     "starting", "waiting", "requesting", "backfilling", "streaming", "rolling-back", "resyncing", "refused",
     "no-active-node", "stalled", "failing", "finished", "damaged", "stored",
 )  # fmt: skip
-"""Every state of cli/JSON.md has its series, even at 0, for alerts."""
+"""Alerts need a series for every state of cli/JSON.md, even at 0."""
 
 Report = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Requests:
         )
         self.streams = Gauge("dcp_mirror_http_streams", "Open streams of changes.", ("server",), registry=self.registry)
         self._answers: dict[tuple[str, int], tuple[int, float]] = {}
-        """By route and code: count, and time of the first. A counter of prometheus_client takes ten times as long."""
+        """By (route, code): answer count and time of the first. A prometheus_client counter takes ten times as long."""
         self._seconds: dict[str, tuple[Latencies, float]] = {}
         self._began_s = time()
         self.open_connections = self.connections.labels(server)
@@ -193,7 +193,7 @@ def families(report: Report) -> Iterator[Metric]:
 
 
 def _holders(report: Report) -> Iterator[Metric]:
-    """Leases and long transactions, as numbers: names are not for every reader."""
+    """Yield leases and long transactions as numbers, because not every reader may see their names."""
     leases, readers = report["leases"], report["readers"]
     yield _gauge("leases", "Readers that hold history.", [([], len(leases))])
     yield _gauge(
@@ -252,7 +252,9 @@ class _Given:
 
 
 def exposition(report: Report) -> bytes:
-    """Return the text of a status document. With 1,024 vbuckets it takes 30 ms: not for the event loop."""
+    """Return a status document in Prometheus's text format. With 1,024 vbuckets it takes 30 ms: too long for
+    the event loop.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Given(families(report)))
     return generate_latest(registry)

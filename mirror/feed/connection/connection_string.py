@@ -1,7 +1,7 @@
 """The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, its parts and nothing else.
 
-Knows text; opens nothing, resolves nothing. A string that cannot be meant is a `ConfigError` that says which part is
-wrong. A password in it is refused: command lines are public. Invariant: `str(parse(s))` names the same source as `s`.
+Knows text; opens nothing, resolves nothing. An invalid string raises a `ConfigError` that names the wrong part. A
+password in the string is refused: command lines are public. Invariant: `str(parse(s))` names the same source as `s`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mirror.errors import ConfigError
 KV_PORT = 11210
 KV_PORT_TLS = 11207
 HOSTS_MAX = 64
-"""More first nodes than this are a mistake; the map names the rest."""
+"""A longer list is a mistake: a few hosts are enough, because the cluster map names the others."""
 
 _SCHEMES = {"couchbase": False, "couchbases": True}
 _NAME = re.compile(
@@ -27,7 +27,7 @@ _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
 Network = Literal["auto", "default", "external"]
-"""The addresses to use of those that a cluster advertises; `auto`: those that the first host belongs to."""
+"""The set of advertised addresses to use; `auto`: the set that has the first host's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ConnectionString:
     """The value of `?network=`; None: the setting decides."""
 
     def __str__(self) -> str:
-        """The string again, with every port (unless that would make a name a host, see `srv_name`)."""
+        """Return the string with every port, but no port after a name that may have DNS SRV records (`srv_name`)."""
         user = f"{quote(self.user, safe='')}@" if self.user else ""
         hosts = self.srv_name or ",".join(str(address) for address in self.addresses)
         network = f"?network={self.network}" if self.network else ""
@@ -61,7 +61,7 @@ class ConnectionString:
 
     @property
     def srv_name(self) -> str | None:
-        """The name that may stand for several hosts by DNS SRV records: the only one, and without a port."""
+        """The only host, if it is a name without a port: DNS SRV records may then give several hosts. Else None."""
         (first, *others) = self.addresses
         if others or self.explicit_port or not is_name(first.host) or first.host == "localhost":
             return None

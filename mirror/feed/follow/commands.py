@@ -1,8 +1,8 @@
 """An operator's commands to a consumer: roll a vbucket back, or read it again from the beginning.
 
-Knows how a command is checked and what it does to a vbucket's store. The machine, started again from what is stored,
-decides what follows at the source. Invariants: a command that is refused changes nothing; the store is committed before
-it is rolled back.
+Knows how to check a command, and its effect on a vbucket's store. Afterwards the machine starts again from the stored
+state and decides what to request from the source. Invariants: a refused command changes nothing; the store is committed
+before it is rolled back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ConsumerCommands:
     def _roll_back(self, command: RollBack) -> dict[str, int]:
         """Go back to the newest kept boundary at or below a seqno, and stream on from there.
 
-        At the published boundary, change nothing.
+        If that boundary is the published one, change nothing.
         """
         vbid, to_seqno = command.vbid, command.to
         found = self._of(vbid)

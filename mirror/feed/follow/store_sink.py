@@ -1,9 +1,9 @@
-"""The sink of a mirror: one vbucket of a group's writer, and the complete snapshots that wait to be persisted.
+"""The sink of a mirror: hands one vbucket's instructions to its writer, and holds snapshots not yet persisted.
 
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
-know connections. Invariants: what was committed on the way is reported before a branch changes (`StoreOwner.commit`);
-held ends of snapshots never outlive their rows; rows that were scanned for an earlier staging branch are staged on the
-present one.
+know connections. Invariants: before a branch changes, `StoreOwner.commit` commits and reports complete snapshots;
+the end of a held snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are
+staged on the present one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class StoreSink:
         self.writer = writer
         self.gate = gate
         self.abandon_due = False
-        """AbandonStaged is to be executed again once the complete snapshot that is being published is visible."""
+        """True if AbandonStaged must run again, after the snapshot that is being published is visible."""
         self.last_rollback: tuple[int, int] | None = None
-        """From and to of the last rollback since the worker began."""
+        """The seqno before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
         self.resync_why: str | None = None
         self._owner = owner
@@ -101,7 +101,7 @@ class StoreSink:
         held = self.drop_held()
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
-            # The unpublished resync has no boundary, and those of the served copy are of another history.
+            # The new copy of a resync has no boundary yet, and the old copy's boundaries are of another history.
             return NoBoundary()
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
             # No reader has seen the lost rows.
@@ -119,7 +119,7 @@ class StoreSink:
         self.last_rollback = (int(result.from_seqno), int(result.boundary_seqno))
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
-        """Drop the open snapshot; return None while a complete one before it waits for its key rows (`abandon_due`)."""
+        """Drop the open snapshot. Return None while an earlier complete one waits for its key rows (`abandon_due`)."""
         self._owner.commit()
         self.drop_held()
         if not self.writer.abandon():

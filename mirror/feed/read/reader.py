@@ -1,11 +1,15 @@
 """A bounded reader of a DCP source, for other processes: plain iteration, whole snapshots, no store.
 
-Knows how to keep one connection to each node in a thread of its own, to follow the map, and to hand a read's items over
-to the thread that iterates; what a stream means is `reading`'s and `ingest`'s. What it reads from may be a cluster or
-another mirror. Invariants: no map is followed that is older than one followed before, by this reader or (`followed`) by
-the mirror that it is compared with; connections live as long as the reader and are used again by each read; one read
-at a time; a refusal that waiting cannot fix is raised at once, and whatever else keeps a vbucket from coming on for
-`timeout_s` is raised then; leaving the context leaves no thread, no connection and no file behind.
+Knows how to run connections, one to each node, in a thread of its own, to follow the cluster map, and to hand the items
+of a read to the thread that iterates. `reading` and `ingest` interpret the streams. The source is a cluster or another
+mirror.
+
+Invariants:
+- the reader follows no map older than its last one, and none older than that of the mirror under comparison
+  (`followed`);
+- connections live as long as the reader, and each read uses them again; one read at a time;
+- a permanent refusal is raised at once; any other obstacle is raised if a vbucket makes no progress for `timeout_s`;
+- no thread, connection or file outlives the context.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
         until = reader.high_seqnos()
@@ -50,7 +54,7 @@ MEMORY_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES_MIN = 4096
 TIMEOUT_S = 60.0
 PARALLEL = 16
-"""Vbuckets streamed at a time if each has an end: their snapshots are on disk together."""
+"""Vbuckets streamed at a time by a read with `until`: the disk may hold a snapshot of each."""
 CLOSE_S = 30.0
 
 T = TypeVar("T")
@@ -88,10 +92,11 @@ class SourceReader:
     ) -> None:
         """`source` is a connection string.
 
-        `password`: by default the settings' way. `collections`: names (`scope.collection`), ids, or the name of one
-        scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
-        bounds the rows held in memory, `parallel` the vbuckets that are read at a time; `folder` takes what memory
-        does not; `tap` is shown every byte; `followed`: no older map of that bucket is followed. Raises ConfigError.
+        `password`: by default from where the settings say. `collections`: names (`scope.collection`), ids, or the name
+        of one scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment.
+        `memory_bytes` limits the rows held in memory; other rows go to a file in `folder`. `parallel` limits the
+        vbuckets that are read at a time. `tap` gets every byte. `followed`: a map that a mirror followed; the
+        reader follows no older one of that bucket. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
@@ -151,7 +156,7 @@ class SourceReader:
 
     @property
     def followed(self) -> MapRecord | None:
-        """The newest cluster map that this reader follows; None for a mirror, whose maps are of its own."""
+        """The newest cluster map that this reader follows; None if the source is a mirror, which makes its own maps."""
         found = self._core.map
         return None if found.of_mirror or not found.bucket_uuid else MapRecord(found.bucket_uuid, *found.revision)
 
@@ -161,7 +166,7 @@ class SourceReader:
         return self._core.sends_purge_seqno
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return the high seqno of each vbucket, or the highest of the collections that are read."""
+        """Return the high seqno of each vbucket; if the reader selects collections, their highest seqno."""
         return self._call(self._core.queries.high_seqnos())
 
     def failover_log(self, vbid: int) -> FailoverLog:
@@ -176,13 +181,14 @@ class SourceReader:
     def read(
         self, positions: Mapping[int, Position], until: Mapping[int, int] | None = None
     ) -> Generator[Snapshot | SourceRolledBack | ReadEnded, None, None]:
-        """Yield what changed since the positions, in whole snapshots; those of different vbuckets come as they are
-        complete.
+        """Yield the changes since the positions in whole snapshots. Snapshots of different vbuckets come in the order
+        in which they are complete.
 
-        With `until`, a vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent all
-        that there is of the collections up to it, and ends with ReadEnded; it may go beyond. Without, reading goes on
-        until the iterator is closed. A vbucket whose position the source no longer holds gives SourceRolledBack and
-        nothing more: the caller decides. Raises MirrorError, after everything that was complete.
+        With `until`, each vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent
+        all changes of the collections up to it. ReadEnded follows; its position may be beyond the seqno. Without
+        `until`, the read goes on until the iterator is closed. If the source no longer has the position of a vbucket,
+        the read yields SourceRolledBack and nothing more of that vbucket; the caller decides how to continue. Raises
+        MirrorError, after all complete snapshots.
         """
         for vbid, position in positions.items():
             if not 0 <= vbid < self.vbucket_count or position.seqno < 0 or position.vbuuid < 0:
@@ -209,7 +215,7 @@ class SourceReader:
             self._iterating = False
 
     def stop_reading(self) -> None:
-        """End the current read after what is complete; from any thread."""
+        """End the current read after its complete snapshots. Any thread may call this."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._core.stop)
 
@@ -297,7 +303,7 @@ class _Core:
         await self.connections.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Give the reader the error of a callback: it would wait for ever."""
+        """Fail the current read with the error of a callback; otherwise it would wait for ever."""
         self._fail(context.get("exception") or MirrorError(str(context.get("message"))))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
