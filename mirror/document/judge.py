@@ -25,7 +25,7 @@ NUMBER_BYTES_MAX = 4096
 # groups wrongly (cpython issue 106052, fixed in 3.11.5).
 _BLANKS = rb"[ \t\r\n]*+"
 _STRING = rb'"(?>(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)"'
-_NUMBER = rb"(?>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)"
+_NUMBER = rb"(?>(?![-+.0-9eE]{%d})-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?)" % NUMBER_BYTES_MAX
 _SCALAR = rb"(?:%b|%b|true|false|null)" % (_STRING, _NUMBER)
 LEVELS = 3
 """The regular expressions match containers nested up to this depth, many in one match."""
@@ -161,7 +161,7 @@ class _Judge:
 
     def _word(self) -> None:
         match = _WORD.match(self._data, self._at, self._at + NUMBER_BYTES_MAX)
-        if match is None or match.end() == self._at + NUMBER_BYTES_MAX:
+        if match is None:
             raise _NoJson
         self._at = match.end()
 

@@ -91,3 +91,13 @@ def test_what_is_deeper_or_longer_than_programs_read_is_none() -> None:
     assert not judged(b"[" * (DEPTH_MAX + 1) + b"]" * (DEPTH_MAX + 1))[0]
     assert not judged(b"1" * NUMBER_BYTES_MAX)[0]
     assert judged(b"1" * (NUMBER_BYTES_MAX - 1))[0]
+
+
+@pytest.mark.parametrize("number", [b"1" * NUMBER_BYTES_MAX, b"1." + b"0" * NUMBER_BYTES_MAX], ids=["integer", "zeros"])
+@pytest.mark.parametrize(
+    "shape", [b"[%b]", b"[%b,1]", b"[1,%b,1]", b'{"a":%b,"b":1}', b'[{"a":[%b,1]},1]', b"-%b", b"[-%b,1]"]
+)
+def test_a_number_is_refused_for_its_length_wherever_it_stands(number: bytes, shape: bytes) -> None:
+    """One with a comma behind it was once judged by the pattern of whole items, which had no limit."""
+    assert not judged(shape % number)[0]
+    assert judged(shape % number[: NUMBER_BYTES_MAX - 2])[0]
