@@ -15,7 +15,7 @@ from storage.errors import CorruptedError, UnknownCollection, ViewInvalidated
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
 from storage.history import chain
-from storage.model import Boundary, Manifest
+from storage.model import Boundary, Collection, Manifest
 from storage.read import validity
 from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX
@@ -148,32 +148,39 @@ def newest_of(
 
     Raises ViewInvalidated, UnknownCollection.
     """
-    environment = reader.environment
-    with environment.read(buffers=True) as views, environment.read() as txn:  # a copy of 20 MiB takes 5 ms
-        served = validity.served_at(reader, txn, pin, survives_rollback=False)
-        collection = reader.manifest(txn, served.manifest_key).collections.get(collection_id)
+    while True:
+        with reader.environment.read() as txn:
+            commit = txn.raw.id()
+            served = validity.served_at(reader, txn, pin, survives_rollback=False)
+            collection = reader.manifest(txn, served.manifest_key).collections.get(collection_id)
         if collection is None:
             raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
-        below = pin.seqno if below is None else below
-        collection_prefix = keys.encode_collection_id(collection_id)
-        cursor = views.raw.cursor(reader.rows)
-        for link in served.links:
-            prefix, top = keys.PREFIX.pack(link.branch), min(link.cut, below)
-            bottom = max(link.base_seqno, collection.begin_seqno)
-            if top <= bottom:
-                continue
-            more = seek_before(cursor, records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
-            while more:
-                key = bytes(cursor.key())
-                seqno = records.seqno_of(key)
-                if not key.startswith(prefix) or seqno <= bottom:
-                    break
-                if len(key) == keys.ROW_KEY_SIZE:
-                    if not rows_max:
-                        return collection.begin_seqno, seqno
-                    rows_max -= 1
-                    frame = bytes(cursor.value()[:HEAD_BYTES_MAX])
-                    if not records.is_system_event(frame) and records.key_of(frame).startswith(collection_prefix):
-                        return seqno, 0
-                more = cursor.prev()
+        with reader.environment.read(buffers=True) as views:  # a copy of a value of 20 MiB takes 5 ms
+            if views.raw.id() == commit:  # else rows may have moved to another branch
+                limit = pin.seqno if below is None else below
+                return _newest_row(reader, views, served.links, collection, limit, rows_max)
+
+
+def _newest_row(
+    reader: VbucketReader, views: Transaction, links: chain.Chain, collection: Collection, below: int, rows_max: int
+) -> tuple[int, int]:
+    prefix_of_key = keys.encode_collection_id(collection.collection_id)
+    cursor = views.raw.cursor(reader.rows)
+    for link in links:
+        prefix, top = keys.PREFIX.pack(link.branch), min(link.cut, below)
+        bottom = max(link.base_seqno, collection.begin_seqno)
+        more = top > bottom and seek_before(cursor, records.row_key(prefix, top) + keys.BOUNDARY_SUFFIX)
+        while more:
+            key = bytes(cursor.key())
+            seqno = records.seqno_of(key)
+            if not key.startswith(prefix) or seqno <= bottom:
+                break
+            if len(key) == keys.ROW_KEY_SIZE:
+                if not rows_max:
+                    return collection.begin_seqno, seqno
+                rows_max -= 1
+                head = bytes(cursor.value()[:HEAD_BYTES_MAX])
+                if not records.is_system_event(head) and records.key_of(head).startswith(prefix_of_key):
+                    return seqno, 0
+            more = cursor.prev()
     return collection.begin_seqno, 0

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from storage.env import directory
 from storage.errors import UnknownCollection, ViewInvalidated
+from storage.history import merge
+from storage.history.purge import Window
 from storage.model import Collection, Seqno
 from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.one_vbucket import commit, put, system_event
+from tests.storage.test_merge import fail_over
+from tests.storage.test_purge import purge
 from tests.storage.test_writer import open_writer
 
 A, B, C = keys_of(0, 3)
@@ -78,6 +83,33 @@ def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWr
     commit(writer, 4)
     assert newest(view, 300, 1) == (2, 2)
     assert newest(view, 0) == (4, 1)
+
+
+@pytest.mark.parametrize("read", [lambda view: newest(view, 300, 100) == (5, 1), lambda view: view.key_at(0, 5)])
+def test_rows_that_move_to_another_branch_meanwhile_are_found(
+    read: Callable[[View], object], writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branches and the rows are read in two transactions, which must be of one commit."""
+    monkeypatch.setattr(merge, "LINKS_MAX", 1)
+    for number in range(6):
+        fail_over(writer, number)
+        if number == 2:
+            put(writer, A, 5, cid=300)
+            commit(writer, 5)
+    assert read(view)
+    environment = view.reader(0).environment
+    begin = environment.begin
+    merged: list[int] = []
+
+    def begin_behind_a_merge(*, write: bool = False, buffers: bool = False) -> Any:
+        if buffers and not merged:
+            merged.append(writer.vbuckets[0].state.published_seqno)
+            purge(writer, Window(boundaries=1))
+        return begin(write=write, buffers=buffers)
+
+    monkeypatch.setattr(environment, "begin", begin_behind_a_merge)
+    assert read(view)
+    assert merged
 
 
 def test_no_such_collection(view: View) -> None:
