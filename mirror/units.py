@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 BYTES = {"b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30, "t": 2**40, "tib": 2**40}
@@ -25,7 +25,7 @@ def moment_ms(text: str, *, needs_zone: bool = False) -> int:
         found = datetime.fromisoformat(text)
         if needs_zone and found.tzinfo is None:
             raise ValueError
-        return int(found.timestamp() * 1000)
+        return int(found.astimezone(UTC).timestamp() * 1000)  # in UTC the year is from 1 to 9999, too
     except (ValueError, OverflowError, OSError):
         raise ValueError("expected a time such as 2026-01-31T12:00:00+01:00") from None
 

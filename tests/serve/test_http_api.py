@@ -367,6 +367,12 @@ def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) ->
         eventually_now(lambda: not site.server.service.streams)
 
 
+@pytest.mark.parametrize("moment", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2026-01-31T12:00:00"])
+def test_a_time_without_a_zone_or_outside_of_the_years_1_to_9999_is_refused(moment: str, site: Site) -> None:
+    site.source.put("a")
+    assert site.get(site.document("a"), 400, params={"as_of": moment}).json()["type"] == "urn:dcp-mirror:bad-request"
+
+
 def test_a_website_cannot_read_this_machine_by_a_name_of_its_own(site: Site) -> None:
     site.source.put("a")
     site.get(site.document("a"), 403, headers={"Host": "evil.example"})
