@@ -95,7 +95,8 @@ def formats() -> dict[int, Path]:
 
 def unpacked(path: Path, folder: Path) -> Path:
     with tarfile.open(path) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian 12's Python has no filters yet
+        archive.extractall(folder)
     return folder / "data"
 
 
