@@ -124,8 +124,7 @@ class Pump:
     def _collection_id(self, vbid: int) -> int | None:
         if self._collection is None or isinstance(self._collection, int):
             return self._collection
-        names = self._view.manifest(vbid).names()
-        return next((each for each, name in names.items() if name == self._collection), None)
+        return self._view.manifest(vbid).ids.get(self._collection)
 
     def check_collection(self, vbids: Iterable[int]) -> None:
         if isinstance(self._collection, str) and all(self._collection_id(vbid) is None for vbid in vbids):

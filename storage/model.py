@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, NewType
 
 Seqno = NewType("Seqno", int)
@@ -115,7 +116,7 @@ class Collection:
     max_ttl: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     uid: ManifestUid
     scopes: dict[int, str] = field(default_factory=dict)
@@ -132,6 +133,11 @@ class Manifest:
             each.collection_id: f"{self.scopes.get(each.scope_id, '?')}.{each.name}"
             for each in self.collections.values()
         }
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each collection, by `scope.collection`."""
+        return {name: collection_id for collection_id, name in self.names().items()}
 
     def has(self, collection_id: int, seqno: int) -> bool:
         """Return False for a row of a collection that was dropped, or flushed after the row."""

@@ -153,7 +153,7 @@ def arrow(
     mark = "" if schema is None else "_"
     table = Columns(fields, mark)
     boundaries = Boundaries(view, as_of, "arrow")
-    if collection is not None and collection not in view.manifest().names().values():
+    if collection is not None and collection not in view.manifest().ids:
         known = Boundaries(view, as_of, "arrow").collections()
         if collection not in known:
             hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"

@@ -21,8 +21,7 @@ CollectionName = str | int
 
 def full_name(name: str) -> str:
     """Return `scope.collection`; a collection without a scope is in `_default`."""
-    scope, _, collection = name.rpartition(".")
-    return f"{scope or '_default'}.{collection}"
+    return name if "." in name else f"_default.{name}"
 
 
 def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str) -> int:
@@ -31,11 +30,10 @@ def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str)
         return DEFAULT_COLLECTION
     if isinstance(name, int):
         return name
-    names = manifest.names()
-    for collection_id, known in names.items():
-        if known == full_name(name):
-            return collection_id
-    hint = f"known here: {', '.join(sorted(names.values())[:20]) or 'none'}"
+    collection_id = manifest.ids.get(full_name(name))
+    if collection_id is not None:
+        return collection_id
+    hint = f"known here: {', '.join(sorted(manifest.ids)[:20]) or 'none'}"
     raise UnknownCollection(f"no collection {name!r}", path=path, hint=hint)
 
 

@@ -227,13 +227,9 @@ async def scan_documents(request: Request) -> Response:
 
 
 def collection_id(manifest: Manifest, collection: str | int) -> int:
-    if isinstance(collection, int):
-        if collection in manifest.collections:
-            return collection
-    else:
-        for found, name in manifest.names().items():
-            if name == collection:
-                return found
+    found = manifest.ids.get(collection) if isinstance(collection, str) else collection
+    if found in manifest.collections:
+        return found
     raise Problem("no-collection", f"no collection {collection!r}", hint=COLLECTIONS_HINT)
 
 
