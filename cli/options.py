@@ -94,7 +94,8 @@ def need(who: str, extra: str, *modules: str) -> None:
         except ImportError as error:
             package = module.partition(".")[0]
             raise ConfigError(
-                f"{who} the package {package} ({error})", hint=f"pip install 'dcp-mirror[{extra}]'"
+                f"{who} the package {package} ({error})",
+                hint=f"pip install 'dcp-mirror[{extra}]', or in a checkout: .venv/bin/pip install -e '.[{extra}]'",
             ) from None
 
 

@@ -67,10 +67,8 @@ class Stage:
             flags = [f"--{name}={value}" for name, value in self._source_options.items()]
             self._source = self._start("source", "sandbox", *flags, stdout=subprocess.PIPE)
             self.connection_string = self._first_line(self._source)
-            mirror = {
-                "source": self.connection_string, "data": self.data, "workers": self.workers, "http": self.http
-            }  # fmt: skip
-            flags = [f"--{name}={value}" for name, value in mirror.items()]
+            flags = [f"--source={self.connection_string}", f"--data={self.data}"]
+            flags += [f"--workers={self.workers}", f"--http={self.http}"]
             self._service = self._start("service", "run", *flags, stdout=subprocess.DEVNULL)
         except BaseException:
             self.end()

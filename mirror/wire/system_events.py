@@ -11,7 +11,7 @@ engines/ep/src/collections/events.fbs.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, cast
 
 from mirror.wire.constants import Opcode, SystemEventId
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -96,8 +96,8 @@ def decode_system_event(event: SystemEvent) -> SystemEventContent:
     """Return the event's content. An unknown kind or version is a RemoteProtocolError, because a skipped event would
     lose data: the end of a collection ends its documents.
     """
-    kind = _CONTENTS.get(event.event, CollectionModified)
-    if event.event not in _CONTENTS or event.version not in ((0, 1, 2) if kind in _FIXED else (2,)):
+    kind = _CONTENTS.get(event.event)
+    if kind is None or event.version not in ((0, 1, 2) if kind in _FIXED else (2,)):
         raise _error(event, f"no such system event: {event.event} in version {event.version}")
     if event.version == _FLATBUFFERS_VERSION:
         fields = _read_table(event, _TABLES[kind])
@@ -110,8 +110,7 @@ def decode_system_event(event: SystemEvent) -> SystemEventContent:
         fields = dict(zip(names, layout.unpack(event.value), strict=True))
         if issubclass(kind, CollectionSettings | ScopeCreated):
             fields["name"] = _name(event, event.key)
-    content: SystemEventContent = kind(**fields)
-    return content
+    return cast(SystemEventContent, kind(**fields))
 
 
 def encode_system_event(

@@ -404,7 +404,7 @@ class StateRow(NamedTuple):
 
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
-        """Return the row of a state all of whose published rows have key rows, and no others for sure."""
+        """Return the row of a state. Its indexed seqno is the published one: a crash repeats key rows above that."""
         return cls(  # without names: they would nearly double its cost, once for each vbucket of a commit
             state.staging_branch,
             state.staged_seqno,

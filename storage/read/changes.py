@@ -27,7 +27,7 @@ _FROM_BEGINNING = "read it from the beginning"
 
 @dataclass(slots=True)
 class Pieces:
-    """Pieces in which a reader gets changes. It may have to release one that it cannot hold for now."""
+    """Pieces in which a reader gets changes. If it has no memory for one, it releases it."""
 
     bytes_max: int
     """Row bytes that are read at once; one document may be larger."""

@@ -65,7 +65,11 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
     local_purge_seqno = reader.purge_row(txn).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
     return ServedState(
-        *(served.branch, served.seqno, served.manifest_key, served.links, served.floor_seqno),
+        branch=served.branch,
+        seqno=served.seqno,
+        manifest_key=served.manifest_key,
+        links=served.links,
+        floor_seqno=served.floor_seqno,
         failover_log=log,
         purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.floor_seqno),
         manifest=reader.manifest(txn, served.manifest_key),
@@ -170,7 +174,7 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
     try:
         links = chain.load(txn, lost.vbid, lost.from_branch, lost.from_seqno)
         first = next(chain.boundaries_after(txn, lost.vbid, links, after_seqno), None)
-        newest = chain.boundary_at(txn, lost.vbid, lost.from_branch, lost.from_seqno)
+        newest = chain.newest_boundary(txn, lost.vbid, links, lost.from_seqno)
     except CorruptedError:  # the branch is gone
         return True
     if first is None or newest is None or any(link.kept_seqno < link.cut > after_seqno for link in links):

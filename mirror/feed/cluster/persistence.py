@@ -73,7 +73,7 @@ class PersistenceGate:
         return ready[-1]
 
     def drop(self) -> bool:
-        """Forget all ends, since the history may change; return True if one waited."""
+        """Forget all ends, because the history may change; return True if one waited."""
         waited = bool(self._held)
         self._held = []
         self.persisted_seqno = 0

@@ -137,7 +137,7 @@ class SourceQueries:
         raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
-        """Repeat an attempt while it fails for now; raise its last error, with the hint, when time is up."""
+        """Repeat an attempt while its error is retryable. After `timeout_s` raise the last one, with the hint."""
         deadline = self._clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:
