@@ -21,6 +21,8 @@ DATATYPE_JSON = 1
 DOCUMENT_FIELDS = ("vbid", "collection_id", "seqno", "rev_seqno", "cas", "flags", "expiry", "datatype")
 STEPS_BYTES = 256 * 1024
 """A larger value is judged to be JSON in steps."""
+BASE64_BYTES = 192 * 1024
+"""Bytes that are encoded at a time: a multiple of 3."""
 _ALL_BITS = 7
 """JSON, Snappy, xattrs: a value that still has the other two is no JSON text."""
 
@@ -85,20 +87,29 @@ def _is_json(value: bytes) -> bool:
     return True
 
 
-def value_json(document: Document) -> bytes:
+def value_parts(document: Document) -> list[bytes]:
     """`"value":...` or `"value_b64":...`; a JSON value byte for byte, but for line ends between its tokens."""
-    if document.deleted and not document.value:
-        return b'"value":null'
-    if document.datatype & _ALL_BITS == DATATYPE_JSON and _is_json(document.value):
-        return b'"value":' + document.value.replace(b"\n", b" ").replace(b"\r", b" ")
+    value = document.value
+    if document.deleted and not value:
+        return [b'"value":null']
+    if document.datatype & _ALL_BITS == DATATYPE_JSON and _is_json(value):
+        return [b'"value":', value.replace(b"\n", b" ").replace(b"\r", b" ")]
     problem = value_problem(document)
     named = b"" if problem is None else b',"problem":' + dumps(problem)
-    return b'"value_b64":"' + base64.b64encode(document.value) + b'"' + named
+    encoded = (base64.b64encode(value[at : at + BASE64_BYTES]) for at in range(0, len(value), BASE64_BYTES))
+    return [b'"value_b64":"', *encoded, b'"' + named]
+
+
+def document_parts(document: Document) -> list[bytes]:
+    """Return the object in parts, so that a value of 20 MiB is not copied for each thing put around it: each copy holds
+    the interpreter's lock for milliseconds.
+    """
+    head = dumps(_head(document))
+    return [head] if document.kind is Kind.SYSTEM_EVENT else [head[:-1], b",", *value_parts(document), b"}"]
 
 
 def document_json(document: Document) -> bytes:
-    head = dumps(_head(document))
-    return head if document.kind is Kind.SYSTEM_EVENT else head[:-1] + b"," + value_json(document) + b"}"
+    return b"".join(document_parts(document))
 
 
 def rollback_object(rollback: Rollback) -> dict[str, object]:
@@ -122,10 +133,11 @@ def change_object(change: Change) -> dict[str, Any]:
     return event
 
 
-def change_json(change: Change) -> bytes:
+def change_parts(change: Change) -> list[bytes]:
+    """As `document_parts`."""
     event: dict[str, object] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     if change.rollback is not None:
         event["rollback"] = rollback_object(change.rollback)
     if change.document is None:
-        return dumps(event)
-    return dumps(event)[:-1] + b',"document":' + document_json(change.document) + b"}"
+        return [dumps(event)]
+    return [dumps(event)[:-1], b',"document":', *document_parts(change.document), b"}"]

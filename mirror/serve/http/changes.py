@@ -32,7 +32,7 @@ from mirror.serve.http.requests import Parameters, collection_name, parse_positi
 from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
 from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
-from mirror.serve.objects import change_json, dumps
+from mirror.serve.objects import change_parts, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
 from storage.read.view import Change, Pieces, Served, Token
 
@@ -373,9 +373,9 @@ class ChangeStream:
             if self._keep is None or self._keep(change):
                 name = b"id: " + str(change.token).encode() + b"\n" if single else b""
                 head = name + b"event: " + change.kind.encode() + b"\ndata: "
-                data = change_json(change)
-                is_small = len(data) <= BUDGETED_BYTES
-                event = [head + data + b"\n\n"] if is_small else list(merged([head, data, b"\n\n"], BUDGETED_BYTES))
+                parts: LargePieces = [head, *change_parts(change), b"\n\n"]
+                is_small = sum(map(len, parts)) <= BUDGETED_BYTES
+                event = [b"".join(parts)] if is_small else list(merged(parts, BUDGETED_BYTES))
             batch.add(event, change)
             if batch.size >= bytes_max:
                 break
