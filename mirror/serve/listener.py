@@ -25,10 +25,6 @@ BACKLOG = 1024
 
 HOST_DEFAULT = "127.0.0.1"
 
-PENDING_SHARE = 4
-"""One in so many of a process's connections is for clients without a login."""
-PENDING_MIN = 16
-"""At least so many, if the process has them."""
 _LOCAL_NAMES = {"localhost": "127.0.0.1", "ip6-localhost": "::1"}
 
 
@@ -210,29 +206,3 @@ def _remove_left_over(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    connections_max: int = 1024
-    idle_timeout_s: float = 600.0
-    send_timeout_s: float = 30.0
-    unsent_bytes_max: int = 128 * 1024 * 1024
-    login_timeout_s: float = 10.0
-    connections_per_peer_max: int = 256
-
-    @property
-    def pending_max(self) -> int:
-        """Connections without a login; the others are reserved for users."""
-        return max(self.connections_max // PENDING_SHARE, min(self.connections_max, PENDING_MIN))
-
-    @staticmethod
-    def of(settings: Settings) -> Limits:
-        return Limits(
-            settings.reader_connections_max,
-            settings.reader_idle_timeout_s,
-            settings.reader_send_timeout_s,
-            settings.reader_unsent_bytes_max,
-            settings.reader_login_timeout_s,
-            settings.reader_connections_per_peer_max,
-        )

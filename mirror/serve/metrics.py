@@ -8,12 +8,13 @@ routes), never keys, users or names of leases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sized
 from functools import partial
 from time import time
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mirror import health
@@ -36,17 +37,13 @@ class Requests:
         self.server = server
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self.connections = Gauge(
-            "dcp_mirror_http_connections", "Open connections.", ("server",), registry=self.registry
-        )
-        self.streams = Gauge("dcp_mirror_http_streams", "Open streams of changes.", ("server",), registry=self.registry)
         self._answers: dict[tuple[str, int], tuple[int, float]] = {}
         """By (route, code): answer count and time of the first. A prometheus_client counter takes ten times as long."""
         self._seconds: dict[str, tuple[Latencies, float]] = {}
         self._began_s = time()
-        self.open_connections = self.connections.labels(server)
-        self._streams = self.streams.labels(server)
-        self.stream_count = 0
+        self.connections: Sized = ()
+        self.streams: Counter[str] = Counter()
+        """Streams of changes, by user, or by peer without a login."""
         self.latencies = Latencies()
         self.total = 0
         self.document_total = 0
@@ -63,14 +60,6 @@ class Requests:
             self.latencies.observe(seconds)
         self.total += 1
         self.byte_total += byte_count
-
-    def stream_began(self) -> None:
-        self.stream_count += 1
-        self._streams.inc()
-
-    def stream_ended(self) -> None:
-        self.stream_count -= 1
-        self._streams.dec()
 
     def gave(self, count: int) -> None:
         self.document_total += count
@@ -92,6 +81,8 @@ class Requests:
             _add_histogram(seconds, [own, route], latencies.figures(), "")
             seconds.add_sample(f"{seconds.name}_created", {"server": own, "route": route}, since_s)
         yield seconds
+        yield _gauge("http_connections", "Open connections.", [([own], len(self.connections))], ("server",))
+        yield _gauge("http_streams", "Open streams of changes.", [([own], self.streams.total())], ("server",))
         for name, text, total in (
             ("sent_bytes", "Bytes of bodies.", self.byte_total),
             ("documents", "Documents given to readers.", self.document_total),

@@ -20,8 +20,9 @@ from mirror.config import Settings
 from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.http.documents import JSON, entity_tag, headers_of
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
-from mirror.serve.http.server import HttpServer, Listening
-from mirror.serve.listener import Address, Limits, listening_socket, reserve
+from mirror.serve.http.server import HttpServer
+from mirror.serve.listener import Address, listening_socket, reserve
+from mirror.serve.turns import Turns
 from storage.model import Branch, Document, Seqno
 from tests.bench import stores
 from tests.bench.children import child, wait_closed
@@ -77,7 +78,7 @@ def _serve(pipe: Connection, data: str | None) -> None:
         held = reserve(Address(), "http")
         opened = listening_socket(held.address)
         if data is not None:
-            server = HttpServer(Settings(data=Path(data)), [Listening(opened, local=True)], _no_status, SystemClock())
+            server = HttpServer(Settings(data=Path(data)), [(held.address, opened)], _no_status, SystemClock())
             await server.start()
             task = asyncio.create_task(server.run())
             pipe.send(held.address.port)
@@ -86,7 +87,7 @@ def _serve(pipe: Connection, data: str | None) -> None:
             await task
         else:
             make = partial(BoundedProtocol, protocol_config(_same_bytes), Gate(), {})
-            bare = Acceptor(Admission(Limits(login_timeout_s=3600)), opened, make)
+            bare = Acceptor(Admission(Settings(reader_login_timeout_s=3600), Turns()), opened, make)
             pipe.send(held.address.port)
             await asyncio.to_thread(wait_closed, pipe)
             bare.close()

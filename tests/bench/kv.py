@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.serve.access.auth import SourceUser
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, own_node
@@ -139,9 +140,8 @@ def serve(pipe: Connection, path: str, make: type[KvServer]) -> None:
         bucket = KvBucket(path, SystemClock(), stale_allowed=True)
         held = reserve(Address(), "kv")
         users = SourceUser("demo", lambda: "demo")
-        server = make(
-            bucket, users, ServedMap(bucket.identity, [own_node([held.address])], 1), SystemClock(),
-        )  # fmt: skip
+        served_map = ServedMap(bucket.identity, [own_node([held.address])], 1)
+        server = make(bucket, users, served_map, SystemClock(), Settings())
         await server.start([(held.address, listening_socket(held.address))])
         pipe.send(held.address.port)
         loop = asyncio.get_running_loop()

@@ -24,7 +24,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.serve.access.auth import FileUsers, entry_of, new_salt_key
 from mirror.serve.dcp.server import DcpServer
-from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
@@ -82,13 +82,13 @@ class Ports:
             bucket = KvBucket(str(self._data), SystemClock(), stale_allowed=False)
             held = reserve(Address(), kind)
             served_map = ServedMap(bucket.identity, [own_node([held.address])], 5)
-            server = server_type(bucket, self._users, served_map, SystemClock())
+            server = server_type(bucket, self._users, served_map, SystemClock(), self._settings)
             await server.start([(held.address, listening_socket(held.address))])
             self.ports[kind] = held.address.port
             self._ends.append(partial(self._end, server, bucket, held))
         held = reserve(Address(), "http")
-        listening = [Listening(listening_socket(held.address), True)]
-        http = HttpServer(self._settings, listening, lambda _: self._report, SystemClock(), users=self._users)
+        sockets = [(held.address, listening_socket(held.address))]
+        http = HttpServer(self._settings, sockets, lambda _: self._report, SystemClock(), users=self._users)
         await http.start()
         running = asyncio.create_task(http.run())
         self.ports["http"] = held.address.port

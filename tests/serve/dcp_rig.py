@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.serve.access.auth import Users
 from mirror.serve.dcp.server import DcpServer
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, own_node
-from mirror.serve.listener import Address, Limits, reserve
+from mirror.serve.listener import Address, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -161,13 +162,13 @@ class DcpEndpoint(Hosted[DcpServer, DcpClient]):
 @asynccontextmanager
 async def serving_dcp(
     path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
-    limits: Limits | None = None, tls: Any = None,
-    publishes_persisted: bool = False,
+    tls: Any = None, publishes_persisted: bool = False, **settings: Any,
 ) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
     bucket = KvBucket(path, SystemClock(), stale_allowed=False, publishes_persisted=publishes_persisted)
     held = [reserve(address, "dcp") for address in addresses]
     served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
-    endpoint = DcpEndpoint(held, DcpServer(bucket, readers or users(), served, SystemClock(), limits=limits), bucket)
+    server = DcpServer(bucket, readers or users(), served, SystemClock(), Settings(**settings))
+    endpoint = DcpEndpoint(held, server, bucket)
     async with endpoint.running(tls):
         yield endpoint
 

@@ -17,7 +17,7 @@ import httpx
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.health import assess
-from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import stored_status, totals
 from storage.env import directory
@@ -213,13 +213,13 @@ def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     held = reserve(Address(), "http")
-    listening = [Listening(listening_socket(held.address), True)]
+    sockets = [(held.address, listening_socket(held.address))]
     site: Site
 
     def stored(path: Path) -> dict[str, Any]:
         return site.report or stored_status(path)
 
-    server = HttpServer(validated({"data": data, **settings}), listening, stored, SystemClock())
+    server = HttpServer(validated({"data": data, **settings}), sockets, stored, SystemClock())
     url = f"http://{held.address.authority}"
 
     async def start() -> asyncio.Task[None]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.sandbox import SandboxThread
 from mirror.serve.access.auth import Reader, SourceUser, Users, entry_of
 from mirror.serve.access.logins import Logins
@@ -22,7 +23,7 @@ from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap, own_node
 from mirror.serve.kv.server import KvServer
 from mirror.serve.kv.session import KvSession
-from mirror.serve.listener import Address, Limits, Reserved, listening_socket, reserve
+from mirror.serve.listener import Address, Reserved, listening_socket, reserve
 from mirror.serve.turns import Turns
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
@@ -288,15 +289,14 @@ async def serving(
     *,
     readers: Users | None = None,
     addresses: Sequence[Address] = (Address(),),
-    limits: Limits | None = None,
     stale_allowed: bool = False,
     tls: Any = None,
-    **options: Any,
+    **settings: Any,
 ) -> AsyncIterator[Endpoint]:
     bucket = KvBucket(path, SystemClock(), stale_allowed=stale_allowed)
     held = [reserve(address, "kv") for address in addresses]
     served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
-    server = KvServer(bucket, readers or users(), served, SystemClock(), limits=limits, **options)
+    server = KvServer(bucket, readers or users(), served, SystemClock(), Settings(**settings))
     endpoint = Endpoint(held, server, bucket)
     async with endpoint.running(tls):
         yield endpoint

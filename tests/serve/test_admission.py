@@ -30,7 +30,7 @@ from mirror.serve.access.admission import (
     raise_descriptor_limit,
 )
 from mirror.serve.access.tls import server_tls
-from mirror.serve.listener import Address, Limits
+from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 from tests.oracle import kv_client
 from tests.serve.certificates import make_certificate
@@ -38,7 +38,6 @@ from tests.serve.dcp_rig import until
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, NoStrangers, Store, serving
 
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
-LIMITS = Limits(connections_max=40)
 BEGUN = b"\x16\x03\x01\x02\x00"
 """The first bytes of a TLS handshake."""
 
@@ -67,12 +66,12 @@ async def accepted(endpoint: Endpoint, count: int) -> None:
 
 
 async def test_clients_that_do_not_log_in_keep_nobody_out(store: Store) -> None:
-    async with serving(store.path, readers=NoStrangers(), limits=LIMITS) as endpoint:
+    async with serving(store.path, readers=NoStrangers(), reader_connections_max=40) as endpoint:
         first = await endpoint.sdk()
         others = await silent(endpoint, 100)
         await accepted(endpoint, 101)
         admission = endpoint.server.admission
-        assert admission.pending_count == LIMITS.pending_max == 16
+        assert admission.pending_count == admission.pending_max == 16
         assert len(admission._open) == 17
         newest = await endpoint.sdk()
         for client in (first, newest):
@@ -83,7 +82,7 @@ async def test_clients_that_do_not_log_in_keep_nobody_out(store: Store) -> None:
 
 
 async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(store: Store) -> None:
-    async with serving(store.path, limits=Limits(connections_max=3)) as endpoint:
+    async with serving(store.path, reader_connections_max=3) as endpoint:
         inside = [await endpoint.connect() for _ in range(3)]
         for client in inside:
             assert await client.alive()
@@ -95,8 +94,7 @@ async def test_connections_of_those_who_are_logged_in_are_not_closed_for_others(
 
 
 async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(store: Store) -> None:
-    limits = Limits(login_timeout_s=1.0)
-    async with serving(store.path, readers=NoStrangers(), limits=limits) as endpoint:
+    async with serving(store.path, readers=NoStrangers(), reader_login_timeout_s=1.0) as endpoint:
         inside, outside = await endpoint.sdk(), await endpoint.connect()
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionError):
@@ -108,7 +106,7 @@ async def test_a_client_that_does_not_log_in_is_disconnected_whatever_it_sends(s
 
 
 async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Store) -> None:
-    async with serving(store.path, limits=Limits(login_timeout_s=1.0)) as endpoint:
+    async with serving(store.path, reader_login_timeout_s=1.0) as endpoint:
         asking, mute = await endpoint.connect(), await endpoint.connect()
         assert await asking.alive()
         assert await mute.receive() is None
@@ -118,8 +116,9 @@ async def test_where_no_login_is_needed_a_first_request_counts_as_one(store: Sto
 async def test_connections_are_counted_before_their_tls_handshake(store: Store, certificate: Contexts) -> None:
     """A handshake's buffers are 300 KiB: 20,000 silent connections once took 6.2 GB."""
     tls, trusting = certificate
-    limits = Limits(connections_max=40, login_timeout_s=0.5)
-    async with serving(store.path, addresses=(Address(tls=True),), limits=limits, tls=tls) as endpoint:
+    async with serving(
+        store.path, addresses=(Address(tls=True),), tls=tls, reader_connections_max=40, reader_login_timeout_s=0.5
+    ) as endpoint:
         await silent(endpoint, 100)
         await accepted(endpoint, 100)
         admission = endpoint.server.admission
@@ -134,7 +133,7 @@ async def test_connections_are_counted_before_their_tls_handshake(store: Store, 
 async def test_a_handshake_that_was_cut_off_leaves_nothing_behind(store: Store, certificate: Contexts) -> None:
     """Without garbage collection, which comes too late: half a gigabyte of buffers was waiting for it."""
     tls, _ = certificate
-    async with serving(store.path, addresses=(Address(tls=True),), limits=LIMITS, tls=tls) as endpoint:
+    async with serving(store.path, addresses=(Address(tls=True),), tls=tls, reader_connections_max=40) as endpoint:
         gc.collect()
         gc.disable()
         try:
@@ -193,7 +192,7 @@ async def test_a_client_that_said_nothing_or_is_gone_gets_no_handshake(store: St
 
 
 async def test_another_machine_has_its_share_and_no_more() -> None:
-    admission = Admission(Limits(connections_max=100, connections_per_peer_max=3))
+    admission = Admission(Settings(reader_connections_max=100, reader_connections_per_peer_max=3), Turns())
     closed: list[str] = []
 
     def admit(peer: str) -> Slot | None:
@@ -225,7 +224,7 @@ async def test_another_machine_has_its_share_and_no_more() -> None:
 
 
 async def test_the_peer_with_most_connections_pays_for_one_more() -> None:
-    admission = Admission(Limits(connections_max=16))
+    admission = Admission(Settings(reader_connections_max=16), Turns())
     closed: list[str] = []
     for peer in ("10.0.0.1", *["10.0.0.2"] * 15, *["10.0.0.3"] * 3):
         slot = admission.admit(peer)
@@ -236,8 +235,13 @@ async def test_the_peer_with_most_connections_pays_for_one_more() -> None:
         slot.release()
 
 
+def test_a_quarter_of_the_connections_or_sixteen_may_be_without_a_login() -> None:
+    found = [Admission(Settings(reader_connections_max=count), Turns()).pending_max for count in (1, 16, 40, 1024)]
+    assert found == [1, 16, 16, 256]
+
+
 async def test_few_are_kept_open_to_be_answered_that_there_are_too_many() -> None:
-    admission = Admission(Limits(connections_max=1))
+    admission = Admission(Settings(reader_connections_max=1), Turns())
     slot = admission.admit(LOCAL)
     assert slot is not None
     slot.establish()
@@ -298,7 +302,7 @@ async def test_a_failure_to_accept_is_one_line_and_passes(monkeypatch: pytest.Mo
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
     exhausted = Exhausted(listening, 20)
-    admission = Admission(Limits())
+    admission = Admission(Settings(), Turns())
     with capture_logs() as logged:
         acceptor = Acceptor(admission, exhausted, Greeting)  # type: ignore[arg-type]
         reader, writer = await asyncio.open_connection(*listening.getsockname())

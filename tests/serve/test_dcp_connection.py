@@ -11,7 +11,6 @@ import pytest
 from mirror.serve.dcp import connection as dcp_connection
 from mirror.serve.dcp.stream import PIECE_BYTES
 from mirror.serve.kv.connection import HIGH_WATER_BYTES
-from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
@@ -109,7 +108,7 @@ async def test_answers_to_a_client_that_takes_nothing_are_bounded_too(
 async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
     for seqno in range(1, 301):
         store.put(b"k%d" % seqno, b"x" * LARGE, seqno)
-    async with serving_dcp(store.path, limits=Limits(send_timeout_s=0.5)) as dcp:
+    async with serving_dcp(store.path, reader_send_timeout_s=0.5) as dcp:
         client = await dcp.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.send(STREAM)
@@ -120,7 +119,7 @@ async def test_a_client_that_takes_nothing_for_too_long_is_hung_up_on(store: Sto
 
 
 async def test_who_listens_without_noops_is_not_idle_and_who_has_no_stream_is(store: Store) -> None:
-    async with serving_dcp(store.path, limits=Limits(idle_timeout_s=0.5)) as dcp:
+    async with serving_dcp(store.path, reader_idle_timeout_s=0.5) as dcp:
         listener = await dcp.client(name="listener", noop=False, flags=1)
         assert (await listener.stream(0)).status == 0
         idler = await dcp.client(name="idler")

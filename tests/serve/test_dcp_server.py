@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 from mirror.serve.access.auth import FileUsers, entry_of
-from mirror.serve.listener import Address, Limits
+from mirror.serve.listener import Address
 from mirror.wire import events as ev
 from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
@@ -104,7 +104,7 @@ async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(stor
 
 
 async def test_more_connections_than_allowed_are_closed(store: Store) -> None:
-    async with serving_dcp(store.path, limits=Limits(connections_max=2)) as endpoint:
+    async with serving_dcp(store.path, reader_connections_max=2) as endpoint:
         first, second = await endpoint.client(name="a"), await endpoint.client(name="b")
         third = await endpoint.connect()
         await third.send(kv_client.noop())

@@ -149,7 +149,7 @@ def test_a_stream_of_changes_ends_when_its_user_may_not_read_on(
                 text = "\n".join(within(lines))
             assert events(text)[-1]["event"] == "problem"
             assert "were changed" in text
-        eventually_now(lambda: not site.server.service.streams)
+        eventually_now(lambda: not site.server.service.requests.streams)
 
 
 def test_an_error_names_no_collection_that_its_reader_may_not_read(guarded: Site) -> None:
@@ -259,7 +259,7 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
         assert answer.startswith(b"HTTP/1.1 403 "), answer
         assert b"after the removal" not in answer
         assert site.server.service.budget.out_bytes == 0
-        assert not site.server.service.streams
+        assert not site.server.service.requests.streams
 
 
 def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
@@ -336,7 +336,7 @@ def test_streams_that_nobody_reads_hold_no_more_than_the_budget(site: Site) -> N
         lines.append(closing.enter_context(ask_without_reading(site, 1 << 20)))
         eventually_now(lambda: budget.waiting_count == 5)
         held, peak = tracemalloc.get_traced_memory()
-        assert service.requests.stream_count == 7
+        assert service.requests.streams.total() == 7
         assert budget.out_bytes <= 3 * size
         assert held < 4 * size, "what is in the budget, and no documents of those that wait"
         assert peak < 10 * size, "one is read at a time: with its JSON and its event it takes six times its size"
@@ -363,8 +363,8 @@ def test_one_reader_does_not_take_all_streams(source: Source, tmp_path: Path) ->
 
             assert [opened("ann") for _ in range(6)] == [200] * 4 + [503] * 2
             assert [opened("bob") for _ in range(5)] == [200] * 4 + [503]
-            assert site.server.service.streams == {"user ann": 4, "user bob": 4}
-        eventually_now(lambda: not site.server.service.streams)
+            assert site.server.service.requests.streams == {"user ann": 4, "user bob": 4}
+        eventually_now(lambda: not site.server.service.requests.streams)
 
 
 @pytest.mark.parametrize("moment", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2026-01-31T12:00:00"])

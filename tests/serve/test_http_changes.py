@@ -154,7 +154,7 @@ def test_from_now_on_nothing_old_comes(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     with listening(site, since="now") as listener:
-        eventually_now(lambda: site.server.service.requests.stream_count)
+        eventually_now(lambda: site.server.service.requests.streams.total())
         site.source.put(key, b"2")
         assert reported(listener.event()) == ("mutation", 2)
 
@@ -233,7 +233,7 @@ def test_a_reader_that_takes_nothing_holds_one_batch_and_is_hung_up_on(site: Sit
     with site.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.sendall(b"GET /v1/changes?vbid=2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        eventually_now(lambda: service.requests.stream_count == 1)
+        eventually_now(lambda: service.requests.streams.total() == 1)
 
         async def unsent() -> int:
             return max(
@@ -243,20 +243,20 @@ def test_a_reader_that_takes_nothing_holds_one_batch_and_is_hung_up_on(site: Sit
         held = 0
         for _ in range(1000):
             held = max(held, site.call(unsent()))
-            if not service.requests.stream_count:
+            if not service.requests.streams.total():
                 break
             site.call(asyncio.sleep(0.02))
-        assert service.requests.stream_count == 0, "it is still there"
+        assert service.requests.streams.total() == 0, "it is still there"
         assert 0 < held < 3_000_000, "of thirty megabytes"
 
 
 def test_no_more_streams_than_allowed(site: Site) -> None:
     site.server.service.streams_max = 1
     with listening(site, since="now"):
-        eventually_now(lambda: site.server.service.requests.stream_count == 1)
+        eventually_now(lambda: site.server.service.requests.streams.total() == 1)
         problem = site.get("/v1/changes", 503).json()
         assert problem["type"] == "urn:dcp-mirror:too-busy"
-    eventually_now(lambda: site.server.service.requests.stream_count == 0)
+    eventually_now(lambda: site.server.service.requests.streams.total() == 0)
 
 
 @pytest.mark.parametrize(

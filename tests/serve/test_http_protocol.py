@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mirror.config import Settings
 from mirror.serve.http import protocol as http_protocol
 from mirror.serve.http import requests as http_requests
 from mirror.serve.http.protocol import (
@@ -23,7 +24,6 @@ from mirror.serve.http.protocol import (
     BoundedProtocol,
 )
 from mirror.serve.http.service import BUDGETED_BYTES
-from mirror.serve.listener import Limits
 from tests.serve.http_site import Site, recorded_at_once
 from tests.supervise.conftest import eventually_now
 
@@ -157,7 +157,7 @@ def connections(site: Site) -> int:
 
 
 def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site: Site) -> None:
-    site.server.admission.limits = Limits(connections_max=2)
+    site.server.admission.settings = Settings(reader_connections_max=2)
     sent = f"GET {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     with site.connect() as one, site.connect() as two:
         for line in (one, two):
@@ -215,7 +215,7 @@ def test_a_byte_now_and_then_is_no_progress(site: Site, said: bytes, monkeypatch
 
 
 def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
-    site.server.admission.limits = Limits(login_timeout_s=0.3)
+    site.server.admission.settings = Settings(reader_login_timeout_s=0.3)
     with site.connect() as probe, site.connect() as reader:
         reader.sendall(f"HEAD {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert b" 404 " in reader.recv(65536)
@@ -370,7 +370,7 @@ def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkey
 
 def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(site: Site) -> None:
     sent = 5_000
-    site.server.admission.limits = Limits(login_timeout_s=600)  # nobody logs in, and a busy machine may take its time
+    site.server.admission.settings = Settings(reader_login_timeout_s=600)  # nobody logs in
     one = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000 + b"\r\n\r\n"
     last = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     held: list[tuple[int, int]] = []

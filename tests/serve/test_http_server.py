@@ -11,23 +11,22 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
-from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.messages import Resync
-from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import stored_status
 from tests.serve.http_site import Site, Source
 from tests.supervise.conftest import eventually
 
 
-def server_at(source: Source, *listening: Listening, **settings: object) -> HttpServer:
-    return HttpServer(validated({"data": source.path} | settings), listening, stored_status, SystemClock())
+def server_at(source: Source, *sockets: tuple[Address, socket.socket]) -> HttpServer:
+    return HttpServer(Settings(data=Path(source.path)), sockets, stored_status, SystemClock())
 
 
 async def test_a_stop_finishes_what_is_on_its_way_and_ends_streams(source: Source) -> None:
     held = reserve(Address(), "http")
-    server = server_at(source, Listening(listening_socket(held.address), True))
+    server = server_at(source, (held.address, listening_socket(held.address)))
     await server.start()
     task = asyncio.create_task(server.run())
     key = source.key_of(4).decode()
@@ -39,7 +38,7 @@ async def test_a_stop_finishes_what_is_on_its_way_and_ends_streams(source: Sourc
             return (await client.get("/v1/changes", params={"since": "now"})).text
 
         stream = asyncio.create_task(follow())
-        await eventually(lambda: server.service.requests.stream_count and len(server.gate.state.tasks) == 2)
+        await eventually(lambda: server.service.requests.streams.total() and len(server.gate.state.tasks) == 2)
         status = server.status()
         assert (status["streams"], status["connections"]) == (1, 2)
         await server.stop()
@@ -56,7 +55,7 @@ async def test_a_unix_socket_is_served_too(source: Source, tmp_path: Path) -> No
     held = reserve(Address("", 0, str(tmp_path / "http.sock")), "http")
     assert held.inherited is not None
     own = listening_socket(held.address, socket.fromfd(held.inherited, socket.AF_UNIX, socket.SOCK_STREAM).detach())
-    server = server_at(source, Listening(own, True))
+    server = server_at(source, (held.address, own))
     await server.start()
     task = asyncio.create_task(server.run())
     transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "http.sock"))
@@ -70,11 +69,11 @@ async def test_a_unix_socket_is_served_too(source: Source, tmp_path: Path) -> No
 
 def test_from_elsewhere_nobody_is_anonymous(site: Site, source: Source) -> None:
     async def serve() -> None:
-        held = reserve(Address(), "http")
-        server = server_at(source, Listening(listening_socket(held.address), local=False))
+        held = reserve(Address("0.0.0.0"), "http")
+        server = server_at(source, (held.address, listening_socket(held.address)))
         await server.start()
         task = asyncio.create_task(server.run())
-        async with httpx.AsyncClient(base_url=f"http://{held.address.authority}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{held.address.port}") as client:
             assert (await client.get("/v1/status")).status_code == 401
             assert (await client.get("/livez")).status_code == 200
         await server.stop()

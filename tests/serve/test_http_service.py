@@ -11,11 +11,12 @@ import pytest
 from starlette.requests import Request
 
 from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.serve.access.admission import LOCAL, Admission, Slot
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.service import PublishWatch, leaves_line
 from mirror.serve.http.view import Mirror
-from mirror.serve.listener import Limits
+from mirror.serve.turns import Turns
 from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View
 from storage.read.wait import MutationToken
@@ -25,7 +26,8 @@ from tests.supervise.conftest import eventually_now
 
 def a_request(*, gone: bool = False) -> Request:
     transport = SimpleNamespace(is_closing=lambda: gone)
-    return Request({"type": "http", "state": {"slot": Slot(Admission(Limits()), LOCAL), "transport": transport}})
+    slot = Slot(Admission(Settings(), Turns()), LOCAL)
+    return Request({"type": "http", "state": {"slot": slot, "transport": transport}})
 
 
 def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(site: Site) -> None:

@@ -104,7 +104,7 @@ async def test_answers_come_in_the_order_of_requests_however_they_are_cut(endpoi
 
 
 async def test_a_long_pipeline_is_answered_whole_and_the_others_have_their_turn(store: Store) -> None:
-    async with serving(store.path, requests_per_turn=8) as endpoint:
+    async with serving(store.path, kv_pipeline_max=8) as endpoint:
         busy, other = await endpoint.connect(), await endpoint.connect()
         busy.writer.write(b"".join(fr.encode(get(opaque=number)) for number in range(5000)))
         await other.ask(get())

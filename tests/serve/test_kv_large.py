@@ -9,10 +9,10 @@ from collections.abc import Awaitable
 import cramjam
 import pytest
 
+from mirror.config import Settings
 from mirror.serve.kv.connection import KvConnection
 from mirror.serve.kv.server import CROWDED_SEND_TIMEOUT_S
 from mirror.serve.large import LARGE_BYTES, Pieces, drop
-from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.codec_kv import LookupSpec
@@ -231,7 +231,7 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
     """Values that are not written yet count as well. Where others wait for the memory, they have seconds only."""
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
-    async with serving(store.path, limits=Limits(unsent_bytes_max=2 * len(body))) as endpoint:
+    async with serving(store.path, reader_unsent_bytes_max=2 * len(body)) as endpoint:
         server = endpoint.server
         assert server._sweeper is not None
         server._sweeper.cancel()
@@ -264,13 +264,13 @@ async def test_what_readers_that_take_nothing_hold_is_bounded_and_they_make_way_
         for _, connection in slow:
             connection.abort()
         await until(lambda: server.large.budget.out_bytes == 0)
-        assert server.now_s < begun_s + Limits().idle_timeout_s
+        assert server.now_s < begun_s + Settings().reader_idle_timeout_s
 
 
 async def test_a_client_that_leaves_lets_go_of_what_it_held_or_waited_for(store: Store) -> None:
     body = bytes(40 * LARGE_BYTES)
     store.put(b"large", body, 2)
-    async with serving(store.path, limits=Limits(unsent_bytes_max=len(body))) as endpoint:
+    async with serving(store.path, reader_unsent_bytes_max=len(body)) as endpoint:
         budget = endpoint.server.large.budget
         client, connection = await slow_reader(endpoint)
         waiting = await endpoint.connect()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mirror.config import Settings
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.kv.connection import HIGH_WATER_BYTES
 from mirror.serve.kv.map import ServedMap, named_nodes
-from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
@@ -47,7 +47,7 @@ async def greedy(endpoint: Endpoint, count: int = 120) -> Client:
 
 
 async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> None:
-    async with serving(store.path, limits=Limits(idle_timeout_s=100)) as endpoint:
+    async with serving(store.path, reader_idle_timeout_s=100) as endpoint:
         idle, busy = await endpoint.connect(), await endpoint.connect()
         assert await idle.alive()
         assert await busy.alive()
@@ -61,7 +61,7 @@ async def test_the_idle_are_hung_up_on_and_the_busy_are_not(store: Store) -> Non
 
 
 async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> None:
-    async with serving(store.path, limits=Limits(send_timeout_s=10)) as endpoint:
+    async with serving(store.path, reader_send_timeout_s=10) as endpoint:
         await greedy(endpoint)
         (connection,) = endpoint.server.connections
         endpoint.server.now_s += 9
@@ -79,12 +79,12 @@ async def test_who_takes_nothing_for_too_long_is_hung_up_on(store: Store) -> Non
 
 
 async def test_readers_together_hold_no_more_than_allowed(store: Store) -> None:
-    limits = Limits(unsent_bytes_max=2 * (HIGH_WATER_BYTES + MIDDLE))
-    async with serving(store.path, limits=limits) as endpoint:
+    unsent_bytes_max = 2 * (HIGH_WATER_BYTES + MIDDLE)
+    async with serving(store.path, reader_unsent_bytes_max=unsent_bytes_max) as endpoint:
         for _ in range(8):
             await greedy(endpoint)
             held = sum(each.unsent.unsent_bytes for each in endpoint.server.connections)
-            assert held <= limits.unsent_bytes_max
+            assert held <= unsent_bytes_max
         await asyncio.sleep(0.01)
         assert endpoint.server.dropped_count >= 4
         patient = await endpoint.connect()
@@ -165,14 +165,14 @@ async def test_what_waited_is_judged_by_the_rights_at_its_end(store: Store, tmp_
             assert await each.login("ann", "pw") == 0
         await client.send(scans)
         budget = endpoint.server.large.budget
-        assert budget.try_take(Limits().unsent_bytes_max)
+        assert budget.try_take(Settings().reader_unsent_bytes_max)
         await reading.send(fr.request(Opcode.GET, key=b"huge"))
         await until(lambda: sum(len(each._later) for each in endpoint.server.connections) == 2)
         users["ann"]["read"] = ["shop.*"]
         with_users(file, users)
         endpoint.server.sweep()
         store.put(b"huge", b"written after the change", 3)
-        budget.give_back(Limits().unsent_bytes_max)
+        budget.give_back(Settings().reader_unsent_bytes_max)
         for each in (client, reading):
             assert (await each.answer()).status == Status.EACCESS
 

@@ -11,7 +11,7 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError
-from mirror.serve.listener import Address, Limits, check_addresses, listening_socket, parse_addresses, reserve
+from mirror.serve.listener import Address, check_addresses, listening_socket, parse_addresses, reserve
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,3 @@ def test_the_socket_of_a_service_that_is_gone_is_replaced_and_other_files_are_no
     with pytest.raises(ConfigError):
         reserve(Address("", 0, str(path)), "kv")
     assert path.read_text() == "precious"
-
-
-def test_limits_come_from_the_settings() -> None:
-    settings = Settings(
-        reader_connections_max=7, reader_idle_timeout_s=8, reader_login_timeout_s=9, reader_connections_per_peer_max=6
-    )
-    expected = Limits(connections_max=7, idle_timeout_s=8, login_timeout_s=9, connections_per_peer_max=6)
-    assert Limits.of(settings) == expected
-    assert [Limits(connections_max=count).pending_max for count in (1, 16, 40, 1024)] == [1, 16, 16, 256]

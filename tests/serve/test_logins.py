@@ -29,7 +29,6 @@ from mirror.serve.access.logins import (
     Logins,
 )
 from mirror.serve.kv.session import FAILED_LOGINS_MAX
-from mirror.serve.listener import Limits
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
 from mirror.wire.sasl import SaslError, ScramClient
@@ -294,8 +293,7 @@ async def test_a_login_that_began_before_the_password_was_changed_is_refused(sto
 
 async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Path) -> None:
     """Eight guessers of one user's password, and others that connect and say nothing, once did."""
-    limits = Limits(connections_max=64)
-    async with serving(store.path, readers=FileUsers(users_file), limits=limits) as endpoint:
+    async with serving(store.path, readers=FileUsers(users_file), reader_connections_max=64) as endpoint:
         logins = endpoint.server._logins
         for _ in range(50):
             logins.failed("ann", "local")
@@ -305,7 +303,7 @@ async def test_guesses_and_silence_keep_nobody_out(store: Store, users_file: Pat
         late = await endpoint.connect()
         await late.send(codec_kv.sasl_auth(b"PLAIN", b"\0ann\0pw"))
         await until(lambda: sum(each.slot.logging_in for each in endpoint.server.connections) == 9)
-        for _ in range(limits.pending_max * 2):
+        for _ in range(endpoint.server.admission.pending_max * 2):
             await endpoint.connect()
         assert (await late.answer()).status == Status.SUCCESS, "it was not closed for those who say nothing"
 

@@ -25,7 +25,7 @@ from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.supervise.status import stored_status
 from mirror.wire import frame as fr
@@ -76,9 +76,7 @@ async def listening(tmp_path: Path, authority: Authority, **more: object) -> Asy
     )
     tls = server_tls(settings)
     held = reserve(Address(tls=True), "http")
-    http = HttpServer(
-        settings, [Listening(listening_socket(held.address), local=False, tls=True)], stored_status, SystemClock()
-    )
+    http = HttpServer(settings, [(held.address, listening_socket(held.address))], stored_status, SystemClock())
     addresses = [Address(tls=True)]
     async with AsyncExitStack() as stack:
         users = FileUsers(users_file)

@@ -26,7 +26,8 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed
 from mirror.health import STATES
-from mirror.serve.http.server import HttpServer, Listening
+from mirror.serve.http.server import HttpServer
+from mirror.serve.listener import Address
 from mirror.supervise.reports.systemd import Notifier
 from mirror.supervise.setup import Source
 from mirror.supervise.status import stored_status
@@ -135,7 +136,7 @@ async def http_over(data: Path) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         settings = scripted.settings_for(data)
-        server = HttpServer(settings, [Listening(listening, local=True)], stored_status, SystemClock())
+        server = HttpServer(settings, [(Address(), listening)], stored_status, SystemClock())
         await server.start()
         task = asyncio.create_task(server.run())
         try:

@@ -29,13 +29,16 @@ from typing import Any
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
-from mirror.serve.listener import Limits
 from mirror.serve.turns import Turns
 
 ACCEPTS_PER_TURN = 4
 """Connections accepted before open connections have their turn."""
 RETRY_S = 1.0
 LOG_INTERVAL_S = 60.0
+PENDING_SHARE = 4
+"""One in so many of a process's connections is for clients without a login."""
+PENDING_MIN = 16
+"""At least so many, if the process has them."""
 REFUSALS_MAX = 64
 """Connections that are open only for a refusal; more are closed without one."""
 DESCRIPTORS_RESERVED = 128
@@ -147,9 +150,9 @@ class Handshakes:
 
 
 class Admission:
-    def __init__(self, limits: Limits, turns: Turns | None = None) -> None:
-        self.limits = limits
-        self.handshakes = Handshakes(turns or Turns())
+    def __init__(self, settings: Settings, turns: Turns) -> None:
+        self.settings = settings
+        self.handshakes = Handshakes(turns)
         self.accepted_count = 0
         self.rejected_count = 0
         """Connections closed on accept because there were too many."""
@@ -166,12 +169,18 @@ class Admission:
         self._rejections = Periodic("warning", "connections were refused: there are too many")
         self._failures = Periodic("error", "connections cannot be accepted")
 
+    @property
+    def pending_max(self) -> int:
+        """Connections without a login; the others are reserved for users."""
+        connections_max = self.settings.reader_connections_max
+        return max(connections_max // PENDING_SHARE, min(connections_max, PENDING_MIN))
+
     def admit(self, peer: str, *, answers: bool = False) -> Slot | None:
         """Return the slot of a new connection; None: close it. With `answers`, some are kept open for a refusal."""
-        limits = self.limits
-        if peer != LOCAL and self._by_peer[peer] >= limits.connections_per_peer_max:
+        settings = self.settings
+        if peer != LOCAL and self._by_peer[peer] >= settings.reader_connections_per_peer_max:
             admitted = self._evict(peer)
-        elif len(self._open) >= limits.connections_max or self.pending_count >= limits.pending_max:
+        elif len(self._open) >= settings.reader_connections_max or self.pending_count >= self.pending_max:
             admitted = self._evict(max(self._pending, key=lambda each: len(self._pending[each]), default=None))
         else:
             admitted = True
@@ -189,7 +198,7 @@ class Admission:
         self._by_peer[peer] += 1
         self._pending.setdefault(peer, {})[slot] = None
         self.pending_count += 1
-        slot.expires_after(limits.login_timeout_s)
+        slot.expires_after(settings.reader_login_timeout_s)
         return slot
 
     def _evict(self, peer: str | None) -> bool:
@@ -311,7 +320,7 @@ class Acceptor:
                 lambda: self._factory(slot),
                 connected,
                 ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._admission.limits.login_timeout_s,
+                ssl_handshake_timeout=None if self._tls is None else self._admission.settings.reader_login_timeout_s,
             )
         except asyncio.CancelledError:
             slot.release()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import Any
 
 from mirror.clock import Clock
+from mirror.config import Settings
 from mirror.log import get_logger
 from mirror.serve.access.auth import Users
 from mirror.serve.contact import SourceContact
@@ -32,8 +32,10 @@ log = get_logger("dcp")
 class DcpServer(KvServer):
     connection_type = DcpConnection
 
-    def __init__(self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, **limits: Any) -> None:
-        super().__init__(bucket, users, cluster_map, clock, **limits)
+    def __init__(
+        self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, settings: Settings
+    ) -> None:
+        super().__init__(bucket, users, cluster_map, clock, settings)
         self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()

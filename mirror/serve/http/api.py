@@ -8,6 +8,7 @@ reader gets "internal" alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -187,9 +188,14 @@ async def get_readyz(request: Request) -> Response:
     return _answer({"status": "ready"})
 
 
+@cache
+def _description() -> bytes:
+    return page_file("openapi.json").replace(b"VERSION", __version__.encode(), 1)
+
+
 async def get_openapi(request: Request) -> Response:
     Parameters(request, ())
-    return Response(request.state.service.description, 200, {"Cache-Control": "no-cache"}, "application/json")
+    return Response(_description(), 200, {"Cache-Control": "no-cache"}, "application/json")
 
 
 def page_file(name: str) -> bytes:
@@ -326,6 +332,5 @@ def make_app(service: Service) -> GuardedApp:
         *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
     ]
     handlers = dict.fromkeys((Problem, StorageError, HTTPException), _answer_problem)
-    service.description = page_file("openapi.json").replace(b"VERSION", __version__.encode(), 1)
     app = ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers)
     return GuardedApp(app, routes[0], service)

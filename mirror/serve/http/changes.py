@@ -86,9 +86,9 @@ async def get_changes(request: Request) -> Response:
             await service.turns.turn()
             ends_s = perf_counter() + STEP_S
     owner = f"user {reader.name}" if reader.name else f"peer {request.state.slot.peer}"
-    if service.requests.stream_count >= service.streams_max:
+    if service.requests.streams.total() >= service.streams_max:
         raise Problem("too-busy", f"this process has {service.streams_max} streams already")
-    if service.streams[owner] >= service.streams_per_reader_max:
+    if service.requests.streams[owner] >= service.streams_per_reader_max:
         raise Problem("too-busy", f"{owner} has {service.streams_per_reader_max} streams already")
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
     if request.method == "HEAD":
@@ -104,19 +104,16 @@ class EventStream(Response):
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
-        self._service, self._owner = service, owner
-        service.streams[owner] += 1
-        service.requests.stream_began()
+        self._streams, self._owner = service.requests.streams, owner
+        self._streams[owner] += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._send(receive, send)
         finally:
-            streams = self._service.streams
-            streams[self._owner] -= 1
-            if not streams[self._owner]:
-                del streams[self._owner]
-            self._service.requests.stream_ended()
+            self._streams[self._owner] -= 1
+            if not self._streams[self._owner]:
+                del self._streams[self._owner]
 
     async def _send(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -54,10 +54,8 @@ logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
 
 @dataclass(slots=True)
 class Gate:
-    idle_timeout_s: float = 600.0
     send_timeout_s: float = 30.0
     request_timeout_s: float = REQUEST_TIMEOUT_S
-    changed: Callable[[int], None] = lambda _: None
     answer_now: Callable[[Any], Response | None] = lambda _: None
     """Returns the answer to a request that waits for nothing and is sent whole; None: call the application."""
     turns: Turns = field(default_factory=Turns)
@@ -99,7 +97,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._slot.refused:
             self._turn_away(b"503 Service Unavailable", BUSY)
             return
-        self._gate.changed(len(self._gate.state.connections))
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,7 +107,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unstick()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
-        self._gate.changed(len(self._gate.state.connections))
 
     def _wait_for_request(self) -> None:
         if self._timer is None:

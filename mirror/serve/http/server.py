@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
@@ -24,42 +22,26 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import ProcessCommand, ProcessReport
 from mirror.serve.access.admission import Acceptor, Admission
-from mirror.serve.access.auth import Users, users_of
-from mirror.serve.access.logins import Logins
+from mirror.serve.access.auth import Users
 from mirror.serve.access.tls import server_tls
 from mirror.serve.http.api import make_app
 from mirror.serve.http.protocol import BoundedProtocol, Gate, protocol_config
-from mirror.serve.http.query_pool import Queries
-from mirror.serve.http.service import PublishWatch, Service
-from mirror.serve.http.status import Report, StatusReporter
-from mirror.serve.http.view import Mirror
-from mirror.serve.listener import Limits
-from mirror.serve.metrics import Requests
-from mirror.serve.turns import Budget
+from mirror.serve.http.service import Service
+from mirror.serve.http.status import Report
+from mirror.serve.listener import Address
 from storage.errors import StorageError
 
 SWITCH_INTERVAL_S = 0.0005
 """Time that a bulk read computes before the event loop runs: Python's own 5 ms are as long as some requests."""
 DRAIN_S = 5.0
 """For answers on their way when the process stops."""
-STREAMS_SHARE = 8
-"""One in so many of a process's connections may be a stream of changes."""
-STREAMS_PER_READER_SHARE = 2
-"""One in so many of these may be one user's, or one anonymous peer's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    socket: socket.socket
-    local: bool
-    tls: bool = False
 
 
 class HttpServer:
     def __init__(
         self,
         settings: Settings,
-        listening: Sequence[Listening],
+        sockets: Sequence[tuple[Address, socket.socket]],
         stored: Callable[[Path], Report],
         clock: Clock,
         *,
@@ -67,43 +49,15 @@ class HttpServer:
         users: Users | None = None,
     ) -> None:
         """`stored` makes a status from the store alone; `name` is this process in the metrics."""
-        if settings.data is None:
-            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
-        limits = Limits.of(settings)
-        requests = Requests(name)
-        mirror = Mirror(settings.data, verify_reads=settings.verify_reads)
-        users = users_of(settings) if users is None else users
-        streams_max = max(1, limits.connections_max // STREAMS_SHARE)
-        self.service = Service(
-            mirror=mirror,
-            status=StatusReporter(
-                mirror, stored, lambda: requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
-            ),
-            users=users,
-            logins=Logins(users, clock),
-            requests=requests,
-            budget=Budget(limits.unsent_bytes_max),
-            watch=PublishWatch(mirror, clock),
-            clock=clock,
-            stale_reads=settings.resync_reads == "stale",
-            streams_max=streams_max,
-            streams_per_reader_max=max(1, streams_max // STREAMS_PER_READER_SHARE),
-            queries=Queries(settings) if settings.sql else None,
-        )
+        self.service = Service(settings, stored, clock, name=name, users=users)
         app = make_app(self.service)
-        self.gate = Gate(
-            limits.idle_timeout_s,
-            limits.send_timeout_s,
-            changed=requests.open_connections.set,
-            answer_now=app.answer_now,
-            turns=self.service.turns,
-        )
-        self.admission = Admission(limits, self.service.turns)
-        self._settings = settings
-        self._listening = list(listening)
-        self._tls = server_tls(settings) if any(each.tls for each in listening) else None
+        self.gate = Gate(settings.reader_send_timeout_s, answer_now=app.answer_now, turns=self.service.turns)
+        self.service.requests.connections = self.gate.state.connections
+        self.admission = Admission(settings, self.service.turns)
+        self._sockets = sockets
+        self._tls = server_tls(settings) if any(address.tls for address, _ in sockets) else None
         self._config = protocol_config(app)
-        self._config.timeout_keep_alive = int(max(1, limits.idle_timeout_s))
+        self._config.timeout_keep_alive = int(settings.reader_idle_timeout_s)
         self._acceptors: list[Acceptor] = []
         self._stop = asyncio.Event()
 
@@ -111,25 +65,22 @@ class HttpServer:
         self._set_date()
         with contextlib.suppress(StorageError):
             self.service.view.published()  # as in `KvBucket`
-        for each in self._listening:
-            tls: ssl.SSLContext | None = self._tls if each.tls else None
-            factory = partial(BoundedProtocol, self._config, self.gate, {"local": each.local})
-            self._acceptors.append(Acceptor(self.admission, each.socket, factory, tls, answers=True))
+        for address, listening in self._sockets:
+            factory = partial(BoundedProtocol, self._config, self.gate, {"local": address.local})
+            tls = self._tls if address.tls else None
+            self._acceptors.append(Acceptor(self.admission, listening, factory, tls, answers=True))
 
     async def run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        if not self._acceptors:
-            await self.start()
-        tasks = [asyncio.create_task(self.service.status.run()), asyncio.create_task(self._dates())]
-        stopping = asyncio.create_task(self._stop.wait())
+        tasks = [asyncio.create_task(each) for each in (self._stop.wait(), self._dates(), self.service.status.run())]
         try:
-            done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in (*tasks, stopping):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
 
     async def stop(self) -> None:
@@ -148,7 +99,6 @@ class HttpServer:
         for connection in list(state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
-        self._acceptors.clear()
         if self.service.queries is not None:
             await self.service.queries.close()
         self.service.logins.close()
@@ -171,7 +121,7 @@ class HttpServer:
             "counters": self.service.requests.counters() | {"http_connections": connections},
             "request_seconds": self.service.requests.latencies.figures(),
             "connections": connections,
-            "streams": self.service.requests.stream_count,
+            "streams": self.service.requests.streams.total(),
             "turned_away": self.admission.rejected_count,
             "unsent_bytes": self.service.budget.out_bytes,
         }

@@ -13,11 +13,10 @@ import base64
 import binascii
 import contextlib
 import ipaddress
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from starlette.requests import Request
@@ -25,14 +24,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
+from mirror.config import Settings
+from mirror.errors import ConfigError
 from mirror.serve.access.admission import Slot
-from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current
+from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current, users_of
 from mirror.serve.access.logins import Logins
 from mirror.serve.access.tls import certified_reader
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
-from mirror.serve.http.status import StatusReporter
+from mirror.serve.http.status import Report, StatusReporter
 from mirror.serve.http.view import Mirror
 from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
 from mirror.serve.metrics import Requests
@@ -50,6 +51,10 @@ BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
 WATCH_INTERVAL_S = 0.05
 """Delay after which a stream of changes sees a publish."""
+STREAMS_SHARE = 8
+"""One in so many of a process's connections may be a stream of changes."""
+STREAMS_PER_READER_SHARE = 2
+"""One in so many of these may be one user's, or one anonymous peer's."""
 FEW = 8
 """Up to this number, vbuckets are read one by one."""
 
@@ -181,34 +186,41 @@ class LargeAnswer(Response):
             let_go(service.turns, partial(drop, pieces), partial(service.budget.give_back, self._taken))
 
 
-@dataclass(slots=True)
 class Service:
-    mirror: Mirror
-    status: StatusReporter
-    users: Users
-    logins: Logins
-    requests: Requests
-    budget: Budget
-    watch: PublishWatch
-    clock: Clock
-    stale_reads: bool = False
-    streams_max: int = 128
-    streams_per_reader_max: int = 64
-    turns: Turns = field(default_factory=Turns)
-    streams: Counter[str] = field(default_factory=Counter)
-    """Streams of changes, by user, or by peer without a login."""
-    changes_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "changes"))
-    """Reads the batches of all streams of changes, one after the other."""
-    _one_bulk_read: asyncio.Lock = field(default_factory=asyncio.Lock)
-    heartbeat_s: float = 10.0
-    queries: Queries | None = None
-    """The processes that answer SQL; None if the settings say no."""
-    description: bytes = b""
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    large: LargeReads = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        stored: Callable[[Path], Report],
+        clock: Clock,
+        *,
+        name: str = "http-0",
+        users: Users | None = None,
+    ) -> None:
+        """`stored` makes a status from the store alone; `name` is this process in the metrics."""
+        if settings.data is None:
+            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
+        self.clock = clock
+        self.users = users_of(settings) if users is None else users
+        self.logins = Logins(self.users, clock)
+        self.requests = Requests(name)
+        self.mirror = Mirror(settings.data, verify_reads=settings.verify_reads)
+        self.status = StatusReporter(
+            self.mirror, stored, lambda: self.requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
+        )
+        self.stale_reads = settings.resync_reads == "stale"
+        self.turns = Turns()
+        self.budget = Budget(settings.reader_unsent_bytes_max)
         self.large = LargeReads(self.turns)
+        self._one_bulk_read = asyncio.Lock()
+        self.queries = Queries(settings) if settings.sql else None
+        """The processes that answer SQL; None if the settings say no."""
+        self.watch = PublishWatch(self.mirror, clock)
+        self.changes_thread = ThreadPoolExecutor(1, "changes")
+        """Reads the batches of all streams of changes, one after the other."""
+        self.streams_max = max(1, settings.reader_connections_max // STREAMS_SHARE)
+        self.streams_per_reader_max = max(1, self.streams_max // STREAMS_PER_READER_SHARE)
+        self.heartbeat_s = 10.0
+        self.stopping = asyncio.Event()
 
     @property
     def view(self) -> View:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mirror.clock import Clock
+from mirror.config import Settings
 from mirror.log import get_logger
 from mirror.serve.access.admission import Acceptor, Admission
 from mirror.serve.access.auth import Users, current
@@ -26,7 +27,7 @@ from mirror.serve.kv.fast import Counters
 from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap
 from mirror.serve.kv.session import KvSession, LoginOptions
-from mirror.serve.listener import Address, Limits
+from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
 SWEEP_S = 0.5
@@ -47,15 +48,12 @@ class KvServer:
         users: Users,
         cluster_map: ServedMap,
         clock: Clock,
-        *,
-        limits: Limits | None = None,
-        requests_per_turn: int = 128,
-        request_bytes_max: int = 64 * 1024,
+        settings: Settings,
     ) -> None:
         self.counters = Counters()
         self.now_s = clock.monotonic()
-        self.requests_per_turn = requests_per_turn
-        self.request_bytes_max = request_bytes_max
+        self.requests_per_turn = settings.kv_pipeline_max
+        self.request_bytes_max = settings.kv_request_bytes_max
         self.turns = Turns()
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
@@ -64,9 +62,9 @@ class KvServer:
         self._users = users
         self._map = cluster_map
         self._clock = clock
-        self._limits = limits or Limits()
-        self.admission = Admission(self._limits, self.turns)
-        self.large = LargeAnswers(self.turns, self._limits.unsent_bytes_max)
+        self._settings = settings
+        self.admission = Admission(settings, self.turns)
+        self.large = LargeAnswers(self.turns, settings.reader_unsent_bytes_max)
         self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -150,7 +148,7 @@ class KvServer:
         """Hang up on the client with most unsent bytes if all together hold too much."""
         paused = [each for each in self.connections if each.paused_s is not None]
         total = sum(each.unsent.unsent_bytes for each in paused)
-        while total > self._limits.unsent_bytes_max and paused:
+        while total > self._settings.reader_unsent_bytes_max and paused:
             worst = max(paused, key=lambda each: each.unsent.unsent_bytes)
             paused.remove(worst)
             total -= worst.unsent.unsent_bytes
@@ -169,14 +167,14 @@ class KvServer:
                 self._bucket.reopen_if_replaced()
 
     def sweep(self) -> None:
-        send_timeout_s = self._limits.send_timeout_s
+        send_timeout_s = self._settings.reader_send_timeout_s
         if self.large.budget.waiting_count:
             send_timeout_s = min(send_timeout_s, CROWDED_SEND_TIMEOUT_S)
         for connection in list(self.connections):
             if not connection.ended:
                 self._check_rights(connection)
             if connection.paused_s is None:
-                if self.now_s - connection.last_received_s > self._limits.idle_timeout_s:
+                if self.now_s - connection.last_received_s > self._settings.reader_idle_timeout_s:
                     self._drop(connection, "silent for too long")
                 continue
             unsent = connection.unsent.unsent_bytes

@@ -23,7 +23,7 @@ from mirror.serve.dcp.server import DcpServer
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, named_nodes, own_node
 from mirror.serve.kv.server import KvServer
-from mirror.serve.listener import Address, Limits, listening_socket, parse_addresses
+from mirror.serve.listener import Address, listening_socket, parse_addresses
 from mirror.supervise.listeners.addresses import SLOTS_PER_KIND
 from mirror.supervise.processes.life import Send, Work, main
 
@@ -48,15 +48,7 @@ class KvServing:
             publishes_persisted=settings.publish == "persisted",
         )
         self._addresses = [address for address, _ in sockets]
-        self._server = self.server_type(
-            self._bucket,
-            self._users,
-            self._first_map(settings, revision),
-            clock,
-            limits=Limits.of(settings),
-            requests_per_turn=settings.kv_pipeline_max,
-            request_bytes_max=settings.kv_request_bytes_max,
-        )
+        self._server = self.server_type(self._bucket, self._users, self._first_map(settings, revision), clock, settings)
         self._sockets = sockets
         self._ended = asyncio.Event()
 
@@ -130,11 +122,10 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
             raise ConfigError(f"{kind}: cannot listen at {address}: {error.strerror or error}", setting=kind) from error
     if kind == "http":
         # imported here: a KV process has no use for the HTTP stack's memory
-        from mirror.serve.http.server import HttpServer, Listening
+        from mirror.serve.http.server import HttpServer
         from mirror.supervise.status import stored_status
 
-        listening = [Listening(each, address.local, address.tls) for address, each in sockets]
-        http = HttpServer(settings, listening, stored_status, SystemClock(), name=f"http-{number}")
+        http = HttpServer(settings, sockets, stored_status, SystemClock(), name=f"http-{number}")
         await http.start()
         work: Work = http
     else:
