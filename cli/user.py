@@ -59,8 +59,9 @@ def remove(name: NameArgument, file: FileOption) -> None:
 @app.command("list")
 def list_users(file: FileOption, as_json: options.JsonOption = False) -> None:
     """Print the users and the collections that they may read."""
-    readers, _, anonymous = parse_users(read_users(file), file)
-    rows = {reader.name: sorted(reader.patterns) for reader in readers.values()}
+    users = parse_users(read_users(file), file)
+    anonymous = users.anonymous
+    rows = {reader.name: sorted(reader.patterns) for reader in users.readers.values()}
     if as_json:
         output.print_json({"users": rows, "anonymous": sorted(anonymous.patterns) if anonymous else None})
         return

@@ -128,11 +128,16 @@ class Manifest:
         default = Collection(DEFAULT_COLLECTION, 0, "_default", Seqno(0))
         return Manifest(ManifestUid(0), {0: "_default"}, {DEFAULT_COLLECTION: default})
 
+    def name_of(self, collection_id: int) -> str | None:
+        """Return `scope.collection`; None for an unknown id."""
+        entry = self.collections.get(collection_id)
+        return None if entry is None else self._name(entry)
+
     def names(self) -> dict[int, str]:
-        return {
-            each.collection_id: f"{self.scopes.get(each.scope_id, '?')}.{each.name}"
-            for each in self.collections.values()
-        }
+        return {each.collection_id: self._name(each) for each in self.collections.values()}
+
+    def _name(self, entry: Collection) -> str:
+        return f"{self.scopes.get(entry.scope_id, '?')}.{entry.name}"
 
     @cached_property
     def ids(self) -> dict[str, int]:

@@ -96,11 +96,11 @@ def test_collections_are_described_in_steps(site: Site, monkeypatch: pytest.Monk
         await plain()
         turn += 1
 
-    def counted_may_read(self: Reader, scope: str, collection: str) -> bool:
+    def counted_may_read(self: Reader, collection: str) -> bool:
         nonlocal server
         server = threading.get_ident()
         described[turn] += 1
-        return may_read(self, scope, collection)
+        return may_read(self, collection)
 
     def counted_decode(data: bytes | None) -> ManifestChange:
         decoded[threading.get_ident()] += 1
@@ -490,7 +490,6 @@ def test_a_fault_of_the_program_reveals_nothing_internal(site: Site) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("/secret/path")
 
-    site.server.service.mirror.collection_names = broken  # type: ignore[assignment, method-assign]
     site.server.service.status.rendered = broken  # type: ignore[assignment, method-assign]
     answer = site.get("/v1/status", 500)
     assert answer.json()["type"] == "urn:dcp-mirror:internal"

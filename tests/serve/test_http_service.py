@@ -14,8 +14,8 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.serve.access.admission import LOCAL, Admission, Slot
 from mirror.serve.http.problems import Problem
-from mirror.serve.http.service import PublishWatch, leaves_line
-from mirror.serve.http.view import Mirror
+from mirror.serve.http.service import leaves_line
+from mirror.serve.http.view import Mirror, PublishWatch
 from mirror.serve.turns import Turns
 from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mirror.config import PasswordSource, Settings
 from mirror.errors import ConfigError
@@ -54,33 +54,9 @@ class Reader:
     def reads_all(self) -> bool:
         return "*" in self.patterns
 
-    def may_read(self, scope: str, collection: str) -> bool:
-        return not self.patterns.isdisjoint(("*", f"{scope}.*", f"{scope}.{collection}"))
-
-
-class Users(Protocol):
-    def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]: ...
-
-    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        """Return the lookup of verifiers that unknown users are challenged by."""
-
-    def reader(self, name: str) -> Reader | None: ...
-
-    def proven(self, name: str, password: str) -> Reader | None:
-        """Return the user of a password that is known to be right without work; None: `check` it."""
-
-    def check(self, name: str, password: str) -> Reader | None:
-        """Return the user of a name and a password; None if either is wrong."""
-
-    @property
-    def anonymous(self) -> Reader | None:
-        """The reader for local clients that did not log in; None: they may not read."""
-
-
-def current(users: Users, reader: Reader) -> Reader | None:
-    """Return a reader with its present rights; None if it was removed or has another password."""
-    now = users.reader(reader.name) if reader.name else users.anonymous
-    return now if now is not None and now.credential == reader.credential else None
+    def may_read(self, collection: str) -> bool:
+        """Return True if the patterns match `scope.collection`."""
+        return not self.patterns.isdisjoint(("*", f"{collection.partition('.')[0]}.*", collection))
 
 
 class SourceUser:
@@ -100,21 +76,18 @@ class SourceUser:
     def reader(self, name: str) -> Reader | None:
         return Reader(name) if name and name == self._name else None
 
-    def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
-        def verifier_of(name: str) -> ScramVerifier | None:
-            password = self._password()
-            if password is None:
-                return None
-            kept = self._kept.get(mechanism)
-            if kept is None or kept[0] != password:
-                salt = salt_of(mechanism, self._name, self._secret)
-                kept = self._kept[mechanism] = (password, ScramVerifier.of(mechanism, password, salt=salt))
-            return kept[1] if self.reader(name) else None
+    def verifier(self, mechanism: str, name: str) -> ScramVerifier | None:
+        password = self._password()
+        if password is None:
+            return None
+        kept = self._kept.get(mechanism)
+        if kept is None or kept[0] != password:
+            salt = salt_of(mechanism, self._name, self._secret)
+            kept = self._kept[mechanism] = (password, ScramVerifier.of(mechanism, password, salt=salt))
+        return kept[1] if self.reader(name) else None
 
-        return verifier_of
-
-    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        return lambda name: ScramVerifier.decoy(mechanism, name, self._secret)
+    def decoy(self, mechanism: str, name: str) -> ScramVerifier:
+        return ScramVerifier.decoy(mechanism, name, self._secret)
 
     def proven(self, name: str, password: str) -> Reader | None:
         return self.check(name, password)
@@ -128,6 +101,17 @@ class SourceUser:
         return self.reader(name) if right and expected is not None else None
 
 
+@dataclass(frozen=True, slots=True)
+class UsersFile:
+    readers: dict[str, Reader]
+    verifiers: dict[str, dict[str, ScramVerifier]]
+    """By user and mechanism."""
+    models: dict[str, list[ScramVerifier]]
+    """By mechanism; the challenge of an unknown user looks like one of these."""
+    anonymous: Reader | None
+    salt_key: bytes | None
+
+
 class FileUsers:
     def __init__(self, path: Path, secret: bytes | None = None) -> None:
         """Read the file. `secret` makes salts if the file has no key; user data would not do, because salts are public
@@ -136,25 +120,10 @@ class FileUsers:
         self._path = path
         self._stamp = file_stamp(path)
         self._reading = threading.Lock()
-        self._readers: dict[str, Reader] = {}
-        self._verifiers: dict[str, dict[str, ScramVerifier]] = {}
-        self._models: dict[str, list[ScramVerifier]] = {}
-        """Verifiers by mechanism; the challenge of an unknown user looks like one of these."""
-        self._anonymous: Reader | None = None
+        self._file = parse_users(read_users(path), path)
         self._other_secret = secret or secrets.token_bytes(16)
-        self._secret = self._other_secret
         self._proven: dict[str, tuple[ScramVerifier, bytes]] = {}
         self._salt = secrets.token_bytes(16)
-        self._take(read_users(path))
-
-    def _take(self, document: Mapping[str, Any]) -> None:
-        readers, verifiers, anonymous = parse_users(document, self._path)
-        models = {
-            mechanism: [kept[mechanism] for kept in verifiers.values() if mechanism in kept] for mechanism in HASHES
-        }
-        secret = _secret(document, self._path) or self._other_secret
-        self._readers, self._verifiers, self._models = readers, verifiers, models
-        self._anonymous, self._secret = anonymous, secret
 
     def _refresh(self) -> None:
         """Read the file if it has changed; long files in a thread, with the old users meanwhile."""
@@ -172,66 +141,67 @@ class FileUsers:
             if stamp == self._stamp:
                 return
             try:
-                self._take(read_users(self._path))
+                self._file = parse_users(read_users(self._path), self._path)
             except ConfigError as error:
                 log.error("users-not-reloaded", error=str(error))
             else:
-                log.info("users-reloaded", path=str(self._path), users=len(self._readers))
+                log.info("users-reloaded", path=str(self._path), users=len(self._file.readers))
             self._stamp = stamp
 
     @property
     def anonymous(self) -> Reader | None:
         self._refresh()
-        return self._anonymous
+        return self._file.anonymous
 
     def reader(self, name: str) -> Reader | None:
         self._refresh()
-        return self._readers.get(name)
+        return self._file.readers.get(name)
 
-    def verifiers(self, mechanism: str) -> Callable[[str], ScramVerifier | None]:
-        def verifier_of(name: str) -> ScramVerifier | None:
-            self._refresh()
-            return self._verifiers.get(name, {}).get(mechanism)
-
-        return verifier_of
-
-    def decoys(self, mechanism: str) -> Callable[[str], ScramVerifier]:
-        """Return a lookup that gives a name the same decoy each time, shaped like some user's verifier."""
+    def verifier(self, mechanism: str, name: str) -> ScramVerifier | None:
         self._refresh()
-        models, secret = self._models[mechanism], self._secret
+        return self._file.verifiers.get(name, {}).get(mechanism)
 
-        def verifier_of(name: str) -> ScramVerifier:
-            if not models:
-                return ScramVerifier.decoy(mechanism, name, secret)
-            model = models[int.from_bytes(salt_of(mechanism, name, secret + b"model", 8)) % len(models)]
-            return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
-
-        return verifier_of
+    def decoy(self, mechanism: str, name: str) -> ScramVerifier:
+        """Return the verifier that challenges an unknown user: the same each time, shaped like some user's."""
+        models, secret = self._file.models[mechanism], self._file.salt_key or self._other_secret
+        if not models:
+            return ScramVerifier.decoy(mechanism, name, secret)
+        model = models[int.from_bytes(salt_of(mechanism, name, secret + b"model", 8)) % len(models)]
+        return ScramVerifier.decoy(mechanism, name, secret, iterations=model.iterations, salt_bytes=len(model.salt))
 
     def proven(self, name: str, password: str) -> Reader | None:
+        """Return the user of a password that is known to be right without work; None: `check` it."""
         self._refresh()
         digest = self._digest(password)
         verifier, proven = self._proven.get(name, (None, b""))
         right = hmac.compare_digest(proven, digest)
-        return self._readers.get(name) if right and verifier is self._verifier(name) else None
+        return self._file.readers.get(name) if right and verifier is self._verifier(name) else None
 
     def check(self, name: str, password: str) -> Reader | None:
         """Return the user if the password is right, after the same work for an unknown one."""
         self._refresh()
         verifier = self._verifier(name)
-        best = next((each for each in HASHES if self._models[each]), next(iter(HASHES)))
-        mechanism = next(iter(self._verifiers.get(name, (best,))))
-        decoy = self.decoys(mechanism)(name)
-        if not (verifier or decoy).proves(mechanism, password) or verifier is None:
+        best = next((each for each in HASHES if self._file.models[each]), next(iter(HASHES)))
+        mechanism = next(iter(self._file.verifiers.get(name, (best,))))
+        if not (verifier or self.decoy(mechanism, name)).proves(mechanism, password) or verifier is None:
             return None
         self._proven[name] = (verifier, self._digest(password))
         return self.proven(name, password)
 
     def _verifier(self, name: str) -> ScramVerifier | None:
-        return next(iter(self._verifiers.get(name, {}).values()), None)
+        return next(iter(self._file.verifiers.get(name, {}).values()), None)
 
     def _digest(self, password: str) -> bytes:
         return hmac.digest(self._salt, password.encode(), "sha256")
+
+
+Users = SourceUser | FileUsers
+
+
+def current(users: Users, reader: Reader) -> Reader | None:
+    """Return a reader with its present rights; None if it was removed or has another password."""
+    now = users.reader(reader.name) if reader.name else users.anonymous
+    return now if now is not None and now.credential == reader.credential else None
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
@@ -300,17 +270,15 @@ def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parse_users(
-    document: Mapping[str, Any], path: Path
-) -> tuple[dict[str, Reader], dict[str, dict[str, ScramVerifier]], Reader | None]:
-    """Return readers, their verifiers by mechanism, and the anonymous reader. Raises ConfigError."""
+def parse_users(document: Mapping[str, Any], path: Path) -> UsersFile:
+    """Raises ConfigError."""
     unknown = set(document) - {"users", "anonymous", "salt_key"}
     if unknown:
         raise _bad(path, f"has the unknown member {min(unknown)!r}")
     users = document.get("users", {})
     if not isinstance(users, dict):
         raise _bad(path, "`users` is not an object")
-    _secret(document, path)
+    salt_key = _salt_key(document, path)
     readers: dict[str, Reader] = {}
     verifiers: dict[str, dict[str, ScramVerifier]] = {}
     for name, entry in users.items():
@@ -329,10 +297,11 @@ def parse_users(
     if document.get("anonymous") is not None:
         entry = document["anonymous"]
         anonymous = Reader("", _patterns(entry.get("read") if isinstance(entry, dict) else None, path, "`anonymous`"))
-    return readers, verifiers, anonymous
+    models = {mechanism: [kept[mechanism] for kept in verifiers.values() if mechanism in kept] for mechanism in HASHES}
+    return UsersFile(readers, verifiers, models, anonymous, salt_key)
 
 
-def _secret(document: Mapping[str, Any], path: Path) -> bytes | None:
+def _salt_key(document: Mapping[str, Any], path: Path) -> bytes | None:
     text = document.get("salt_key")
     if text is None:
         return None

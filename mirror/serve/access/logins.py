@@ -17,8 +17,8 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -75,6 +75,13 @@ class Failures:
         return max(0.0, count - (now_s - last_s) / FORGET_S)
 
 
+def _checked(check: Callable[[], T | None]) -> T | None:
+    try:
+        return check()
+    except SaslError:
+        return None
+
+
 def _step_back() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -83,57 +90,17 @@ def _step_back() -> None:
 class Attempt(Generic[T]):
     """An attempt to log in: `wait`, then `poll`. A connection that closes cancels its `wait`."""
 
-    def __init__(self, logins: Logins, user: str, peer: str, check: Callable[[], T | None]) -> None:
-        self._logins = logins
-        self._user, self._peer = user, peer
-        self._check = check
-        self._refusal: SaslError | None = None
-        self.done: tuple[T | None] | None = None
+    def __init__(self, outcome: Callable[[], Awaitable[T | None]], done: tuple[T | None] | None = None) -> None:
+        self._outcome = outcome
+        self._done = done
 
     def poll(self) -> tuple[T | None] | None:
-        """Return None until the outcome is known, then a tuple of what the check returned (None: refused). Raises what
-        the check raised.
-        """
-        if self._refusal is not None:
-            raise self._refusal
-        return self.done
+        """Return a tuple of what the check returned (None: refused), or None while that is unknown."""
+        return self._done
 
     async def wait(self) -> None:
-        if self.done is not None:
-            return
-        try:
-            await self._logins.turn(self._peer)
-        except asyncio.CancelledError:
-            self._logins.failed(self._user, self._peer)
-            raise
-        future = self._logins.submit(self._check)
-        checked = asyncio.wrap_future(future)
-        checked.add_done_callback(self._count)  # also for a client that does not wait to hear that it was wrong
-        try:
-            await asyncio.wait([checked])
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        if checked.cancelled():  # the process stops
-            self.done = (None,)
-            return
-        error = checked.exception()
-        if isinstance(error, SaslError):
-            await self._logins.refusal_due(self._user, self._peer)
-            self._refusal = error
-            return
-        found = checked.result()
-        if found is None:
-            await self._logins.refusal_due(self._user, self._peer)
-        self.done = (found,)
-
-    def _count(self, checked: asyncio.Future[T | None]) -> None:
-        if checked.cancelled():
-            return
-        if checked.exception() is not None or checked.result() is None:
-            self._logins.failed(self._user, self._peer)
-        else:
-            self._logins.succeeded(self._user)
+        if self._done is None:
+            self._done = (await self._outcome(),)
 
 
 class Logins:
@@ -152,44 +119,56 @@ class Logins:
 
     def begin(self, user: str, peer: str, check: Callable[[], T | None]) -> Attempt[T]:
         """Begin an attempt. `check` runs in a thread; it returns None or raises SaslError to refuse."""
-        return Attempt(self, user, peer, check)
+        return Attempt(partial(self._outcome, user, peer, check))
 
     def by_password(self, name: str, password: str, peer: str) -> Attempt[Reader]:
-        attempt = self.begin(name, peer, partial(self._users.check, name, password))
         proven = None if self.guesses(peer) else self._users.proven(name, password)
-        if proven is not None:
-            attempt.done = (proven,)
-        return attempt
+        outcome = partial(self.check, name, password, peer)
+        return Attempt(outcome) if proven is None else Attempt(outcome, (proven,))
 
     async def check(self, name: str, password: str, peer: str) -> Reader | None:
-        attempt = self.by_password(name, password, peer)
-        while (done := attempt.poll()) is None:
-            await attempt.wait()
-        return done[0]
-
-    # -- what attempts ask
+        return await self._outcome(name, peer, partial(self._users.check, name, password))
 
     def guesses(self, peer: str) -> bool:
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
-    async def turn(self, peer: str) -> None:
-        if self.guesses(peer):
-            async with self._line:
-                await self.clock.sleep(PACE_S)
-
-    async def refusal_due(self, user: str, peer: str) -> None:
-        now_s = self.clock.monotonic()
-        delay_s = max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
-        if delay_s:
-            await self.clock.sleep(delay_s)
-
-    def submit(self, check: Callable[[], T]) -> Future[T]:
+    async def _outcome(self, user: str, peer: str, check: Callable[[], T | None]) -> T | None:
+        """Return what `check` returns in its turn; None, later after each failure, if it refuses."""
         try:
-            return self._pool.submit(check)
+            if self.guesses(peer):
+                async with self._line:
+                    await self.clock.sleep(PACE_S)
+        except asyncio.CancelledError:
+            self.failed(user, peer)
+            raise
+        try:
+            future = self._pool.submit(partial(_checked, check))
         except RuntimeError:  # the process stops
-            never: Future[T] = Future()
-            never.cancel()
-            return never
+            return None
+        checking = asyncio.wrap_future(future)
+        checking.add_done_callback(partial(self._count, user, peer))  # also for a client that does not wait for it
+        try:
+            await asyncio.wait([checking])
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if checking.cancelled():  # the process stops
+            return None
+        found = checking.result()
+        if found is None:
+            now_s = self.clock.monotonic()
+            delay_s = max(self._by_user.delay_s(user, now_s), self._by_peer.delay_s(peer, now_s))
+            if delay_s:
+                await self.clock.sleep(delay_s)
+        return found
+
+    def _count(self, user: str, peer: str, checked: asyncio.Future[T | None]) -> None:
+        if checked.cancelled():
+            return
+        if checked.exception() is not None or checked.result() is None:
+            self.failed(user, peer)
+        else:
+            self._by_user.forget(user)
 
     def failed(self, user: str, peer: str) -> None:
         now_s = self.clock.monotonic()
@@ -197,6 +176,3 @@ class Logins:
         self._by_user.add(user, now_s)
         self._by_peer.add(peer, now_s)
         self._events.note(now_s, user=user[:NAME_LENGTH_MAX], peer=peer)
-
-    def succeeded(self, user: str) -> None:
-        self._by_user.forget(user)

@@ -102,10 +102,7 @@ def check_reader(found: ServedFilter, manifest: Manifest, reader: Reader) -> Non
     if found.scope_id is not None:
         allowed = f"{manifest.scopes.get(found.scope_id)}.*" in reader.patterns
     else:
-        entries = [manifest.collections.get(number) for number in found.collections or ()]
-        allowed = bool(entries) and all(
-            entry is not None and reader.may_read(manifest.scopes.get(entry.scope_id, ""), entry.name)
-            for entry in entries
-        )
+        names = [manifest.name_of(number) for number in found.collections or ()]
+        allowed = bool(names) and all(name is not None and reader.may_read(name) for name in names)
     if not allowed:
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read everything in the stream")

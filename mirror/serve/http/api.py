@@ -72,17 +72,14 @@ def _json(body: bytes) -> Response:
 async def get_collections(request: Request) -> Response:
     service, reader = await _reader(request)
     found: dict[int, bytes] = {}
-    one_of: dict[int, int] = {}
-    for vbid, uid in service.view.manifest_uids().items():
-        one_of.setdefault(uid, vbid)
-    for vbid in one_of.values():
+    for vbid in service.mirror.manifest_vbids():
         await service.turns.turn()
         manifest = service.view.manifest(vbid)
         for number, entry in enumerate(list(manifest.collections.values()), 1):
             if number % COLLECTIONS_PER_STEP == 0:
                 await service.turns.turn()
             scope = manifest.scopes.get(entry.scope_id, "?")
-            if reader.may_read(scope, entry.name):
+            if reader.may_read(f"{scope}.{entry.name}"):
                 row = {"collection_id": entry.collection_id, "scope": scope, "name": entry.name}
                 found[entry.collection_id] = dumps(row | {"max_ttl": entry.max_ttl})
     rows = b",".join(found[each] for each in sorted(found))

@@ -162,18 +162,18 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
         )
     if reader.reads_all:
         return None
-    names: dict[int, tuple[str, str]] = {}
+    names: dict[int, str] = {}
 
     def keep(change: Change) -> bool:
         if change.document is None:
             return True
         if change.kind == "system_event":
             return False
-        known = names.get(change.document.collection_id)
-        if known is None:
-            names.update(service.mirror.collection_names())
-            known = names.setdefault(change.document.collection_id, ("", ""))
-        return reader.may_read(*known)
+        number = change.document.collection_id
+        if number not in names:
+            for vbid in service.mirror.manifest_vbids():
+                names.update(service.view.manifest(vbid).names())
+        return reader.may_read(names.setdefault(number, ""))
 
     return keep
 

@@ -90,8 +90,7 @@ class QueryProcess:
         with open_view(request["data"], verify_reads=request["verify_reads"]) as view, ExitStack() as stack:
             allowed = None
             if not reader.reads_all:
-                names = Boundaries(view, as_of, "sql").collections()
-                allowed = frozenset(name for name in names if reader.may_read(*name.split(".", 1)))
+                allowed = frozenset(filter(reader.may_read, Boundaries(view, as_of, "sql").collections()))
             made = Session(
                 view, as_of=as_of, memory_bytes=request["memory_bytes"], threads=1, collections_allowed=allowed
             )

@@ -34,14 +34,13 @@ from mirror.serve.http.problems import Problem
 from mirror.serve.http.query_pool import Queries
 from mirror.serve.http.requests import TOKENS_MAX, WAIT_MS_DEFAULT, WAIT_MS_MAX, Parameters, header
 from mirror.serve.http.status import Report, StatusReporter
-from mirror.serve.http.view import Mirror
+from mirror.serve.http.view import Mirror, PublishWatch
 from mirror.serve.large import LargeReads, Pieces, cut_xattrs, drop, held_bytes, let_go, taken
 from mirror.serve.metrics import Requests
 from mirror.serve.turns import Budget, Turns
-from storage.errors import StorageError
 from storage.format.records import DATATYPE_XATTR
 from storage.read.large import LargeDocument
-from storage.read.view import AsOf, Pin, Served, View
+from storage.read.view import AsOf, Pin, View
 from storage.read.wait import POLL_MIN_S, MutationToken, WriteStatus, next_delay_s, write_status
 
 WAIT_PARAMETERS = ("token", "timeout_ms")
@@ -49,8 +48,6 @@ CREDENTIALS_LENGTH_MAX = 4096
 """Characters of user and password in base64."""
 BUDGETED_BYTES = 64 * 1024
 """Smaller answers fit into a socket's buffers and are not counted."""
-WATCH_INTERVAL_S = 0.05
-"""Delay after which a stream of changes sees a publish."""
 STREAMS_SHARE = 8
 """One in so many of a process's connections may be a stream of changes."""
 STREAMS_PER_READER_SHARE = 2
@@ -66,41 +63,6 @@ P = ParamSpec("P")
 class Credentials(NamedTuple):
     name: str
     password: str
-
-
-class PublishWatch:
-    def __init__(self, mirror: Mirror, clock: Clock) -> None:
-        self._mirror = mirror
-        self._clock = clock
-        self.moved = asyncio.Event()
-        """Set by the next publish or `wake`, and replaced. Take it before looking."""
-        self._task: asyncio.Task[None] | None = None
-        self._readers = 0
-
-    def enter(self) -> None:
-        self._readers += 1
-        if self._task is None:
-            self._task = asyncio.create_task(self._look())
-
-    def leave(self) -> None:
-        self._readers -= 1
-        if not self._readers and self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    def wake(self) -> None:
-        moved, self.moved = self.moved, asyncio.Event()
-        moved.set()
-
-    async def _look(self) -> None:
-        before: list[Served] | None = None
-        while True:
-            with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
-                now = self._mirror.view.published()
-                if now != before:
-                    before = now
-                    self.wake()
-            await self._clock.sleep(WATCH_INTERVAL_S)
 
 
 def take(budget: Budget, byte_count: int) -> None:
@@ -294,8 +256,7 @@ class Service:
         if reader.reads_all:
             return
         if isinstance(collection, str):
-            scope, _, name = collection.rpartition(".")
-            if not reader.may_read(scope or "_default", name):
+            if not reader.may_read(collection):
                 raise _may_not_read(reader)
         else:
             for vbid in vbids:
@@ -307,12 +268,10 @@ class Service:
         """
         if reader.reads_all:
             return
-        manifest = self.view.manifest_of(pin)
-        entry = manifest.collections.get(collection_id)
-        if entry is None and unknown:
+        name = self.view.manifest_of(pin).name_of(collection_id)
+        if name is None and unknown:
             return
-        scope = None if entry is None else manifest.scopes.get(entry.scope_id)
-        if entry is None or scope is None or not reader.may_read(scope, entry.name):
+        if name is None or not reader.may_read(name):
             raise _may_not_read(reader)
 
     # availability

@@ -8,6 +8,7 @@ bounded. The report itself judges readiness (`reasons`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections import deque
@@ -191,7 +192,11 @@ class StatusReporter:
     def _read_disk_and_history(self, report: Report) -> Report:
         data = self._mirror.data
         usage = shutil.disk_usage(data)
-        disk = {"mirror_bytes": self._mirror.file_bytes(), "free_bytes": usage.free, "total_bytes": usage.total}
+        mirror_bytes = 0
+        for path in data.glob("group-*/data.mdb"):
+            with contextlib.suppress(OSError):
+                mirror_bytes += path.stat().st_blocks * 512
+        disk = {"mirror_bytes": mirror_bytes, "free_bytes": usage.free, "total_bytes": usage.total}
         floors: dict[int, int] = {}
         reaches_back_ms: list[int] = []
         resync_count = 0

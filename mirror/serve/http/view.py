@@ -1,4 +1,5 @@
-"""The open mirror of one HTTP process: one view, opened when first needed and again after a group was recreated.
+"""The open mirror of one HTTP process: one view, opened when first needed and again after a group was recreated, and
+the news of its publishes.
 
 Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
 within a second; an unused view is closed; only the reading process opens files.
@@ -6,11 +7,18 @@ within a second; an unused view is closed; only the reading process opens files.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
+from mirror.clock import Clock
 from storage.env import directory
-from storage.model import Manifest
-from storage.read.view import View, open_view
+from storage.errors import StorageError
+from storage.read.view import Served, View, open_view
+
+WATCH_INTERVAL_S = 0.05
+"""Delay after which a stream of changes sees a publish."""
 
 
 class Mirror:
@@ -25,41 +33,56 @@ class Mirror:
         """The view. Raises NotAMirror while there is none, and what opening it raises."""
         if self._view is None:
             opened = open_view(str(self.data), verify_reads=self._verify_reads)
-            self._files = self._files_of(opened)
+            self._files = directory.group_files(opened.path, opened.identity.group_count)
             self._view = opened
         return self._view
 
-    @staticmethod
-    def _files_of(view: View) -> list[tuple[int, int]]:
-        return directory.group_files(view.path, view.identity.group_count)
-
     def refresh(self) -> None:
         """Let go of a view whose files were replaced. Call it now and then."""
-        if self._view is not None and self._files_of(self._view) != self._files:
+        view = self._view
+        if view is not None and directory.group_files(view.path, view.identity.group_count) != self._files:
             self.close()
 
-    def file_bytes(self) -> int:
-        total = 0
-        for path in self.data.glob("group-*/data.mdb"):
-            try:
-                total += path.stat().st_blocks * 512
-            except OSError:
-                continue
-        return total
-
-    def collection_names(self) -> dict[int, tuple[str, str]]:
-        found: dict[int, tuple[str, str]] = {}
-        uids = set()
-        for vbid in self.view.vbids:
-            manifest: Manifest = self.view.manifest(vbid)
-            if manifest.uid in uids:
-                continue
-            uids.add(manifest.uid)
-            for entry in manifest.collections.values():
-                found[entry.collection_id] = (manifest.scopes.get(entry.scope_id, "?"), entry.name)
-        return found
+    def manifest_vbids(self) -> Iterable[int]:
+        """Return a vbucket for each different manifest."""
+        return {uid: vbid for vbid, uid in self.view.manifest_uids().items()}.values()
 
     def close(self) -> None:
         if self._view is not None:
             self._view.close()
             self._view = None
+
+
+class PublishWatch:
+    def __init__(self, mirror: Mirror, clock: Clock) -> None:
+        self._mirror = mirror
+        self._clock = clock
+        self.moved = asyncio.Event()
+        """Set by the next publish or `wake`, and replaced. Take it before looking."""
+        self._task: asyncio.Task[None] | None = None
+        self._readers = 0
+
+    def enter(self) -> None:
+        self._readers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._look())
+
+    def leave(self) -> None:
+        self._readers -= 1
+        if not self._readers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def wake(self) -> None:
+        moved, self.moved = self.moved, asyncio.Event()
+        moved.set()
+
+    async def _look(self) -> None:
+        before: list[Served] | None = None
+        while True:
+            with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
+                now = self._mirror.view.published()
+                if now != before:
+                    before = now
+                    self.wake()
+            await self._clock.sleep(WATCH_INTERVAL_S)

@@ -274,10 +274,10 @@ class KvBucket:
 
 
 def _check_collection(collection_id: int, manifest: Manifest, reader: Reader) -> None:
-    collection = manifest.collections.get(collection_id)
-    if collection is None:
+    name = manifest.name_of(collection_id)
+    if name is None:
         raise unknown_collection(manifest.uid)
-    if not reader.may_read(manifest.scopes.get(collection.scope_id, ""), collection.name):
+    if not reader.may_read(name):
         raise Refused(Status.EACCESS, f"{reader.name or 'anonymous'} may not read this collection")
 
 
@@ -285,11 +285,8 @@ def visible(manifest: Manifest, reader: Reader) -> Manifest:
     """Return a manifest without collections that a reader may not read, and without scopes that only others read; the
     default scope is everybody's.
     """
-    collections = {
-        number: entry
-        for number, entry in manifest.collections.items()
-        if reader.may_read(manifest.scopes.get(entry.scope_id, ""), entry.name)
-    }
+    names = manifest.names()
+    collections = {number: entry for number, entry in manifest.collections.items() if reader.may_read(names[number])}
     seen = {entry.scope_id for entry in collections.values()}
     scopes = {
         number: name

@@ -7,6 +7,7 @@ seqno: readable, and undone by a crash only as far as the sync setting allows. T
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 from typing import TypedDict, TypeVar
 
@@ -134,7 +135,8 @@ class KvSession(DocumentSession):
 
     def scram_server(self, mechanism: str) -> ScramServer:
         users = self.users
-        return ScramServer(mechanism, verifier_of=users.verifiers(mechanism), decoy_of=users.decoys(mechanism))
+        verifier_of, decoy_of = partial(users.verifier, mechanism), partial(users.decoy, mechanism)
+        return ScramServer(mechanism, verifier_of=verifier_of, decoy_of=decoy_of)
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
         return self._logins.begin(username, self._peer, check)
