@@ -8,10 +8,9 @@ longer; one turn copies, clears or frees a piece of memory at most: for 20 MiB t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from mmap import MADV_DONTNEED, MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import TypeVar
 
 from mirror.serve.turns import Turns
 from mirror.server.session import Buffer
@@ -22,7 +21,6 @@ from storage.read.large import PIECE_BYTES, LargeDocument
 LARGE_BYTES = 256 * 1024
 """Larger values are read in pieces."""
 
-T = TypeVar("T")
 Pieces = list[Buffer]
 """A value, or a part of it. An empty one stands for each that was let go of."""
 
@@ -63,31 +61,27 @@ class LargeReads:
         """Return the value with its xattrs in pieces, and its datatype. Raises StorageError; UnreadableValue if it
         cannot be decompressed.
         """
-        return await self._alone(partial(self._pieces, found, decompress=decompress))
+        async with self._one:
+            await self._turns.turn()
+            return await self._pieces(found, decompress=decompress)
 
     async def body(self, found: LargeDocument) -> tuple[bytes, Block]:
         """Return the xattr section (perhaps empty) and the body, decompressed. Raises as `pieces`; UnreadableValue if
         the value cannot be taken apart.
         """
-        return await self._alone(partial(self._body, found))
-
-    async def _alone(self, read: Callable[[], Awaitable[T]]) -> T:
+        datatype = found.document.datatype
         async with self._one:
             await self._turns.turn()
-            return await read()
-
-    async def _body(self, found: LargeDocument) -> tuple[bytes, Block]:
-        datatype = found.document.datatype
-        if datatype & DATATYPE_XATTR:
-            pieces, _ = await self._pieces(found, decompress=True)
-            try:
-                section = b"".join(cut_xattrs(pieces))
-                return section, await self._joined(sum(map(len, pieces)), taken(pieces))
-            finally:
-                let_go(self._turns, partial(drop, pieces))
-        if datatype & DATATYPE_SNAPPY:
-            return b"", await self._decompressed(found)
-        return b"", await self._joined(found.stored_bytes, found.pieces())
+            if datatype & DATATYPE_XATTR:
+                pieces, _ = await self._pieces(found, decompress=True)
+                try:
+                    section = b"".join(cut_xattrs(pieces))
+                    return section, await self._joined(sum(map(len, pieces)), taken(pieces))
+                finally:
+                    let_go(self._turns, partial(drop, pieces))
+            if datatype & DATATYPE_SNAPPY:
+                return b"", await self._decompressed(found)
+            return b"", await self._joined(found.stored_bytes, found.pieces())
 
     async def _pieces(self, found: LargeDocument, *, decompress: bool) -> tuple[Pieces, int]:
         datatype = found.document.datatype

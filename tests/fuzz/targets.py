@@ -182,7 +182,7 @@ def http_parameters(data: bytes) -> None:
         http_requests.parse_position(text, VBUCKETS)
     for encoding in ("utf-8", "base64url"):
         with suppress(Problem):
-            http_requests.document_key(text, encoding)
+            http_requests.key_bytes(text, encoding, bytes_min=1)
     with suppress(Problem):
         http_requests.collection_name(text)
     with suppress(Problem):

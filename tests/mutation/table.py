@@ -512,7 +512,12 @@ MUTATIONS = (
     Mutation("storage/read/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("storage/read/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),
     Mutation("storage/read/states.py", "known[first][0] is not environment", "False", _OF_KV_BUCKET),
-    Mutation("mirror/serve/large.py", "async with self._one:", "if True:", "tests/serve/test_large.py -k one_value"),
+    Mutation(
+        "mirror/serve/large.py",
+        "async with self._one:\n            await self._turns.turn()\n            return await",
+        "if True:\n            await self._turns.turn()\n            return await",
+        "tests/serve/test_large.py -k one_value",
+    ),
     Mutation("mirror/serve/large.py", "if release():", "while release():\n        pass\n    if False:", _MEMORY),
     Mutation("mirror/serve/kv/unsent.py", 'pieces[at] = b""  #', "pass  #", "tests/serve/test_kv_large.py -k between"),
     Mutation("mirror/serve/kv/unsent.py", "self._deferred.append(data)", "self._transport.write(data)", _OF_KV_LARGE),

@@ -110,7 +110,7 @@ def test_what_is_parsed_is_bounded_before_it_is() -> None:
 
 def test_more_keys_than_may_be_read_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(requests, "document_key", lambda text, _encoding: seen.append(text))
+    monkeypatch.setattr(requests, "key_bytes", lambda text, _encoding, **_: seen.append(text))
     for body in ({"keys": ["a"] * 200_000}, {"keys": ["a"] * 600, "keys_b64": ["_w"] * 600}):
         seen.clear()
         with pytest.raises(Problem, match="1000 at most"):

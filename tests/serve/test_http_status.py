@@ -143,7 +143,7 @@ async def test_rollbacks_resyncs_history_and_disk(source: Source) -> None:
     for _ in range(3):
         source.put(key)
     source.rollback(2, 1)
-    whole = await status_of(Path(source.path), ManualClock()).whole()
+    whole = json.loads(await status_of(Path(source.path), ManualClock()).rendered(dumps))
     assert [(each["vbid"], each["from_seqno"], each["to_seqno"]) for each in whole["history"]["rollbacks"]] == [
         (2, 3, 1)
     ]

@@ -13,7 +13,6 @@ from importlib import resources
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -208,14 +207,6 @@ def _page(name: str, media_type: str) -> Callable[[Request], Any]:
     return get_page
 
 
-class _RightsChanged(Exception):
-    """Ends an answer that was about to begin. A Problem is answered further in, before an answer begins."""
-
-    def __init__(self, refusal: Problem) -> None:
-        super().__init__(refusal.detail)
-        self.refusal = refusal
-
-
 class GuardedApp:
     """Counts requests, answers unexpected errors, and judges slow answers by the reader's rights when they begin."""
 
@@ -239,11 +230,8 @@ class GuardedApp:
             refuse_websites(request)
             scope["endpoint"] = get_document
             response = get_document_now(self._service, request)
-        except (Problem, StorageError) as error:
-            response = _problem_of(error).response()
-        except Exception:
-            log.exception("internal error", route=_route(scope))
-            response = internal().response()
+        except Exception as error:
+            response = _problem_of(error, scope).response()
         if response is not None:
             seconds = self._service.clock.monotonic() - started
             self._service.requests.answered(_route(scope), response.status_code, seconds, len(response.body))
@@ -261,27 +249,20 @@ class GuardedApp:
             if message["type"] == "http.response.start":
                 reader = scope["state"].pop("reader", None)
                 if reader is not None and (refusal := self._service.rights_changed(reader)):
-                    raise _RightsChanged(refusal)
+                    raise refusal
                 status = message["status"]
             else:
                 byte_count += len(message.get("body", b""))
             await send(message)
 
         try:
-            try:
-                refuse_websites(Request(scope))
-            except Problem as problem:
-                await problem.response()(scope, receive, counted)
-            else:
-                await self._app(scope, receive, counted)
-        except _RightsChanged as changed:
-            await changed.refusal.response()(scope, receive, counted)
-        except Exception:
-            log.exception("internal error", route=_route(scope))
-            if not status:
-                await internal().response()(scope, receive, counted)
-            else:
+            refuse_websites(Request(scope))
+            await self._app(scope, receive, counted)
+        except Exception as error:
+            problem = _problem_of(error, scope)
+            if status:
                 raise
+            await problem.response()(scope, receive, counted)
         finally:
             route = _route(scope)
             seconds = None if route == "get_changes" else self._service.clock.monotonic() - started
@@ -292,20 +273,18 @@ def _route(scope: Scope) -> str:
     return getattr(scope.get("endpoint"), "__name__", "none")
 
 
-def _problem_of(error: Exception) -> Problem:
+def _problem_of(error: Exception, scope: Scope) -> Problem:
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, HTTPException):
+        return of_http(error)
     if isinstance(error, StorageError):
         problem = of_storage(error)
         if problem.status == 500:
             log.error("read-failed", error=str(error))
         return problem
-    if isinstance(error, HTTPException):
-        return of_http(error)
-    assert isinstance(error, Problem), "starlette calls a handler with its own kind of error"
-    return error
-
-
-async def _answer_problem(_: Request, error: Exception) -> Response:
-    return _problem_of(error).response()
+    log.exception("internal error", route=_route(scope))
+    return internal()
 
 
 def make_app(service: Service) -> GuardedApp:
@@ -328,6 +307,4 @@ def make_app(service: Service) -> GuardedApp:
         Route("/openapi.json", get_openapi, methods=get),
         *(Route(path, _page(*file), methods=get) for path, file in PAGE_FILES.items()),
     ]
-    handlers = dict.fromkeys((Problem, StorageError, HTTPException), _answer_problem)
-    app = ExceptionMiddleware(Router(routes, redirect_slashes=False), handlers)
-    return GuardedApp(app, routes[0], service)
+    return GuardedApp(Router(routes, redirect_slashes=False), routes[0], service)

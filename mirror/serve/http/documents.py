@@ -25,11 +25,11 @@ from mirror.serve.http.requests import (
     Page,
     Parameters,
     body_of,
+    bounded_key,
     collection_name,
-    document_key,
-    document_key_bytes,
     header,
     json_of,
+    key_bytes,
     requested_keys,
     vbucket,
 )
@@ -95,8 +95,8 @@ def path_key(request: Request, encoding: str) -> bytes:
     if encoding == "utf8" and len(parts) == 6 and parts[4] == b"documents":
         key = unquote_to_bytes(parts[5])
         if key.decode(errors="replace") == text:
-            return document_key_bytes(key)
-    return document_key(text, encoding)
+            return bounded_key(key)
+    return key_bytes(text, encoding, bytes_min=1)
 
 
 class DocumentRequest(NamedTuple):

@@ -24,7 +24,6 @@ from mirror.serve.http.service import Header, Service, leaves_line
 SQL_LENGTH_MAX = 64 * 1024
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 MEMBERS = ("sql", "as_of", "limit_rows")
-OFF = Problem("not-found", "this service answers no SQL", hint="set sql = true")
 EXAMPLE = '{"sql": "SELECT count(*) FROM documents"}'
 
 
@@ -91,7 +90,7 @@ async def post_query(request: Request) -> Response:
     Parameters(request, ())
     queries = service.queries
     if queries is None:
-        raise OFF
+        raise Problem("not-found", "this service answers no SQL", hint="set sql = true")
     body = await body_of(request)
     settings = queries.settings
     query = await service.read_in_bulk(request, partial(parse, body, settings.sql_rows_max))

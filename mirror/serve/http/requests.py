@@ -126,28 +126,20 @@ def integer(name: str, text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def key_bytes(text: str, encoding: str, name: str = "key") -> bytes:
+def key_bytes(text: str, encoding: str, name: str = "key", *, bytes_min: int = 0) -> bytes:
     try:
         key = text.encode() if encoding == "utf8" else from_base64url(text)
     except ValueError:
         raise _bad(f"{name} is not {'UTF-8' if encoding == 'utf8' else 'base64url'}") from None
-    return _bounded(key, name)
+    return bounded_key(key, name, bytes_min=bytes_min)
 
 
-def _bounded(key: bytes, name: str) -> bytes:
+def bounded_key(key: bytes, name: str = "key", *, bytes_min: int = 1) -> bytes:
+    if len(key) < bytes_min:
+        raise _bad(f"the {name} is empty")
     if len(key) > KEY_LENGTH_MAX:
         raise _bad(f"{name} has {len(key)} bytes; a key has {KEY_LENGTH_MAX} at most")
     return key
-
-
-def document_key(text: str, encoding: str) -> bytes:
-    return document_key_bytes(key_bytes(text, encoding))
-
-
-def document_key_bytes(key: bytes) -> bytes:
-    if not key:
-        raise _bad("the key is empty")
-    return _bounded(key, "key")
 
 
 def from_base64url(text: str) -> bytes:
@@ -173,8 +165,8 @@ def collection_name(text: str) -> str | int:
     return full_name(text)
 
 
-def vbucket(text: str, count: int, name: str = "vbid") -> int:
-    vbid = integer(name, text, 0, 0xFFFF)
+def vbucket(text: str, count: int) -> int:
+    vbid = integer("vbid", text, 0, 0xFFFF)
     if vbid >= count:
         raise Problem("no-vbucket", f"there is no vbucket {vbid}; this bucket has {count}")
     return vbid
@@ -234,7 +226,7 @@ def requested_keys(body: Any) -> list[bytes]:
             raise Problem("too-large", f"{count} keys; {KEYS_MAX} at most are read at once", hint="ask for fewer")
         if not all(isinstance(text, str) for text in texts):
             raise _bad(f"{name} is not a list of strings")
-        found |= dict.fromkeys(document_key(text, encoding) for text in texts)
+        found |= dict.fromkeys(key_bytes(text, encoding, bytes_min=1) for text in texts)
     return list(found)
 
 
@@ -253,23 +245,12 @@ class Page:
     now_ms: int
 
     def text(self) -> str:
+        pin = self.pin
+        at = [pin.vbid, pin.branch, pin.seqno, pin.history_id, pin.now_ms]
+        end = None if self.end is None else to_base64url(self.end)
+        keys = [to_base64url(self.start), self.collection_id, to_base64url(self.prefix), end]
         as_of = ["t", self.as_of.ms] if isinstance(self.as_of, Time) else self.as_of
-        fields = [
-            PAGE_VERSION,
-            self.pin.vbid,
-            self.pin.branch,
-            self.pin.seqno,
-            self.pin.history_id,
-            self.pin.now_ms,
-            to_base64url(self.start),
-            self.collection_id,
-            to_base64url(self.prefix),
-            None if self.end is None else to_base64url(self.end),
-            int(self.only_vbid),
-            int(self.deletions),
-            as_of,
-            self.now_ms,
-        ]
+        fields = [PAGE_VERSION, *at, *keys, int(self.only_vbid), int(self.deletions), as_of, self.now_ms]
         return to_base64url(json.dumps(fields, separators=(",", ":")).encode())
 
     @staticmethod

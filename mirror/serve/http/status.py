@@ -136,58 +136,47 @@ class StatusReporter:
         self._own_reads = own_reads
         self._clock = clock
         self.lag_limit_s = lag_limit_s
-        self._lock = asyncio.Lock()
+        self._reading, self._rendering = asyncio.Lock(), asyncio.Lock()
         self._report: Report | None = None
-        self._report_at = float("-inf")
+        self._report_s = float("-inf")
         self._disk_and_history: Report = {}
-        self._disk_and_history_at = float("-inf")
-        self._whole: tuple[Report, Report, Report] = ({}, {}, {})
-        """The last `whole`, and its sources."""
-        self._rendering = asyncio.Lock()
-        self._rendered: tuple[Report, dict[Callable[[Report], bytes], bytes]] = ({}, {})
+        self._disk_and_history_s = float("-inf")
+        self._rendered_of: Report | None = None
+        self._rendered: dict[Callable[[Report], bytes], bytes] = {}
         self.samples: deque[Report] = deque(maxlen=SAMPLES_MAX)
         self._reads: tuple[float, dict[str, int]] | None = None
 
     async def report(self) -> Report:
         """Return the status, a second old at most. Raises StorageError before there is a mirror."""
-        async with self._lock:
+        async with self._reading:
             kept = self._report
-            if kept is None or self._clock.monotonic() - self._report_at >= FRESH_S:
+            if kept is None or self._clock.monotonic() - self._report_s >= FRESH_S:
                 data = self._mirror.data
                 kept = await ask_service(data)
                 if kept is None:
                     kept = await asyncio.to_thread(self._stored, data)
-                self._report = kept
-                self._report_at = self._clock.monotonic()
+                self._report, self._report_s = kept, self._clock.monotonic()
             return kept
 
     async def forget(self) -> None:
-        async with self._lock:
+        async with self._reading:
             self._report = None
-            self._disk_and_history_at = float("-inf")
+            self._disk_and_history_s = float("-inf")
 
     async def rendered(self, render: Callable[[Report], bytes]) -> bytes:
-        """Return what `render` makes of `whole`: in a thread, once for each report."""
-        whole = await self.whole()
-        async with self._rendering:
-            if self._rendered[0] is not whole:
-                self._rendered = whole, {}
-            kept = self._rendered[1]
-            if render not in kept:
-                kept[render] = await asyncio.to_thread(render, whole)
-            return kept[render]
-
-    async def whole(self) -> Report:
-        """Return the report with disk, history and lag limit: the same object until one of these changes."""
+        """Return what `render` makes of the report with disk, history and lag limit: in a thread, once for each."""
         report = await self.report()
-        async with self._lock:
-            if self._clock.monotonic() - self._disk_and_history_at >= HISTORY_FRESH_S:
+        async with self._rendering:
+            if self._clock.monotonic() - self._disk_and_history_s >= HISTORY_FRESH_S:
                 self._disk_and_history = await asyncio.to_thread(self._read_disk_and_history, report)
-                self._disk_and_history_at = self._clock.monotonic()
-            if self._whole[0] is not report or self._whole[1] is not self._disk_and_history:
+                self._disk_and_history_s = self._clock.monotonic()
+                self._rendered_of = None
+            if self._rendered_of is not report:
+                self._rendered_of, self._rendered = report, {}
+            if render not in self._rendered:
                 whole = report | self._disk_and_history | {"lag_limit_s": self.lag_limit_s}
-                self._whole = report, self._disk_and_history, whole
-            return self._whole[2]
+                self._rendered[render] = await asyncio.to_thread(render, whole)
+            return self._rendered[render]
 
     def _read_disk_and_history(self, report: Report) -> Report:
         data = self._mirror.data
