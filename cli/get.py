@@ -16,7 +16,7 @@ from cli.exits import Absent
 from mirror import units
 from mirror.errors import ConfigError
 from mirror.serve.objects import document_object
-from storage.model import Boundary, Document, Kind
+from storage.model import JSON_FIELDS, Boundary, Document, Kind
 from storage.read.view import AsOf, Time, View, open_view
 
 
@@ -56,17 +56,12 @@ def announce(boundary: Boundary | None, vbid: int) -> None:
 
 def meta_facts(document: Document) -> dict[str, str]:
     datatypes = [name for bit, name in ((1, "json"), (2, "snappy"), (4, "xattr")) if document.datatype & bit]
-    return {
-        "vbid": str(document.vbid),
-        "collection id": str(document.collection_id),
-        "seqno": str(document.seqno),
-        "rev seqno": str(document.rev_seqno),
-        "cas": str(document.cas),
-        "flags": str(document.flags),
+    texts = {
         "expiry": render.moment(document.expiry * 1000) if document.expiry else "never",
         "datatype": ", ".join(datatypes) or "raw",
-        "value": f"{len(document.value):,} bytes",
     }
+    facts = {name.replace("_", " "): texts.get(name, str(getattr(document, name))) for name in JSON_FIELDS}
+    return facts | {"value": f"{len(document.value):,} bytes"}
 
 
 def get(

@@ -339,6 +339,33 @@ class Document(NamedTuple):
         return self.kind is not Kind.MUTATION
 
 
+class DocumentField(NamedTuple):
+    """A number of a document that readers get as an HTTP header, JSON member, and column of SQL, Arrow and Spark."""
+
+    name: str
+    """The member of `Document`."""
+    byte_count: int
+    """Size of the number, which has no sign."""
+    meaning: str
+    in_json: bool = True
+    is_column: bool = True
+
+
+DOCUMENT_FIELDS = (
+    DocumentField("vbid", 2, "the vbucket"),
+    DocumentField("collection_id", 4, "the collection", is_column=False),  # a column has its name
+    DocumentField("seqno", 8, "number of the version in its vbucket"),
+    DocumentField("rev_seqno", 8, "number of the version among those of its key"),
+    DocumentField("cas", 8, "CAS of the version"),
+    DocumentField("flags", 4, "the application's flags"),
+    DocumentField("expiry", 4, "seconds since 1970; 0: never; of a tombstone the delete time, if the source gave one"),
+    DocumentField("datatype", 1, "bits of the value as it is here: 1 JSON, 2 Snappy, 4 xattrs"),
+    DocumentField("branch", 4, "the line of local history that the version is on", in_json=False, is_column=False),
+)
+"""The fields in the order in which they are shown."""
+JSON_FIELDS = tuple(each.name for each in DOCUMENT_FIELDS if each.in_json)
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The bucket that a data directory mirrors; every environment's `meta` must match `mirror.json`."""

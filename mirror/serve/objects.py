@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 
 from mirror.document import judge
 from storage.format.records import value_problem
-from storage.model import Document, Kind
+from storage.model import JSON_FIELDS, Document, Kind
 from storage.read.view import Change, Rollback
 
 DATATYPE_JSON = 1
-DOCUMENT_FIELDS = ("vbid", "collection_id", "seqno", "rev_seqno", "cas", "flags", "expiry", "datatype")
 STEPS_BYTES = 256 * 1024
 """A larger value is judged to be JSON in steps."""
 BASE64_BYTES = 192 * 1024
@@ -53,14 +52,14 @@ def value_fields(document: Document) -> dict[str, Any]:
     return found if problem is None else found | {"problem": problem}
 
 
-_numbers = attrgetter(*DOCUMENT_FIELDS)
+_numbers = attrgetter(*JSON_FIELDS)
 
 
 def _head(document: Document) -> dict[str, object]:
     if document.kind is Kind.SYSTEM_EVENT:
         return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
     named = {"vbid": document.vbid, "collection_id": document.collection_id} | key_fields(document.key)
-    return named | dict(zip(DOCUMENT_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
+    return named | dict(zip(JSON_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
 
 
 def document_object(document: Document) -> dict[str, Any]:

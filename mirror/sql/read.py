@@ -139,11 +139,11 @@ def arrow(
 ) -> pa.RecordBatchReader:
     """Return a reader of the documents at one boundary of each vbucket, a batch at a time.
 
-    Columns are those of the Spark source (`key`, `collection`, `vbid`, `seqno`, `rev_seqno`, `cas`, `flags`, `expiry`,
-    `datatype`, `value`). `schema` names typed columns of JSON documents, as for Spark; there `_key` is the key, and so
-    on. `columns` selects; what it leaves out is not read. A text column (`_value string`) is null if it is not UTF-8.
-    The boundaries are those of the first batch; a lease holds them until the last one or until the reader is closed.
-    Errors are those of `View.scan`, and DocumentDoesNotFit for a number that its integer column cannot hold.
+    Columns are those of `mirror.typed.rows.DOCUMENTS`. `schema` names typed columns of JSON documents, as for Spark;
+    there `_key` is the key, and so on. `columns` selects; other columns are not read. A text column (`_value string`)
+    is null if it is not UTF-8. The boundaries are those of the first batch; a lease holds them until the last one or
+    until the reader is closed. Errors are those of `View.scan`, and DocumentDoesNotFit for a number that its integer
+    column cannot hold.
     """
     fields = DOCUMENTS if schema is None else fields_of(schema) if isinstance(schema, str) else schema
     if columns is not None:

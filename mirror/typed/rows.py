@@ -23,22 +23,11 @@ import pyarrow.compute as pc
 from mirror.typed.bodies import AS_DECLARED, Bodies, Parsed, Reading
 from storage.format import records
 from storage.format.tokens import Pin
-from storage.model import Branch
+from storage.model import DOCUMENT_FIELDS, Branch
 
-DOCUMENTS = pa.schema(
-    [
-        pa.field("key", pa.string()),
-        pa.field("collection", pa.string()),
-        pa.field("vbid", pa.int32()),
-        pa.field("seqno", pa.int64()),
-        pa.field("rev_seqno", pa.int64()),
-        pa.field("cas", pa.int64()),
-        pa.field("flags", pa.int64()),
-        pa.field("expiry", pa.int64()),
-        pa.field("datatype", pa.int32()),
-        pa.field("value", pa.binary()),
-    ]
-)
+NUMBERS = {each.name: pa.int64() if each.byte_count >= 4 else pa.int32() for each in DOCUMENT_FIELDS if each.is_column}
+"""The columns that are numbers of a document. They have a sign, as Spark knows no others."""
+DOCUMENTS = pa.schema({"key": pa.string(), "collection": pa.string(), **NUMBERS, "value": pa.binary()})
 HEAD = 55
 """Bytes of a mutation before its key: header and extras."""
 _HEADER, _HEAD, _THREE, _KEY, _VALUE = (pa.scalar(each, pa.int32()) for each in (24, HEAD, 3, -2, -1))
@@ -49,12 +38,13 @@ BATCH_BYTES = 16 * 1024 * 1024
 Number = tuple[int, int, str]
 _KEY_LENGTH: Number = (2, 2, "H")
 _BODY_LENGTH: Number = (8, 4, "I")
-_CAS: Number = (16, 8, "Q")
-_SEQNO: Number = (24, 8, "Q")
-_REV_SEQNO: Number = (32, 8, "Q")
-_FLAGS: Number = (40, 4, "I")
-_EXPIRY: Number = (44, 4, "I")
-_TYPES = {"H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_STORED: dict[str, Number] = {
+    each.name: (records.NUMBERS_AT[each.name], each.byte_count, _CODES[each.byte_count])
+    for each in DOCUMENT_FIELDS
+    if each.name in records.NUMBERS_AT
+}
+_TYPES = {"B": pa.uint8(), "H": pa.uint16(), "I": pa.uint32(), "Q": pa.uint64()}
 
 
 class Documents:
@@ -164,17 +154,8 @@ class Documents:
         for index, (vbid, frame) in enumerate(zip(vbids, self._frames, strict=True)):
             message = frame[: len(frame) - self._checksum_size]
             row = records.decode_row(vbid, Branch(0), message, raw=True)
-            message = records.encode_mutation(
-                row.key,
-                row.value,
-                row.seqno,
-                collection_id=row.collection_id,
-                rev_seqno=row.rev_seqno,
-                cas=row.cas,
-                flags=row.flags,
-                expiry=row.expiry,
-                datatype=row.datatype,
-            )
+            numbers = {name: getattr(row, name) for name in ("collection_id", "datatype", *_STORED)}
+            message = records.encode_mutation(row.key, row.value, **numbers)
             self._frames[index] = message + bytes(self._checksum_size)
 
     def _number(self, which: Number) -> array[int]:
@@ -195,12 +176,12 @@ class Documents:
         return pa.concat_arrays([pa.repeat(pa.scalar(origin[position], kind), origin[3]) for origin in self._origins])
 
     def column(self, name: str) -> Any:
-        """Return a column of `columns.DOCUMENTS`."""
-        return _COLUMNS[name](self)
+        """Return a column of `DOCUMENTS`."""
+        return self._long(_STORED[name]) if name in _STORED else _COLUMNS[name](self)
 
     def alive(self, now_ms: int) -> Any:
         """Return which rows have not expired at `now_ms`, or None if none has."""
-        expiries = self._number(_EXPIRY)
+        expiries = self._number(_STORED["expiry"])
         if not expiries.tobytes().strip(b"\0"):
             return None
         return pa.array([not each or each * 1000 > now_ms for each in expiries])
@@ -210,11 +191,6 @@ _COLUMNS: dict[str, Callable[[Documents], Any]] = {
     "key": lambda rows: rows.keys.view(pa.string()),
     "collection": lambda rows: rows._repeated(1, pa.string()),
     "vbid": lambda rows: rows._repeated(0, pa.int32()),
-    "seqno": lambda rows: rows._long(_SEQNO),
-    "rev_seqno": lambda rows: rows._long(_REV_SEQNO),
-    "cas": lambda rows: rows._long(_CAS),
-    "flags": lambda rows: rows._long(_FLAGS),
-    "expiry": lambda rows: rows._long(_EXPIRY),
     "datatype": lambda rows: _numbers(rows.datatypes, pa.uint8()).cast(pa.int32()),
     "value": lambda rows: rows.values,
 }

@@ -27,10 +27,9 @@ from schemathesis.specs.openapi.checks import (
 
 from mirror.serve.http import problems as http_problems
 from mirror.serve.http import requests as http_requests
-from mirror.serve.http.api import page_file
+from mirror.serve.http.api import description
 from mirror.serve.metrics import STATES
-from mirror.serve.objects import DOCUMENT_FIELDS
-from storage.model import SEQNO_MAX, Collection, Seqno
+from storage.model import DOCUMENT_FIELDS, JSON_FIELDS, SEQNO_MAX, Collection, Seqno
 from tests.serve.http_site import VBUCKETS, Site, made, running, service_report
 
 
@@ -48,7 +47,7 @@ CHECKS = (
     status_code_conformance,
     unsupported_method,
 )
-DESCRIPTION = json.loads(page_file("openapi.json"))
+DESCRIPTION = json.loads(description())
 COMPONENTS = DESCRIPTION["components"]
 SCHEMAS = COMPONENTS["schemas"]
 for _path in DESCRIPTION["paths"].values():
@@ -118,7 +117,7 @@ def test_every_kind_of_problem_is_described() -> None:
 
 
 def test_the_bounds_and_names_are_those_of_the_code() -> None:
-    served = json.loads(page_file("openapi.json"))["components"]
+    served = json.loads(description())["components"]
     keys, parameters = SCHEMAS["Keys"]["properties"], served["parameters"]
     assert keys["keys"]["maxItems"] == keys["keys_b64"]["maxItems"] == http_requests.KEYS_MAX // 2
     assert keys["keys"]["items"]["maxLength"] == http_requests.KEY_LENGTH_MAX
@@ -142,9 +141,10 @@ def test_the_bounds_and_names_are_those_of_the_code() -> None:
 
 def test_each_field_of_a_document_is_a_member_and_a_header() -> None:
     members = SCHEMAS["Document"]
-    assert members["required"] == sorted((*DOCUMENT_FIELDS, "deleted"))
-    headers = {f"Mirror-{name.replace('_', '-').title()}" for name in (*DOCUMENT_FIELDS, "branch")}
+    assert set(members["required"]) == {*JSON_FIELDS, "deleted"} < members["properties"].keys()
+    headers = {f"Mirror-{each.name.replace('_', '-').title()}" for each in DOCUMENT_FIELDS}
     assert COMPONENTS["headers"].keys() == headers | {"ETag"}
+    assert all("schema" in each for each in COMPONENTS["headers"].values())
 
 
 def test_keys_of_every_length_that_is_answered_are_described(busy: Site) -> None:

@@ -20,6 +20,7 @@ from mirror.serve.http.problems import TITLES
 from mirror.serve.metrics import STATES
 from mirror.supervise import status, supervisor
 from mirror.supervise.processes.plan import ProcessPhase
+from storage.model import DOCUMENT_FIELDS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs" / "settings.md"
@@ -54,6 +55,12 @@ def test_every_error_has_its_row_with_its_exit_code(title: str, module: ModuleTy
     assert sorted(first_column(title)) == sorted([*errors_of(module), *others])
     for name, code in re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", section(title)):
         assert int(code) == errors_of(module)[name].exit_code, name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("page", "places"), [("cli/JSON.md", "in_json"), ("docs/spark.md", "is_column")])
+def test_every_field_of_a_document_is_named(page: str, places: str) -> None:
+    (part,) = re.findall(r"(?ms)^## Documents.*?(?=^## )", (ROOT / page).read_text())
+    assert {each.name for each in DOCUMENT_FIELDS if getattr(each, places)} <= set(re.findall("`([a-z_]+)`", part))
 
 
 def test_it_says_which_errors_of_the_source_are_retried() -> None:

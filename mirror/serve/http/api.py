@@ -7,6 +7,7 @@ reader gets "internal" alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
@@ -31,6 +32,7 @@ from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons,
 from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
+from storage.model import DOCUMENT_FIELDS
 
 BOUNDARIES_SHOWN = 100
 COLLECTIONS_PER_STEP = 128
@@ -184,18 +186,34 @@ async def get_readyz(request: Request) -> Response:
     return _answer({"status": "ready"})
 
 
-@cache
-def _description() -> bytes:
-    return page_file("openapi.json").replace(b"VERSION", __version__.encode(), 1)
-
-
 async def get_openapi(request: Request) -> Response:
     Parameters(request, ())
-    return Response(_description(), 200, {"Cache-Control": "no-cache"}, "application/json")
+    return Response(description(), 200, {"Cache-Control": "no-cache"}, "application/json")
 
 
 def page_file(name: str) -> bytes:
     return resources.files("mirror.serve").joinpath("page", name).read_bytes()
+
+
+@cache
+def description() -> bytes:
+    """Return the OpenAPI document: the page's, with the fields of a document and the program's version."""
+    found: dict[str, Any] = json.loads(page_file("openapi.json"))
+    found["info"]["version"] = __version__
+    components = found["components"]
+    schema = {"type": "integer", "minimum": 0}
+    document = components["schemas"]["Document"]
+    members = {each.name: schema | {"description": each.meaning} for each in DOCUMENT_FIELDS if each.in_json}
+    document["properties"] = members | document["properties"]
+    document["required"] += members
+    for each in DOCUMENT_FIELDS:
+        name = f"Mirror-{each.name.replace('_', '-').title()}"
+        components["headers"][name] = {"description": each.meaning, "required": True, "schema": schema}
+    headers = {name: {"$ref": f"#/components/headers/{name}"} for name in components["headers"]}
+    for operation in found["paths"]["/v1/collections/{collection}/documents/{key}"].values():
+        for status in ("200", "304"):
+            operation["responses"][status]["headers"] = headers
+    return dumps(found)
 
 
 def _page(name: str, media_type: str) -> Callable[[Request], Any]:

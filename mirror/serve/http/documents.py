@@ -46,8 +46,8 @@ from mirror.serve.http.service import (
     take,
 )
 from mirror.serve.large import LARGE_BYTES, Pieces, merged
-from mirror.serve.objects import DATATYPE_JSON, DOCUMENT_FIELDS, document_json, dumps, key_fields
-from storage.model import Document, Manifest
+from mirror.serve.objects import DATATYPE_JSON, document_json, dumps, key_fields
+from storage.model import DOCUMENT_FIELDS, Document, Manifest
 from storage.read.large import LargeDocument
 from storage.read.view import AsOf, Pin, View
 from storage.read.wait import MutationToken
@@ -64,10 +64,9 @@ PRIVATE = ((b"cache-control", b"no-cache"), (b"x-content-type-options", b"nosnif
 JSON = b"application/json"
 
 
-_SHOWN = (*DOCUMENT_FIELDS, "branch")
-_HEADERS = [f"mirror-{name.replace('_', '-')}".encode() for name in _SHOWN]
-_FORMAT = b" ".join([b"%d"] * len(_SHOWN))
-_numbers = attrgetter(*_SHOWN)
+_HEADERS = [f"mirror-{each.name.replace('_', '-')}".encode() for each in DOCUMENT_FIELDS]
+_FORMAT = b" ".join([b"%d"] * len(DOCUMENT_FIELDS))
+_numbers = attrgetter(*(each.name for each in DOCUMENT_FIELDS))
 
 
 def entity_tag(document: Document, form: str) -> str:

@@ -1,17 +1,16 @@
-"""The columns of the data source: Arrow schemas of documents and of changes, with the meaning of each field.
+"""The columns of the data source: Arrow schemas of documents and of changes.
 
 Knows names and types; never a store, a connection or a Spark session. Invariants: the columns of `DOCUMENTS` stand
 first in `CHANGES`, in the same order and with the same meaning; 64-bit numbers are signed, as Spark knows no others
-(what the source counts without a sign above 2^63-1, a cas or vbuuid at most, comes out negative, all bits kept).
+(a cas or vbuuid above 2^63-1 comes out negative, all bits kept).
+
+`storage.model.DOCUMENT_FIELDS` explains the numbers of documents. Further:
 
     key         UTF-8. A key that is not UTF-8 keeps its bytes: cast(key as binary) gives them
     collection  `scope.collection`
-    seqno       of the row's version
-    expiry      seconds since 1970, 0: never; of a tombstone the delete time, if the source gave one
-    datatype    1: value is JSON (bits of compression and xattrs are gone, as are these themselves)
     value       the body: decompressed, without xattrs; null in a tombstone
 
-and of changes, further:
+and of changes:
 
     kind        mutation, deletion, expiration: published events. After a rollback, retraction: a version that
                 readers had and that is void (each key's newest), with the fields it came with; restoration: the version
@@ -39,15 +38,12 @@ import pyarrow as pa
 
 from mirror.typed.rows import DOCUMENTS as DOCUMENTS
 
+_NUMBERS = ("branch", "vbuuid", "snapshot_end_seqno", "at_branch", "at_seqno")
 CHANGES = pa.schema(
     [
         *DOCUMENTS,
         pa.field("kind", pa.string()),
-        pa.field("branch", pa.int64()),
-        pa.field("vbuuid", pa.int64()),
-        pa.field("snapshot_end_seqno", pa.int64()),
-        pa.field("at_branch", pa.int64()),
-        pa.field("at_seqno", pa.int64()),
+        *(pa.field(name, pa.int64()) for name in _NUMBERS),
         pa.field("event_time", pa.timestamp("us", "UTC")),
     ]
 )

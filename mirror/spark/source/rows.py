@@ -6,17 +6,16 @@ Knows the columns of changes; must never know their origin. Documents: `mirror.t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
 
 from mirror.spark.source.columns import CHANGES
-from mirror.typed.rows import BATCH_BYTES, BATCH_ROWS
+from mirror.typed.rows import BATCH_BYTES, BATCH_ROWS, NUMBERS
 from storage.model import Document
 
-
-def signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+_numbers = attrgetter(*NUMBERS)
 
 
 def event_micros(cas: int) -> int | None:
@@ -33,24 +32,18 @@ def change_row(
     at: tuple[int, int],
     branch: int | None = None,
 ) -> tuple[Any, ...]:
+    """Return a row in the order of `columns.CHANGES`, numbers without a sign."""
     value = document.value if document.value or not document.deleted else None
     return (
         document.key,
         collection,
-        document.vbid,
-        signed(document.seqno),
-        signed(document.rev_seqno),
-        signed(document.cas),
-        document.flags,
-        document.expiry,
-        document.datatype,
+        *_numbers(document),
         value,
         kind,
         document.branch if branch is None else branch,
-        signed(vbuuid),
-        signed(snapshot_end_seqno),
-        at[0],
-        signed(at[1]),
+        vbuuid,
+        snapshot_end_seqno,
+        *at,
         event_micros(document.cas),
     )
 
@@ -58,9 +51,10 @@ def change_row(
 def control_row(
     kind: str, vbid: int, collection: str, branch: int, seqno: int, vbuuid: int, snapshot_end_seqno: int
 ) -> tuple[Any, ...]:
-    """Return a change that is not about one document as a row in the order of `columns.CHANGES`."""
-    document = (None, collection or None, vbid, signed(seqno), None, None, None, None, None, None)
-    return (*document, kind, branch, signed(vbuuid), signed(snapshot_end_seqno), branch, signed(seqno), None)
+    """Return a change that is not about one document as a row."""
+    numbers = {"vbid": vbid, "seqno": seqno}
+    document = (None, collection or None, *map(numbers.get, NUMBERS), None)
+    return (*document, kind, branch, vbuuid, snapshot_end_seqno, branch, seqno, None)
 
 
 def change_batches(rows: Iterable[tuple[Any, ...]], names: Sequence[str]) -> Iterator[Any]:
@@ -86,6 +80,8 @@ def _batch(rows: list[tuple[Any, ...]], schema: Any, positions: list[int]) -> An
     for field, position in zip(schema, positions, strict=True):
         if field.name == "key":  # bytes that are not UTF-8 stay as they are
             arrays.append(pa.array(columns[position], pa.binary()).view(pa.string()))
+        elif field.type == pa.int64():  # what exceeds its range comes out negative, all bits kept
+            arrays.append(pa.array(columns[position], pa.uint64()).view(field.type))
         else:
             arrays.append(pa.array(columns[position], field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
