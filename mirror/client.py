@@ -45,10 +45,10 @@ class ServiceSaidNo(MirrorError):
         self.retryable = bool(answer.get("retryable"))
 
 
-def ask(directory: Path, command: ControlCommand) -> Reply | None:
+def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_S) -> Reply | None:
     """Send a command to the service of `directory`. Returns None if no service runs."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.settimeout(TIMEOUT_S)
+        line.settimeout(timeout_s)
         try:
             with socket_address(directory) as address:
                 line.connect(address)

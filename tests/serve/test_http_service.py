@@ -141,13 +141,13 @@ async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: S
     watch = PublishWatch(mirror, SystemClock())
     watch.enter()
     watch.enter()
-    await watch.moved.wait()  # the first look is news to everybody
+    await watch.moved  # the first look is news to everybody
     moved = watch.moved
     await asyncio.sleep(0.2)
-    assert not moved.is_set()
+    assert not moved.done()
     source.put("a")
-    await moved.wait()
-    assert not watch.moved.is_set()
+    await moved
+    assert not watch.moved.done()
     watch.leave()
     assert watch._task is not None
     watch.leave()

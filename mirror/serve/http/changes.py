@@ -29,7 +29,7 @@ from mirror.serve.access.auth import Reader
 from mirror.serve.http.documents import collection_id
 from mirror.serve.http.problems import Problem, internal, of_storage
 from mirror.serve.http.requests import Parameters, collection_name, parse_position, position_text, vbucket
-from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service
+from mirror.serve.http.service import BUDGETED_BYTES, WAIT_PARAMETERS, Service, leaves_line
 from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
 from mirror.serve.objects import change_parts, dumps
@@ -109,36 +109,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._send(receive, send)
+            async with contextlib.aclosing(self._texts) as texts:
+                with leaves_line(Request(scope)):
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    async for text in texts:
+                        await send({"type": "http.response.body", "body": text, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._streams[self._owner] -= 1
             if not self._streams[self._owner]:
                 del self._streams[self._owner]
-
-    async def _send(self, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        pump = asyncio.create_task(self._pump(send))
-        gone = asyncio.create_task(_wait_gone(receive))
-        try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not pump.done():
-                pump.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
-        if not pump.cancelled() and (error := pump.exception()) is not None:
-            raise error
-
-    async def _pump(self, send: Send) -> None:
-        async with contextlib.aclosing(self._texts) as texts:
-            async for text in texts:
-                await send({"type": "http.response.body", "body": text, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _wait_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _token(vbid: int, published: Served) -> Token:
@@ -230,16 +210,8 @@ class ChangeStream:
                     at = self._text()
                     yield (b"id: " + at.encode() + b"\n" if at else b"") + _event("end", {"position": at})
                     return
-                beat_s = service.clock.monotonic() + service.heartbeat_s
-                while not moved.is_set():
-                    self._check_rights()
-                    left_s = beat_s - service.clock.monotonic()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(max(left_s, 0), RIGHTS_CHECK_S)):
-                            await moved.wait()
-                    if not moved.is_set() and left_s <= RIGHTS_CHECK_S:
-                        beat_s += service.heartbeat_s
-                        yield b": heartbeat\n\n"
+                async for beat in self._beats(moved):
+                    yield beat
         except _Reset as reset:
             yield _event("reset", reset.problem.object() | {"vbid": reset.vbid})
         except Problem as refused:
@@ -253,6 +225,22 @@ class ChangeStream:
             yield _event("problem", internal().object())
         finally:
             service.watch.leave()
+
+    async def _beats(self, awaited: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
+        """Generate heartbeats until something has happened. Raises Problem when the process stops before."""
+        service = self._service
+        beat_s = service.clock.monotonic() + service.heartbeat_s
+        while not awaited.done():
+            left_s = beat_s - service.clock.monotonic()
+            await asyncio.wait({awaited}, timeout=min(max(left_s, 0), RIGHTS_CHECK_S))
+            self._check_rights()
+            if awaited.done():
+                return
+            if service.stopping.is_set():
+                raise Problem("unavailable", "this process stops", hint="connect again")
+            if service.clock.monotonic() >= beat_s:
+                beat_s += service.heartbeat_s
+                yield b": heartbeat\n\n"
 
     def _check_rights(self) -> None:
         """Raise Problem once the reader's rights have changed. Looks once a second."""
@@ -287,13 +275,11 @@ class ChangeStream:
                         yield text
                 return
             except (ViewInvalidated, Closed) as error:
-                if isinstance(error, Closed) or self._position.get(vbid) != started_at or started_at is None:
-                    if started_at is None and self._position.get(vbid) is None:
-                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                if isinstance(error, Closed) or started_at is None or self._position.get(vbid) != started_at:
                     continue  # it was overtaken while it was read: from the last event on there is a way
-                if self._leads_on(started_at):
-                    continue
-                raise _Reset(vbid, of_storage(error)) from error
+                if not self._leads_on(started_at):
+                    raise _Reset(vbid, of_storage(error)) from error
 
     def _leads_on(self, token: Token) -> bool:
         try:
@@ -344,23 +330,15 @@ class ChangeStream:
 
     async def _budget_for(self, byte_count: int) -> AsyncGenerator[bytes, None]:
         """Generate heartbeats until the budget grants this stream `byte_count`."""
-        service = self._service
-        granted = service.budget.request(byte_count)
+        granted = self._service.budget.request(byte_count)
         used = False
         try:
-            beat_s = service.clock.monotonic() + service.heartbeat_s
-            while not granted.done():
-                await asyncio.wait({granted}, timeout=RIGHTS_CHECK_S)
-                self._check_rights()
-                if service.stopping.is_set():
-                    raise Problem("unavailable", "this process stops", hint="connect again")
-                if service.clock.monotonic() >= beat_s:
-                    beat_s += service.heartbeat_s
-                    yield b": heartbeat\n\n"
+            async for beat in self._beats(granted):
+                yield beat
             used = True
         finally:
             if not used:
-                service.budget.withdraw(byte_count, granted)
+                self._service.budget.withdraw(byte_count, granted)
 
     def _batch(self, changes: Iterator[Change], bytes_max: int) -> EventBatch:
         single = len(self._vbids) == 1

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mirror.client import socket_address
+from mirror.client import ask
 from mirror.clock import Clock
-from mirror.errors import MirrorError, SupervisionError
-from mirror.messages import GetStatus, encode
+from mirror.errors import MirrorError
+from mirror.messages import GetStatus
 from mirror.serve.http.view import Mirror
 from storage.errors import StorageError
 
 ASK_TIMEOUT_S = 10.0
-ANSWER_BYTES_MAX = 256 * 1024 * 1024
-"""The status of 65,536 vbuckets is a tenth of it."""
 FRESH_S = 1.0
 HISTORY_FRESH_S = 5.0
 SAMPLE_INTERVAL_S = 5.0
@@ -55,18 +52,10 @@ Report = dict[str, Any]
 async def ask_service(data: Path) -> Report | None:
     """Return the service's status; None if no service answers."""
     try:
-        with socket_address(data) as address:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                reader, writer = await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
-                try:
-                    writer.write(json.dumps(encode(GetStatus())).encode() + b"\n")
-                    line = await reader.readline()
-                    answer = await asyncio.to_thread(json.loads, line)
-                finally:
-                    writer.close()
-    except (OSError, ValueError, TimeoutError, SupervisionError):
+        answer = await asyncio.to_thread(ask, data, GetStatus(), timeout_s=ASK_TIMEOUT_S)
+    except MirrorError:
         return None
-    found = answer.get("status") if isinstance(answer, dict) and answer.get("ok") else None
+    found = answer and answer.get("status")
     return found if isinstance(found, dict) else None
 
 

@@ -57,14 +57,15 @@ class PublishWatch:
     def __init__(self, mirror: Mirror, clock: Clock) -> None:
         self._mirror = mirror
         self._clock = clock
-        self.moved = asyncio.Event()
-        """Set by the next publish or `wake`, and replaced. Take it before looking."""
+        self.moved: asyncio.Future[None]
+        """Done at the next publish or `wake`, and replaced. Take it before looking, after `enter`."""
         self._task: asyncio.Task[None] | None = None
         self._readers = 0
 
     def enter(self) -> None:
         self._readers += 1
         if self._task is None:
+            self.moved = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._look())
 
     def leave(self) -> None:
@@ -74,8 +75,9 @@ class PublishWatch:
             self._task = None
 
     def wake(self) -> None:
-        moved, self.moved = self.moved, asyncio.Event()
-        moved.set()
+        if self._task is not None:
+            self.moved.set_result(None)
+            self.moved = asyncio.get_running_loop().create_future()
 
     async def _look(self) -> None:
         before: list[Served] | None = None
