@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mirror.serve.contact import NOTED_S, SourceContact
+from mirror.serve.dcp.connection import NOTED_S, SourceContact
 from mirror.wire import frame as fr
 from mirror.wire.constants import CONTACT_STATISTIC, Opcode, Status
 from tests.manual_clock import ManualClock

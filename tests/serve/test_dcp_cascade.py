@@ -16,7 +16,7 @@ from mirror.errors import NotSupported, SourceTimeout
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.inspection.verify import verify
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.serve.contact import SourceContact
+from mirror.serve.dcp.connection import SourceContact
 from mirror.serve.kv.session import KvSession
 from mirror.server.session import Later, Reply
 from storage.admin.check import check

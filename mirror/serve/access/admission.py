@@ -83,11 +83,11 @@ class Periodic:
 
 
 class Slot:
-    __slots__ = ("_admission", "_deadline", "abort", "in_line", "logging_in", "peer", "pending", "refused")
+    __slots__ = ("_admission", "abort", "deadline", "in_line", "logging_in", "peer", "pending", "refused")
 
     def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
         self._admission = admission
-        self._deadline: asyncio.TimerHandle | None = None
+        self.deadline: asyncio.TimerHandle | None = None
         self.peer = peer
         self.pending = not refused
         """True before a login."""
@@ -98,10 +98,6 @@ class Slot:
         self.in_line: asyncio.Task[Any] | None = None
         """The task of a request that waits in line; it is cancelled if the client hangs up."""
         self.abort: Callable[[], object] = bool
-
-    def expires_after(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(timeout_s, self._admission.drop, self, "it did not log in in time")
 
     def establish(self) -> None:
         if self.pending:
@@ -115,9 +111,9 @@ class Slot:
         self._admission.released(self)
 
     def _cancel(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
 class Handshakes:
@@ -158,7 +154,6 @@ class Admission:
         """Connections closed on accept because there were too many."""
         self.evicted_count = 0
         """Connections closed without a login."""
-        self.failed_count = 0
         self._open: set[Slot] = set()
         self._refused: set[Slot] = set()
         self._by_peer: Counter[str] = Counter()
@@ -198,7 +193,8 @@ class Admission:
         self._by_peer[peer] += 1
         self._pending.setdefault(peer, {})[slot] = None
         self.pending_count += 1
-        slot.expires_after(settings.reader_login_timeout_s)
+        loop = asyncio.get_running_loop()
+        slot.deadline = loop.call_later(settings.reader_login_timeout_s, self.drop, slot, "it did not log in in time")
         return slot
 
     def _evict(self, peer: str | None) -> bool:
@@ -237,7 +233,6 @@ class Admission:
                 del self._by_peer[slot.peer]
 
     def failed(self, error: OSError) -> None:
-        self.failed_count += 1
         self._failures.note(asyncio.get_running_loop().time(), error=error.strerror or str(error))
 
 

@@ -9,14 +9,14 @@ this connection alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.access.admission import Slot
 from mirror.serve.access.auth import Reader
-from mirror.serve.contact import SourceContact
 from mirror.serve.dcp.producer import DcpCounters, DcpProducer
 from mirror.serve.dcp.watch import Watch
 from mirror.serve.kv import connection as kv_connection
@@ -51,9 +51,33 @@ producer does not use."""
 
 OPERATIONS: dict[int, Operation[KvSession]] = {**kv_connection.OPERATIONS, **dcp_requests.OPERATIONS}
 
+NOTED_S = 5.0
+"""A supervisor notes the contact every second; after this time the contact is unknown."""
+
 _RESPONSES = (int(Magic.RESPONSE), int(Magic.FLEX_RESPONSE))
 
 log = get_logger("dcp")
+
+
+class SourceContact:
+    """Contact with the source, as the supervisor last noted it (docs/protocol.md 4.7). An old note counts as none."""
+
+    def __init__(self, vbids: Iterable[int], clock: Clock) -> None:
+        self._vbids = tuple(vbids)
+        self._clock = clock
+        self._noted_s = clock.monotonic()
+        self._lost_ms: Mapping[int, int] = dict.fromkeys(self._vbids, 0)
+
+    def note(self, lost_ms: Mapping[int, int]) -> None:
+        """Keep the vbuckets without contact, and for how many milliseconds they had none."""
+        self._noted_s = self._clock.monotonic()
+        self._lost_ms = lost_ms
+
+    def lost_ms(self) -> dict[int, int]:
+        """Return the milliseconds without contact of each vbucket that has none."""
+        age_s = self._clock.monotonic() - self._noted_s
+        lost = self._vbids if age_s > NOTED_S else self._lost_ms
+        return {vbid: self._lost_ms.get(vbid, 0) + round(age_s * 1000) for vbid in lost}
 
 
 class DcpHost(Host, Protocol):

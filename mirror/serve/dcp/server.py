@@ -16,8 +16,7 @@ from mirror.clock import Clock
 from mirror.config import Settings
 from mirror.log import get_logger
 from mirror.serve.access.auth import Users
-from mirror.serve.contact import SourceContact
-from mirror.serve.dcp.connection import DcpConnection, DcpSession
+from mirror.serve.dcp.connection import DcpConnection, DcpSession, SourceContact
 from mirror.serve.dcp.producer import DcpCounters
 from mirror.serve.dcp.watch import Watch
 from mirror.serve.kv.bucket import KvBucket

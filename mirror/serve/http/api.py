@@ -89,10 +89,10 @@ async def get_collections(request: Request) -> Response:
 
 async def get_status(request: Request) -> Response:
     service, reader = await _reader(request)
-    return _json(await service.status.rendered(dumps if reader.reads_all else _some_status))
+    return _json(await service.status.rendered(dumps if reader.reads_all else _part))
 
 
-def _some_status(report: Report) -> bytes:
+def _part(report: Report) -> bytes:
     return dumps(partly_shown(report))
 
 
@@ -103,15 +103,15 @@ async def get_samples(request: Request) -> Response:
 
 async def get_vbuckets(request: Request) -> Response:
     service, reader = await _reader(request)
-    return _json(await service.status.rendered(_vbucket_rows if reader.reads_all else _some_vbucket_rows))
+    return _json(await service.status.rendered(_rows if reader.reads_all else _rows_of_part))
 
 
-def _vbucket_rows(report: Report) -> bytes:
+def _rows(report: Report) -> bytes:
     return dumps({"vbuckets": report["vbuckets"]})
 
 
-def _some_vbucket_rows(report: Report) -> bytes:
-    return dumps({"vbuckets": partly_shown_rows(report["vbuckets"])})
+def _rows_of_part(report: Report) -> bytes:
+    return _rows(partly_shown(report))
 
 
 async def get_vbucket(request: Request) -> Response:

@@ -295,7 +295,7 @@ class ChangeStream:
             while True:
                 if not held and budget.try_take(BATCH_BYTES_MAX):  # or the batch is one that does not count
                     held = BATCH_BYTES_MAX
-                batch = await self._service.read_batch(self._batch, changes, held or BUDGETED_BYTES)
+                batch = await self._service.read_batch(partial(self._batch, changes, held or BUDGETED_BYTES))
                 self._check_rights()
                 requested = 0
                 if batch.size > max(held, BUDGETED_BYTES):

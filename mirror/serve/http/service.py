@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -57,7 +57,6 @@ FEW = 8
 
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 class Credentials(NamedTuple):
@@ -188,10 +187,10 @@ class Service:
     def view(self) -> View:
         return self.mirror.view
 
-    async def read_batch(self, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    async def read_batch(self, read: Callable[[], T]) -> T:
         """Return what `read` returns in the thread of the streams of changes. Raises Problem once that has ended."""
         try:
-            reading = self.changes_thread.submit(read, *args, **more)
+            reading = self.changes_thread.submit(read)
         except RuntimeError:
             raise Problem("unavailable", "this process stops", hint="connect again") from None
         return await asyncio.wrap_future(reading)

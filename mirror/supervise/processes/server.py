@@ -18,7 +18,7 @@ from mirror.log import get_logger, set_up_logs
 from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer, UseKvNodes
 from mirror.serve.access.auth import users_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.contact import SourceContact
+from mirror.serve.dcp.connection import SourceContact
 from mirror.serve.dcp.server import DcpServer
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.map import ServedMap, named_nodes, own_node
