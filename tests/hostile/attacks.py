@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
@@ -31,16 +30,61 @@ XATTR_PATH = 4
 CONNECTIONS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """One of them."""
+Run = Callable[[Site], None]
+ATTACKS: list[tuple[str, Run]] = []
+"""The port whose second client is watched, and the attack."""
 
-    kind: str
-    """The port whose second client is watched."""
-    run: Callable[[Site], None]
 
-    def __str__(self) -> str:
-        return self.run.__name__
+def attack(kind: str) -> Callable[[Run], Run]:
+    def note(run: Run) -> Run:
+        ATTACKS.append((kind, run))
+        return run
+
+    return note
+
+
+def at_once(count: int, attacked: Callable[[], None]) -> None:
+    """The same by many connections, each of which begins again when it is closed."""
+
+    def repeat() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                attacked()
+
+    threads = [threading.Thread(target=repeat, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def over_http(site: Site, ask: Callable[[Http], tuple[int, bytes]], statuses: tuple[int, ...], count: int = 8) -> None:
+    """One request after the other by each of some clients."""
+
+    def repeat() -> None:
+        client = Http(site.http)
+        while True:
+            assert ask(client)[0] in statuses
+
+    at_once(count, repeat)
+
+
+def over_kv(site: Site, *frames: fr.Frame, login: bool = True, count: int = 8) -> None:
+    def repeat() -> None:
+        client = Kv(site.kv, login=login)
+        while True:
+            client.send(*frames)
+            for _ in frames:
+                client.receive()
+
+    at_once(count, repeat)
+
+
+def begun(site: Site, path: str) -> Http:
+    """A client that has sent a GET, and has not read."""
+    client = Http(site.http)
+    client.send(path)
+    return client
 
 
 def lookup(key: bytes, path: bytes, flags: int) -> fr.Frame:
@@ -48,36 +92,30 @@ def lookup(key: bytes, path: bytes, flags: int) -> fr.Frame:
     return fr.request(Opcode.SUBDOC_MULTI_LOOKUP, key=key, value=kv_client.encode_lookup_specs(specs))
 
 
-def pipelined(site: Site, frame: fr.Frame, count: int) -> None:
-    client = Kv(site.kv)
-    while True:
-        client.send(*[frame] * count)
-        for _ in range(count):
-            client.receive()
-
-
 LARGE = lookup(b"large", b"$document.CAS", XATTR_PATH)
 MIDDLE = lookup(b"middle", b"$document", XATTR_PATH)
 PATHS = lookup(b"middle", b"a[-1]", 0)
 
 
+@attack("kv")
 def checksums_of_a_large_document(site: Site) -> None:
     """16 look-ups once froze everybody for 23 s."""
-    pipelined(site, LARGE, 16)
+    over_kv(site, *[LARGE] * 16, count=1)
 
 
+@attack("kv")
 def checksums_of_many_requests(site: Site) -> None:
     """128 of them once ended in the watchdog's SIGKILL."""
-    pipelined(site, MIDDLE, 128)
+    over_kv(site, *[MIDDLE] * 128, count=1)
 
 
+@attack("kv")
 def paths_of_many_requests(site: Site) -> None:
     """Others once waited 0.2 s."""
-    for _ in range(7):
-        threading.Thread(target=pipelined, args=(site, PATHS, 128), daemon=True).start()
-    pipelined(site, PATHS, 128)
+    over_kv(site, *[PATHS] * 128)
 
 
+@attack("kv")
 def wrong_passwords(site: Site) -> None:
     """588 guesses a second once took others from 0.03 to 22 ms."""
     clients: list[Kv] = []
@@ -95,6 +133,7 @@ def wrong_passwords(site: Site) -> None:
                 clients.remove(client)
 
 
+@attack("http")
 def wrong_passwords_over_http(site: Site) -> None:
     token = base64.b64encode(b"ann:wrong").decode()
     client = Http(site.http, login=False)
@@ -117,122 +156,93 @@ def silence(port: int, said: bytes = b"") -> None:
             lines.pop(0).close()
 
 
+@attack("kv")
 def silence_before_tls(site: Site) -> None:
     """3,000 once took 634 MB of KV."""
     silence(site.kv_tls)
 
 
+@attack("http")
 def silence_before_https(site: Site) -> None:
     """20,200 once took 6.2 GB."""
     silence(site.http_tls)
 
 
+@attack("kv")
 def silence_before_login(site: Site) -> None:
     """1,024 once kept everybody out for 600 s."""
     silence(site.kv, fr.encode(kv_client.noop()))
 
 
+@attack("http")
 def heads_without_an_end(site: Site) -> None:
     silence(site.http, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
 
 
+@attack("http")
 def bodies_without_an_end(site: Site) -> None:
     token = base64.b64encode(b"ann:wrong").decode()
     head = f"Host: localhost\r\nAuthorization: Basic {token}\r\nContent-Length: 1000000\r\n\r\n"
     silence(site.http, f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{head}".encode() + b"{")
 
 
+@attack("http")
 def positions_that_unpack(site: Site) -> None:
     """8 KiB once stalled everybody for 1.25 s."""
     packed = base64.urlsafe_b64encode(zlib.compress(b"0:0:0," * 699_050)).rstrip(b"=").decode()
-    client = Http(site.http)
-    while True:
-        assert client.get(f"/v1/changes?since=z{packed}&follow=false")[0] == 400
+    over_http(site, lambda client: client.get(f"/v1/changes?since=z{packed}&follow=false"), (400,), 1)
 
 
+@attack("http")
 def parameters_without_number(site: Site) -> None:
-    client = Http(site.http)
-    while True:
-        assert client.get("/v1/collections/0/documents?" + "&".join(["a=b"] * 12_000))[0] == 400
+    query = "&".join(["a=b"] * 12_000)
+    over_http(site, lambda client: client.get(f"/v1/collections/0/documents?{query}"), (400,), 1)
 
 
+@attack("http")
 def streams_that_nobody_reads(site: Site) -> None:
-    lines = []
+    clients = []
     while True:
-        client = Http(site.http)
-        client.line.sendall(f"GET /v1/changes HTTP/1.1\r\n{client.head}\r\n".encode())
-        lines.append(client)
-        if len(lines) > 200:
-            lines.pop(0).close()
+        clients.append(begun(site, "/v1/changes"))
+        if len(clients) > 200:
+            clients.pop(0).close()
             time.sleep(0.01)
 
 
-def at_once(count: int, attack: Callable[[], None]) -> None:
-    """The same by many connections, each of which begins again when it is closed."""
-
-    def repeat() -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                attack()
-
-    threads = [threading.Thread(target=repeat, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
+@attack("http")
 def large_documents_over_http(site: Site) -> None:
     """Others once waited 1.8 s."""
-
-    def read() -> None:
-        client = Http(site.http)
-        while True:
-            client.get("/v1/collections/_default/documents/large")
-
-    at_once(16, read)
+    over_http(site, lambda client: client.get("/v1/collections/_default/documents/large"), (200, 503), 16)
 
 
+@attack("http")
 def pages_with_large_documents(site: Site) -> None:
     """Whether 20 MiB are JSON was once found out in one step of 0.9 s."""
-
-    def read() -> None:
-        client = Http(site.http)
-        while True:
-            assert client.get("/v1/collections/_default/documents?limit=1000")[0] in (200, 503)
-
-    at_once(8, read)
+    over_http(site, lambda client: client.get("/v1/collections/_default/documents?limit=1000"), (200, 503))
 
 
+@attack("http")
 def multi_gets_of_large_documents(site: Site) -> None:
-    def read() -> None:
-        client = Http(site.http)
-        while True:
-            found = client.post("/v1/collections/_default/multi-get", b'{"keys": ["large", "middle"]}')
-            assert found[0] in (200, 503)
-
-    at_once(8, read)
+    body = b'{"keys": ["large", "middle"]}'
+    over_http(site, lambda client: client.post("/v1/collections/_default/multi-get", body), (200, 503))
 
 
+@attack("http")
 def changes_with_large_documents(site: Site) -> None:
     def read() -> None:
-        client = Http(site.http)
-        client.line.sendall(f"GET /v1/changes?follow=false HTTP/1.1\r\n{client.head}\r\n".encode())
+        client = begun(site, "/v1/changes?follow=false")
         while True:
-            client._more()
+            client.more()
 
     at_once(8, read)
 
 
+@attack("kv")
 def large_documents_over_kv(site: Site) -> None:
-    def read() -> None:
-        client = Kv(site.kv)
-        while True:
-            client.ask(fr.request(Opcode.GET, key=b"large"))
-
-    at_once(8, read)
+    over_kv(site, fr.request(Opcode.GET, key=b"large"))
 
 
+@attack("kv")
 def scans_of_large_documents(site: Site) -> None:
     expected = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
 
@@ -249,6 +259,7 @@ def scans_of_large_documents(site: Site) -> None:
     at_once(8, read)
 
 
+@attack("kv")
 def scans_that_wait(site: Site) -> None:
     """For a seqno that does not come: 1,024 of them once looked for it 200,000 times a second."""
     required = {"vb_uuid": "77", "seqno": 10**12, "timeout_ms": 60_000}
@@ -265,6 +276,7 @@ def scans_that_wait(site: Site) -> None:
     at_once(16, wait)
 
 
+@attack("kv")
 def scans_that_are_not_continued(site: Site) -> None:
     body = b'{"range":{"start":"bGFyZ2U=","end":"bGFyZ2U="}}'
     frame = fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid_of(b"large", 16), value=body, datatype=1)
@@ -276,20 +288,13 @@ def scans_that_are_not_continued(site: Site) -> None:
                 client.receive()
 
 
+@attack("kv")
 def lists_of_features(site: Site) -> None:
     """Before a login: 60 KiB in each request."""
-    frame = codec_kv.hello(b"", range(30_000))
-
-    def ask() -> None:
-        client = Kv(site.kv, login=False)
-        while True:
-            client.send(*[frame] * 8)
-            for _ in range(8):
-                client.receive()
-
-    at_once(8, ask)
+    over_kv(site, *[codec_kv.hello(b"", range(30_000))] * 8, login=False)
 
 
+@attack("kv")
 def long_names_and_passwords(site: Site) -> None:
     """Before a login: text that has to be prepared (RFC 4013), 60 KiB of it."""
     text = "\u00e9" * 15_000
@@ -307,6 +312,7 @@ def long_names_and_passwords(site: Site) -> None:
     at_once(8, ask)
 
 
+@attack("kv")
 def requests_in_single_bytes(site: Site) -> None:
     """60 KiB, a byte in each packet."""
     frame = fr.encode(fr.request(Opcode.GET, key=b"k" * 250, value=b"x" * 60_000))
@@ -320,6 +326,7 @@ def requests_in_single_bytes(site: Site) -> None:
     at_once(8, trickle)
 
 
+@attack("kv")
 def hellos_in_bulk(site: Site) -> None:
     """250 TLS handshakes begun in one moment, none of which goes on."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -339,6 +346,7 @@ def hellos_in_bulk(site: Site) -> None:
             line.close()
 
 
+@attack("kv")
 def tls_records_of_one_byte(site: Site) -> None:
     """Each is decrypted by itself; nobody has logged in."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -365,6 +373,7 @@ def tls_records_of_one_byte(site: Site) -> None:
     at_once(4, trickle)
 
 
+@attack("dcp")
 def streams_opened_and_closed(site: Site) -> None:
     """Of DCP."""
 
@@ -386,6 +395,7 @@ def streams_opened_and_closed(site: Site) -> None:
     at_once(8, ask)
 
 
+@attack("dcp")
 def connections_that_take_each_others_name(site: Site) -> None:
     """Of DCP."""
 
@@ -398,18 +408,15 @@ def connections_that_take_each_others_name(site: Site) -> None:
     at_once(16, ask)
 
 
+@attack("http")
 def bodies_in_chunks_of_one_byte(site: Site) -> None:
     """100,000 chunks were once one step of 14 ms."""
-
-    def ask() -> None:
-        client = Http(site.http)
-        head = f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{client.head}Transfer-Encoding: chunked\r\n\r\n".encode()
-        while True:
-            client.ask(head + b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n")
-
-    at_once(8, ask)
+    head = f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{Http(site.http).head}Transfer-Encoding: chunked\r\n\r\n"
+    body = b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n"
+    over_http(site, lambda client: client.ask(head.encode() + body), (200,))
 
 
+@attack("http")
 def heads_in_single_bytes(site: Site) -> None:
     def trickle() -> None:
         client = Http(site.http)
@@ -420,36 +427,30 @@ def heads_in_single_bytes(site: Site) -> None:
     at_once(8, trickle)
 
 
+@attack("http")
 def waits_for_writes(site: Site) -> None:
     """64 tokens in each of 200 requests, which look for them as long as they wait."""
     tokens = "&".join(f"token={vbid % 16}:77:{10**12 + vbid}" for vbid in range(64))
-
-    def wait() -> None:
-        client = Http(site.http)
-        client.get(f"/v1/collections/_default/documents/small?timeout_ms=60000&{tokens}")
-
-    at_once(200, wait)
+    path = f"/v1/collections/_default/documents/small?timeout_ms=60000&{tokens}"
+    over_http(site, lambda client: client.get(path), (504,), 200)
 
 
+@attack("http")
 def streams_that_come_and_go(site: Site) -> None:
     def ask() -> None:
-        client = Http(site.http)
-        client.line.sendall(f"GET /v1/changes?since=now HTTP/1.1\r\n{client.head}\r\n".encode())
-        client._more()
+        client = begun(site, "/v1/changes?since=now")
+        client.more()
         client.close()
 
     at_once(8, ask)
 
 
+@attack("http")
 def pages_that_nobody_waits_for(site: Site) -> None:
-    def ask() -> None:
-        client = Http(site.http)
-        client.line.sendall(f"GET /v1/collections/_default/documents?limit=1000 HTTP/1.1\r\n{client.head}\r\n".encode())
-        client.close()
-
-    at_once(8, ask)
+    at_once(8, lambda: begun(site, "/v1/collections/_default/documents?limit=1000").close())
 
 
+@attack("http")
 def http_clients_that_pipeline_and_read_nothing(site: Site) -> None:
     """200 of them once kept others waiting for 0.4 s."""
     one = f"GET /v1/collections/_default/documents/small HTTP/1.1\r\n{Http(site.http).head}\r\n".encode() * 100
@@ -463,51 +464,13 @@ def http_clients_that_pipeline_and_read_nothing(site: Site) -> None:
         time.sleep(0.01)
 
 
-ATTACKS = (
-    Attack("kv", checksums_of_a_large_document),
-    Attack("kv", checksums_of_many_requests),
-    Attack("kv", paths_of_many_requests),
-    Attack("kv", wrong_passwords),
-    Attack("kv", silence_before_tls),
-    Attack("kv", silence_before_login),
-    Attack("http", wrong_passwords_over_http),
-    Attack("http", silence_before_https),
-    Attack("http", heads_without_an_end),
-    Attack("http", bodies_without_an_end),
-    Attack("http", positions_that_unpack),
-    Attack("http", parameters_without_number),
-    Attack("http", streams_that_nobody_reads),
-    Attack("http", large_documents_over_http),
-    Attack("http", pages_with_large_documents),
-    Attack("http", multi_gets_of_large_documents),
-    Attack("http", changes_with_large_documents),
-    Attack("kv", large_documents_over_kv),
-    Attack("kv", scans_of_large_documents),
-    Attack("kv", scans_that_wait),
-    Attack("kv", scans_that_are_not_continued),
-    Attack("kv", lists_of_features),
-    Attack("kv", long_names_and_passwords),
-    Attack("kv", requests_in_single_bytes),
-    Attack("kv", hellos_in_bulk),
-    Attack("kv", tls_records_of_one_byte),
-    Attack("dcp", streams_opened_and_closed),
-    Attack("dcp", connections_that_take_each_others_name),
-    Attack("http", bodies_in_chunks_of_one_byte),
-    Attack("http", heads_in_single_bytes),
-    Attack("http", waits_for_writes),
-    Attack("http", streams_that_come_and_go),
-    Attack("http", pages_that_nobody_waits_for),
-    Attack("http", http_clients_that_pipeline_and_read_nothing),
-)
-
-
 @contextmanager
-def under_way(attack: Attack, site: Site) -> Iterator[None]:
+def under_way(run: Run, site: Site) -> Iterator[None]:
     """The attack, in a niced process: it stands for another machine, and must not take the second client's GIL or
     processor time.
     """
     ports = Site(site.service, site.kv, site.kv_tls, site.http, site.http_tls, site.dcp, site.dcp_tls)
-    process = multiprocessing.get_context("fork").Process(target=_attack, args=(attack, ports), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_attack, args=(run, ports), daemon=True)
     process.start()
     try:
         yield
@@ -517,6 +480,6 @@ def under_way(attack: Attack, site: Site) -> Iterator[None]:
         process.join()
 
 
-def _attack(attack: Attack, site: Site) -> None:
+def _attack(run: Run, site: Site) -> None:
     os.nice(10)
-    attack.run(site)
+    run(site)

@@ -83,9 +83,21 @@ class Http:
         token = base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()
         self.head = "Host: localhost\r\n" + (f"Authorization: Basic {token}\r\n" if login else "")
 
+    def send(self, path: str, *, method: str = "GET", more: str = "") -> None:
+        self.line.sendall(f"{method} {path} HTTP/1.1\r\n{self.head}{more}\r\n".encode())
+
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of one GET."""
-        return self.ask(f"GET {path} HTTP/1.1\r\n{self.head}\r\n".encode())
+        self.send(path)
+        return self._answer()
+
+    def changes(self, query: str, more: str = "") -> bytes:
+        """A stream of changes to its end."""
+        self.send(f"/v1/changes?follow=false{query}", more=more)
+        data = bytearray()
+        while not data.endswith(b"0\r\n\r\n"):
+            data += self.more()
+        return bytes(data)
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Status and body of one POST."""
@@ -95,18 +107,21 @@ class Http:
     def ask(self, request: bytes) -> tuple[int, bytes]:
         """Status and body of the answer to a request."""
         self.line.sendall(request)
+        return self._answer()
+
+    def _answer(self) -> tuple[int, bytes]:
         data = b""
         while b"\r\n\r\n" not in data:
-            data += self._more()
+            data += self.more()
         head, _, body = data.partition(b"\r\n\r\n")
         fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
         pieces, left = [body], int(fields[b"content-length"]) - len(body)
         while left > 0:
-            pieces.append(self._more())
+            pieces.append(self.more())
             left -= len(pieces[-1])
         return int(head.split(b" ", 2)[1]), b"".join(pieces)
 
-    def _more(self) -> bytes:
+    def more(self) -> bytes:
         data = self.line.recv(1 << 20)
         if not data:
             raise ConnectionError("the server hung up")

@@ -27,6 +27,7 @@ from tests.hostile.site import BOB, PASSWORD, USER, Http, Kv, Site, attacked, wr
 from tests.oracle import kv_client
 
 VBID = vbid_of(b"secret", 16)
+LAST = 0xBEEF
 HIDDEN = (b"TOPSECRET", base64.b64encode(b"TOPSECRET"), b"salaries")
 
 
@@ -177,27 +178,23 @@ def test_a_page_token_of_another_user_or_a_forged_one_gives_nothing(site: Site) 
     for token in forged:
         text = to_base64url(json.dumps(token).encode())
         for collection in ("_default", "0", "9", "hr.salaries"):
-            status, body = bob.get(f"/v1/collections/{collection}/documents?page={text}")
+            status, body = bob.get(f"/v1/collections/{collection}/documents?page={text}&limit=1")
             assert status in (200, 400, 403, 404, 410), (status, token)
             shows_nothing(body)
 
 
 def test_changes_show_neither_documents_nor_names_of_other_collections(site: Site) -> None:
     """From the beginning, from positions of others, and by the header that goes before the parameter."""
-    ann = web(site.http)
-    ann.line.sendall(f"GET /v1/changes?follow=false&vbid={VBID} HTTP/1.1\r\n{ann.head}\r\n".encode())
-    seen = received(ann.line)
+    seen = web(site.http).changes(f"&vbid={VBID}")
     assert b"TOPSECRET" in seen
     positions = [line.removeprefix(b"id: ").decode() for line in seen.split(b"\n") if line.startswith(b"id: ")]
     for query, header in [
         ("", ""),
         *((f"&since={each}", "") for each in positions),
-        *(("&since=now", each) for each in positions),
+        *(("&since=now", f"Last-Event-ID: {each}\r\n") for each in positions),
     ]:
         bob = web(site.http, user=BOB)
-        lines = bob.head + (f"Last-Event-ID: {header}\r\n" if header else "")
-        bob.line.sendall(f"GET /v1/changes?follow=false&vbid={VBID}{query} HTTP/1.1\r\n{lines}\r\n".encode())
-        answer = received(bob.line)
+        answer = bob.changes(f"&vbid={VBID}{query}", header)
         assert answer.startswith(b"HTTP/1.1 200")
         shows_nothing(answer)
         assert b"secret" not in answer, "nor its key"
@@ -220,9 +217,11 @@ def test_no_opcode_and_no_spelling_of_a_key_reads_another_collection(site: Site)
             for extras, value in ((b"", b""), (b"", lookup), (b"\0\6\0", b"secret"), (bytes(4), b""), (b"\2", b"")):
                 with contextlib.suppress(OSError):
                     client.send(fr.request(opcode, key=key, extras=extras, value=value, vbucket=VBID))
+        answer = b""
         with contextlib.suppress(OSError):
-            client.send(kv_client.noop(opaque=0xBEEF))
-        answer = received(client.line, 0.05)
+            client.send(kv_client.noop(opaque=LAST))
+            while (found := client.receive()).opaque != LAST:
+                answer += found.key + found.value
         assert b"TOPSECRET" not in answer, opcode
         client.close()
     client = kv(site.kv, user=BOB)
@@ -277,9 +276,9 @@ def test_no_filter_of_a_stream_shows_another_collection(value: bytes, site: Site
     request = ev.StreamRequest(VBID, 0, 0, NO_END_SEQNO, 0, 0, 0, value, opaque=7)
     for event in (ev.DcpOpen(b"bob", 1, opaque=1), ev.DcpControl(b"enable_noop", b"true", opaque=2), request):
         client.line.sendall(codec_dcp.encode(event))
-    answer = received(client.line)
-    assert b"TOPSECRET" not in answer
-    assert b"salaries" not in answer
+    while (answer := client.receive()).opaque != 7:
+        pass
+    shows_nothing(answer.value + (b"" if answer.status else received(client.line)))
 
 
 @pytest.mark.parametrize(
@@ -365,20 +364,6 @@ def test_no_first_message_of_a_login_makes_somebody_of_somebody_else(first: byte
     assert client.ask(fr.request(Opcode.GET, key=b"small")).status == Status.EACCESS
 
 
-def test_guesses_that_do_not_wait_for_their_refusal_are_failures(site: Site) -> None:
-    def failed() -> int:
-        row = next(row for row in (site.service.status() or {})["servers"] if row["kind"] == "kv")
-        return int(row["counters"].get("kv_failed_logins", 0))
-
-    before = failed()
-    for number in range(60):
-        client = kv(site.kv, login=False)
-        client.send(codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0guess{number}".encode()))
-        received(client.line, 0.01)
-        client.close()
-    until("the failures to be counted", lambda: failed() >= before + 60)
-
-
 @pytest.mark.parametrize("kind", ["pipe", "directory", "missing", "not JSON", "too large", "nobody"])
 def test_a_users_file_that_cannot_be_read_leaves_the_users_of_before(kind: str, site: Site, folder: Path) -> None:
     """A pipe in its place stopped each process at its next login, until the supervisor killed it."""
@@ -430,3 +415,17 @@ def gone(client: Kv) -> bool:
         return client.receive().status == Status.EACCESS
     except OSError:
         return True
+
+
+def test_guesses_that_do_not_wait_for_their_refusal_are_failures(site: Site) -> None:
+    def failed() -> int:
+        row = next(row for row in (site.service.status() or {})["servers"] if row["kind"] == "kv")
+        return int(row["counters"].get("kv_failed_logins", 0))
+
+    before = failed()
+    for number in range(60):
+        client = kv(site.kv, login=False)
+        client.send(codec_kv.sasl_auth(b"PLAIN", f"\0{USER}\0guess{number}".encode()))
+        received(client.line, 0.01)
+        client.close()
+    until("the failures to be counted", lambda: failed() >= before + 60)

@@ -273,20 +273,16 @@ def get(path: str, user: str = USER) -> Callable[[Ports], None]:
 def head(path: str) -> Callable[[Ports], None]:
     def ask(ports: Ports) -> None:
         client = ports.http()
-        client.line.sendall(f"HEAD {path} HTTP/1.1\r\n{client.head}\r\n".encode())
-        assert client._more().startswith(b"HTTP/1.1 200")
+        client.send(path, method="HEAD")
+        assert client.more().startswith(b"HTTP/1.1 200")
         client.close()
 
     return ask
 
 
 def changes(ports: Ports, query: str, user: str = USER) -> bytes:
-    """A stream to its end."""
     client = ports.http(user)
-    client.line.sendall(f"GET /v1/changes?follow=false{query} HTTP/1.1\r\n{client.head}\r\n".encode())
-    data = b""
-    while not data.endswith(b"0\r\n\r\n"):
-        data = data[-65536:] + client._more()
+    data = client.changes(query)
     client.close()
     assert b"event: end" in data
     return data
@@ -337,7 +333,7 @@ def pipelined(ports: Ports) -> None:
     client.line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600)
     data = b""
     while data.count(b"alive") < 600:
-        data += client._more()
+        data += client.more()
     client.close()
 
 
@@ -445,6 +441,7 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", REQUESTS)
 def test_no_step_of_a_listeners_loop_is_long(name: str, ports: Ports) -> None:
     found = []
