@@ -36,7 +36,7 @@ class Requests:
         self.server = server
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self._answers: Counter[tuple[str, int]] = Counter()
+        self.answers: Counter[tuple[str, int]] = Counter()
         """By (route, code). A prometheus_client counter takes ten times as long."""
         self._seconds: dict[str, Latencies] = {}
         self.connections: Sized = ()
@@ -47,7 +47,7 @@ class Requests:
         self.byte_total = 0
 
     def answered(self, route: str, code: int, seconds: float | None, byte_count: int) -> None:
-        self._answers[route, code] += 1
+        self.answers[route, code] += 1
         if seconds is not None:
             taken = self._seconds.get(route)
             if taken is None:
@@ -61,7 +61,7 @@ class Requests:
 
     def collect(self) -> Iterator[Metric]:
         own, server = self.server, ("server",)
-        answers = [([own, route, str(code)], count) for (route, code), count in self._answers.items()]
+        answers = [([own, route, str(code)], count) for (route, code), count in self.answers.items()]
         yield _counter("http_requests", "Requests answered.", answers, ("server", "route", "code"))
         seconds = HistogramMetricFamily(
             "dcp_mirror_http_request_seconds",
@@ -79,7 +79,7 @@ class Requests:
     def counters(self) -> dict[str, int]:
         """Sums for the supervisor's status; they only rise while the process lives."""
         return {
-            "http_requests": self._answers.total(),
+            "http_requests": self.answers.total(),
             "http_documents": self.document_total,
             "http_sent_bytes": self.byte_total,
         }

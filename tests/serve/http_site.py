@@ -6,9 +6,10 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,30 @@ class Site:
             await self.server.service.status.forget()
 
         self.call(forget())
+
+    def multi_get(
+        self, keys: Iterable[bytes | str], status: int = 200, collection: str = "_default", **more: Any
+    ) -> Any:
+        """The documents and the missing keys, or the problem."""
+        names = [key if isinstance(key, str) else key.decode() for key in keys]
+        answer = self.client.post(f"/v1/collections/{collection}/multi-get", json={"keys": names}, **more)
+        assert answer.status_code == status, (answer.status_code, answer.text[:500])
+        return answer.json()
+
+    def scan(self, status: int = 200, collection: str = "_default", **params: Any) -> Any:
+        """A page, or the problem."""
+        return self.get(f"/v1/collections/{collection}/documents", status, params=params).json()
+
+    def changes(self, auth: Any = None, **params: Any) -> list[dict[str, Any]]:
+        """The events up to now."""
+        text = self.get("/v1/changes", auth=auth, params={"follow": "false"} | params).text
+        return [event for event in events(text) if "event" in event]
+
+    def raw(self, request: bytes) -> bytes:
+        """Everything that is answered on a connection of its own."""
+        with self.connect() as line:
+            line.sendall(request)
+            return b"".join(iter(partial(line.recv, 65536), b""))
 
     def document(self, key: str, collection: str = "_default._default") -> str:
         return f"/v1/collections/{collection}/documents/{key}"

@@ -16,7 +16,7 @@ import pytest
 from mirror.serve.turns import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
-from tests.serve.http_site import VBUCKETS, Site, events
+from tests.serve.http_site import VBUCKETS, Site
 from tests.supervise.conftest import eventually_now
 
 
@@ -86,8 +86,7 @@ def test_a_stream_resumes_exactly_after_its_last_id(site: Site) -> None:
         with listening(site, vbid=2, **more) as listener:
             assert [reported(event)[1] for event in listener.events(2)] == [3, 4]
     since = str(site.server.service.view.token(2, 1, 5))
-    text = site.get("/v1/changes", params={"vbid": 2, "since": since, "follow": "false"}).text
-    assert [event["event"] for event in events(text) if "event" in event] == ["end"]
+    assert [event["event"] for event in site.changes(vbid=2, since=since)] == ["end"]
 
 
 def test_a_rollback_while_nobody_listened_is_reported_with_what_it_took_and_gave_back(site: Site) -> None:
@@ -137,17 +136,15 @@ def test_all_vbuckets_resume_by_one_id(site: Site) -> None:
     with listening(site) as listener:
         for event in listener.events(VBUCKETS):
             take(event)
-    text = site.get("/v1/changes", params={"follow": "false"}).text
-    last = events(text)[-1]["id"]
+    last = site.changes()[-1]["id"]
     assert last.startswith("z")
     for vbid in range(VBUCKETS):
         site.source.put(site.source.key_of(vbid), b"%d" % (vbid + 100))
-    text = site.get("/v1/changes", params={"follow": "false", "since": last}).text
-    for event in events(text):
-        if event.get("event") == "mutation":
-            take(event)
+    found = [event for event in site.changes(since=last) if event["event"] == "mutation"]
+    for event in found:
+        take(event)
     assert sorted(state.values()) == [vbid + 100 for vbid in range(VBUCKETS)]
-    assert sum(event.get("event") == "mutation" for event in events(text)) == VBUCKETS
+    assert len(found) == VBUCKETS
 
 
 def test_from_now_on_nothing_old_comes(site: Site) -> None:
@@ -185,15 +182,11 @@ def test_one_collection_alone(site: Site) -> None:
     key = site.source.key_of(2)
     site.source.put(key, b"1")
     site.source.put(key, b"2", collection_id=9)
-    text = site.get("/v1/changes", params={"vbid": 2, "collection": "shop.orders", "follow": "false"}).text
-    assert [event["data"]["document"]["value"] for event in events(text) if event.get("event") == "mutation"] == [2]
-    text = site.get("/v1/changes", params={"vbid": 2, "follow": "false"}).text
-    assert [each["event"] for each in events(text) if "event" in each] == [
-        "system_event",
-        "mutation",
-        "mutation",
-        "end",
+    assert [reported(each) for each in site.changes(vbid=2, collection="shop.orders")] == [
+        ("mutation", 2),
+        ("end", None),
     ]
+    assert [each["event"] for each in site.changes(vbid=2)] == ["system_event", "mutation", "mutation", "end"]
 
 
 def test_a_silent_stream_beats_and_a_stop_ends_it(site: Site) -> None:
@@ -325,8 +318,7 @@ def test_a_retracted_value_that_cannot_be_taken_apart_is_named_and_ends_no_strea
     site.source.put(key, b"\xff\xff\xff\xff\x0f", datatype=3)
     since = str(site.server.service.view.token(2))
     site.source.rollback(2, 1)
-    text = site.get("/v1/changes", params={"vbid": 2, "since": since, "follow": "false"}).text
-    found = [each for each in events(text) if "event" in each]
+    found = site.changes(vbid=2, since=since)
     assert [each["event"] for each in found] == ["rollback", "retraction", "restoration", "end"]
     document = found[1]["data"]["document"]
     assert (document["datatype"], document["value_b64"]) == (3, "/////w8=")

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import cramjam
 import pytest
@@ -28,9 +29,7 @@ def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site:
     head = site.client.head(site.document("a"))
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == str(len(b'{"price": 1.10}'))
-    assert {k: v for k, v in head.headers.items() if k != "date"} == {
-        k: v for k, v in answer.headers.items() if k != "date"
-    }
+    assert {**head.headers, "date": ""} == {**answer.headers, "date": ""}
 
 
 def test_a_version_that_is_known_is_not_sent_again(site: Site) -> None:
@@ -39,6 +38,7 @@ def test_a_version_that_is_known_is_not_sent_again(site: Site) -> None:
     for header in (tag, f"W/{tag}", f'"other", {tag}', "*"):
         answer = site.get(site.document("a"), 304, headers={"If-None-Match": header})
         assert (answer.content, answer.headers["etag"]) == (b"", tag)
+    site.get(site.document("a"), headers={"If-None-Match": '"x",' * 20_000 + tag})  # too long a list to take apart
     site.source.put("a", b'{"v":2}')
     answer = site.get(site.document("a"), headers={"If-None-Match": tag})
     assert answer.content == b'{"v":2}'
@@ -90,9 +90,8 @@ def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site
     assert answer.json()["type"] == "urn:dcp-mirror:not-published"
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["vbid"] == 3
-    many = site.client.post("/v1/collections/_default/multi-get", json={"keys": [key.decode()]})
-    assert many.status_code == 503
-    assert site.get("/v1/collections/_default/documents", 503).json()["vbid"] == 3
+    site.multi_get([key], 503)
+    assert site.scan(503)["vbid"] == 3
     site.source.writer(3).vbuckets[3].publish(1, 1)
     site.source.writer(3).commit()
     assert site.get(site.document(key.decode())).content == b"{}"
@@ -105,7 +104,7 @@ def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
     site.source.writer(2).vbuckets[2].begin_resync()
     site.source.writer(2).commit()
     assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
-    assert site.get("/v1/collections/_default/documents", 503, params={"limit": 1000}).json()["vbid"] == 2
+    assert site.scan(503, limit=1000)["vbid"] == 2
 
 
 def test_collections_are_read_by_name_and_number(site: Site) -> None:
@@ -121,7 +120,7 @@ def test_collections_are_read_by_name_and_number(site: Site) -> None:
         {"collection_id": 0, "scope": "_default", "name": "_default", "max_ttl": None},
         {"collection_id": 9, "scope": "shop", "name": "orders", "max_ttl": 60},
     ]
-    page = site.get("/v1/collections/shop.orders/documents").json()
+    page = site.scan(collection="shop.orders")
     assert [(row["key"], row["value"], row["collection_id"]) for row in page["documents"]] == [("a", "order", 9)]
 
 
@@ -136,13 +135,6 @@ def test_several_documents_in_the_requested_order(site: Site) -> None:
     assert [row.get("key", row.get("key_b64")) for row in found["documents"]] == ["a", "/w=="]
     assert found["documents"][1]["value_b64"] == "AAE="
     assert found["missing"] == [{"key": "none"}]
-
-
-def test_a_long_list_of_tags_is_not_taken_apart(site: Site) -> None:
-    site.source.put("a")
-    tag = site.get(site.document("a")).headers["etag"]
-    assert site.get(site.document("a"), 304, headers={"If-None-Match": f'"x", {tag}'}).content == b""
-    site.get(site.document("a"), headers={"If-None-Match": '"x",' * 20_000 + tag})
 
 
 def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
@@ -162,7 +154,7 @@ def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
                 if number % 7 == 0:
                     site.source.rollback(vbid, site.source.seqnos[vbid] - 3)
 
-    keys = [key.decode() for pair in pairs.values() for key in pair]
+    keys = [key for pair in pairs.values() for key in pair]
     thread = threading.Thread(target=write)
     thread.start()
     try:
@@ -171,11 +163,10 @@ def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
         deadline = time.monotonic() + 60
         while reads < 150 or (len(seen) <= 3 and time.monotonic() < deadline):
             reads += 1
-            answer = site.client.post("/v1/collections/_default/multi-get", json={"keys": keys}).json()
-            values = {row["key"]: row["value"] for row in answer["documents"]}
+            values = {row["key"]: row["value"] for row in site.multi_get(keys)["documents"]}
             for a, b in pairs.values():
                 assert values[a.decode()] == values[b.decode()]
-            seen.add(values[keys[0]])
+            seen.add(values[keys[0].decode()])
     finally:
         stop.set()
         thread.join()
@@ -189,11 +180,11 @@ def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) ->
         site.source.put(key, b"1")
         expected[key.decode()] = 1
     found: dict[str, int] = {}
-    query: dict[str, str | int] = {"limit": 3}
+    query: dict[str, Any] = {"limit": 3}
     pages = 0
     at = []
     while True:
-        page = site.get("/v1/collections/_default/documents", params=query).json()
+        page = site.scan(**query)
         pages += 1
         at.append(page["at"]["vbid"])
         assert len(page["documents"]) <= 3
@@ -212,21 +203,19 @@ def test_a_rollback_between_two_pages_is_reported(site: Site) -> None:
     keys = [site.source.key_of(5, number) for number in range(6)]
     for key in keys:
         site.source.put(key)
-    path = "/v1/collections/_default/documents"
-    first = site.get(path, params={"vbid": 5, "limit": 2}).json()
+    first = site.scan(vbid=5, limit=2)
     assert len(first["documents"]) == 2
     site.source.put(keys[0], b"2")
-    assert len(site.get(path, params={"page": first["next"]}).json()["documents"]) == 4
+    assert len(site.scan(page=first["next"])["documents"]) == 4
     site.source.rollback(5, 4)
     page = Page.parse(first["next"], VBUCKETS)
     strange = replace(page, pin=replace(page.pin, history_id=page.pin.history_id ^ 1))
-    site.get(path, 410, params={"page": strange.text()})
-    problem = site.get(path, 410, params={"page": first["next"]}).json()
+    site.scan(410, page=strange.text())
+    problem = site.scan(410, page=first["next"])
     assert problem["type"] == "urn:dcp-mirror:view-invalidated"
     assert problem["hint"] == "start the read again"
     assert problem["vbid"] == 5
-    again = site.get(path, params={"vbid": 5}).json()
-    assert {row["key"].encode() for row in again["documents"]} == set(keys[:4])
+    assert {row["key"].encode() for row in site.scan(vbid=5)["documents"]} == set(keys[:4])
 
 
 def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_last(site: Site) -> None:
@@ -234,17 +223,14 @@ def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_la
     site.source.collections(5, Collection(9, 8, "orders", Seqno(0)))
     for number in range(4):
         site.source.put(site.source.key_of(5, number), collection_id=9)
-    pages = {}
-    for collection in ("shop.orders", "9"):
-        path = f"/v1/collections/{collection}/documents"
-        pages[path] = site.get(path, params={"vbid": 5, "limit": 2}).json()["next"]
+    pages = {each: site.scan(collection=each, vbid=5, limit=2)["next"] for each in ("shop.orders", "9")}
     site.source.rollback(5, 1)
     background = site.source.writer(5).background
     background.purger.window = Window(time_ms=0)
     while (vbid := background.purger.plan(site.source.clock())) is not None:
         background.purge(vbid, site.source.clock())
-    for path, page in pages.items():
-        assert site.get(path, 410, params={"page": page}).json()["type"] == "urn:dcp-mirror:view-invalidated"
+    for collection, page in pages.items():
+        assert site.scan(410, collection, page=page)["type"] == "urn:dcp-mirror:view-invalidated"
 
 
 def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
@@ -258,9 +244,8 @@ def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
     site.source.put(keys[1], None)
     path = "/v1/collections/_default/documents"
 
-    def read(**params: str | int) -> list[bytes]:
-        rows = site.get(path, params={"vbid": vbid} | params).json()["documents"]
-        return [row["key"].encode() for row in rows]
+    def read(**params: Any) -> list[bytes]:
+        return [row["key"].encode() for row in site.scan(vbid=vbid, **params)["documents"]]
 
     names = [key.decode() for key in keys]
     assert read() == [keys[0], *keys[2:]]
@@ -294,10 +279,7 @@ def test_a_read_waits_for_the_write_it_names(site: Site) -> None:
     answer = site.get(site.document(name), params={"token": f"4:{VBUUID}:2", "timeout_ms": 20_000})
     timer.join()
     assert answer.content == b"2"
-    many = site.client.post(
-        "/v1/collections/_default/multi-get", params={"token": f"4:{VBUUID}:2"}, json={"keys": [name]}
-    )
-    assert many.json()["documents"][0]["value"] == 2
+    assert site.multi_get([name], params={"token": f"4:{VBUUID}:2"})["documents"][0]["value"] == 2
     site.get(site.document(name), 400, params={"token": "4:2"})
     site.get(site.document(name), 404, params={"token": f"{VBUCKETS}:1:1"})
 
@@ -320,23 +302,15 @@ def test_more_than_one_answer_may_hold_is_refused(site: Site, monkeypatch: pytes
     for number in range(4):
         site.source.put(b"big-%d" % number, b"x" * (17 << 17), datatype=0)
     site.stands(service_report(site.data))
-    query = {"keys": [f"big-{number}" for number in range(4)]}
-    answer = site.client.post("/v1/collections/_default/multi-get", json=query)
-    assert (answer.status_code, answer.json()["type"]) == (413, "urn:dcp-mirror:too-large")
+    assert site.multi_get([f"big-{number}" for number in range(4)], 413)["type"] == "urn:dcp-mirror:too-large"
     assert len(site.get(site.document("big-1")).content) == 17 << 17
-    pages = 0
-    params: dict[str, str] = {}
-    while True:
-        page = site.get("/v1/collections/_default/documents", params=params).json()
-        pages += bool(page["documents"])
-        if page["next"] is None:
-            break
-        params = {"page": page["next"]}
-    assert pages == 4, "a page ends where its bytes are many"
+    pages = [site.scan()]
+    while pages[-1]["next"] is not None:
+        pages.append(site.scan(page=pages[-1]["next"]))
+    assert sum(bool(page["documents"]) for page in pages) == 4, "a page ends where its bytes are many"
 
 
 def test_a_multi_get_of_no_keys_needs_a_collection_that_exists(site: Site) -> None:
     """Any name was answered by 200."""
     for collection, status in (("_default", 200), ("_default.none", 404), ("a b", 404)):
-        answer = site.client.post(f"/v1/collections/{collection}/multi-get", json={"keys": []})
-        assert answer.status_code == status, answer.text
+        site.multi_get([], status, collection)

@@ -11,7 +11,7 @@ import pytest
 from mirror.serve.http.requests import Page, position_text
 from storage.model import Branch, Identity, Seqno
 from storage.read.view import Pin, Token
-from tests.serve.http_site import VBUCKETS, VBUUID, Site, events, made, running, service_report
+from tests.serve.http_site import VBUCKETS, VBUUID, Site, made, running, service_report
 
 HELD = Identity("cluster", "bucket", "uuid", VBUCKETS, 2, held=(2, 5))
 DOCUMENTS = "/v1/collections/_default/documents"
@@ -38,23 +38,17 @@ def test_what_it_holds_is_read_as_ever(part: Site) -> None:
     keys = {vbid: part.source.key_of(vbid).decode() for vbid in HELD.vbids}
     for vbid, key in keys.items():
         assert part.get(part.document(key), params={"token": f"{vbid}:{VBUUID}:1"}).json() == vbid
-    found = part.client.post("/v1/collections/_default/multi-get", json={"keys": list(keys.values())}).json()
-    assert [each["value"] for each in found["documents"]] == [2, 3, 4, 5]
-    assert [each["value"] for each in part.get(DOCUMENTS).json()["documents"]] == [2, 3, 4, 5]
-    text = part.get("/v1/changes", params={"follow": "false"}).text
-    assert {each["data"]["vbid"] for each in events(text) if each.get("event") == "mutation"} == set(HELD.vbids)
+    for found in (part.multi_get(keys.values()), part.scan()):
+        assert [each["value"] for each in found["documents"]] == [2, 3, 4, 5]
+    assert {each["data"]["vbid"] for each in part.changes() if each["event"] == "mutation"} == set(HELD.vbids)
     assert part.get("/readyz").json() == {"status": "ready"}
 
 
 def test_pages_begin_and_end_where_it_does(part: Site) -> None:
-    found, params = [], {"limit": "1"}
-    while True:
-        page = part.get(DOCUMENTS, params=params).json()
-        found += [each["vbid"] for each in page["documents"]]
-        if page["next"] is None:
-            break
-        params = {"limit": "1", "page": page["next"]}
-    assert found == [2, 3, 4, 5]
+    pages = [part.scan(limit=1)]
+    while pages[-1]["next"] is not None:
+        pages.append(part.scan(limit=1, page=pages[-1]["next"]))
+    assert [each["vbid"] for page in pages for each in page["documents"]] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("vbid", [0, 1, 6, 7])

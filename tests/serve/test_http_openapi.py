@@ -82,21 +82,34 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield served
 
 
-@schema.parametrize()
-@settings(
-    max_examples=60,
+EXAMPLES = settings(
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     database=None,
 )
-def test_the_api_does_what_it_says(case: Any, busy: Site) -> None:
+
+
+def does_what_it_says(case: Any, busy: Site) -> None:
     wait = case.query.get("timeout_ms", 0)
     takes_it = "timeout_ms" in {each.name for each in case.operation.query}
     if takes_it and str(wait).isdecimal() and int(wait) <= http_requests.WAIT_MS_MAX:
         case.query["timeout_ms"] = 5
     case.call_and_validate(base_url=busy.url, checks=CHECKS, timeout=30)
+
+
+@schema.parametrize()
+@settings(EXAMPLES, max_examples=15)
+def test_the_api_does_what_it_says(case: Any, busy: Site) -> None:
+    does_what_it_says(case, busy)
+
+
+@pytest.mark.ci
+@schema.parametrize()
+@settings(EXAMPLES, max_examples=100)
+def test_the_api_does_what_it_says_in_many_cases(case: Any, busy: Site) -> None:
+    does_what_it_says(case, busy)
 
 
 def test_what_is_served_is_the_description(busy: Site) -> None:
@@ -162,78 +175,42 @@ def test_keys_of_every_length_that_is_answered_are_described(busy: Site) -> None
         assert answer.status_code == (200 if is_described else 400), answer.text
 
 
-NUMBERS = (-1, 0, 1, 2**31, 2**32, 2**53, -(2**53), 2**63, 2**64 - 1, 2**64, 10**400)
-TIMES = (
-    "0001-01-01T00:00:00+23:59", "0001-01-01T00:00:00Z", "9999-12-31T23:59:59-23:59", "9999-12-31T23:59:59.999999Z",
-    "1969-12-31T23:59:59Z", "2026-02-30T00:00:00Z", "2026-01-31T12:00:00", "2026-W53-7T00Z", "20260131T12+00:00:00.01",
+ODD = (
+    "-1", "18446744073709551616", "1" + "0" * 400, "1.5", "null", "0x1", "1_0", "\u0663", "\u202e", "\U0001f986", "",
+    " ", "\0", "\n", "%", "*", "a" * 5000, "..", "a.b.c", "_default.", "0:0:0:0", "0:4294967296:1:" + "0" * 16, "zAAAA",
+    "A===", "0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2026-W53-7T00Z", "20260131T12+00:00:00.01",
+    "W/" * 1000, "Basic Og", "Basic " + "A" * 8000, "Bearer x", "[]",
 )  # fmt: skip
-TEXTS = (
-    "", " ", "\0", "\n", "%", "null", "nan", "1e9", "0x1", "+1", "1_0", "\u0663", "\xb2", "\u202e", "\U0001f986",
-    "a" * 5000, ".", "..", "a.", ".a", "a.b.c", "_default", "_default.", "0:0:0", "0:0:0:0", "0:1:1:" + "0" * 16,
-    "8:1:1:" + "0" * 16, "0:4294967296:1:" + "0" * 16, "0:1:1:" + "0" * 16 + ",1:1:1:" + "0" * 16, "z", "zAAAA", "eA",
-    "=", "A===", "now", "*", '"0"', "W/" * 1000, ",", ":", "Basic", "Basic Og", "Basic " + "A" * 8000, "Bearer x", "[]",
-)  # fmt: skip
-BYTES = ("%ff", "%00", "%c0%af", "%ed%a0%80", "%2e%2e%2f", "%zz", "%")
+TARGETS = (*("%ff", "%00", "%c0%af", "%ed%a0%80", "%2e%2e%2f", "%zz", "%"), *(quote(text, safe="") for text in ODD))
 """As they stand in a URL."""
-ODD = (*BYTES, *(quote(text, safe="") for text in (*map(str, NUMBERS), *TIMES, *TEXTS)))
-ODD_FIELDS: tuple[Any, ...] = (*NUMBERS[:-1], 1.5, True, None, "", [], {}, ["t", -(2**53)], ["t", 2**53], ["t", 1.5])
 
 
-def odd_pages(site: Site) -> list[str]:
-    """Page tokens of which one field is odd."""
-    pin = site.server.service.view.pin(0)
-    text = http_requests.Page(pin, b"", 0, b"", None, True, False, None, 0).text()
-    fields = json.loads(http_requests.from_base64url(text))
-    pages = [[*fields[:at], value, *fields[at + 1 :]] for at in range(len(fields)) for value in ODD_FIELDS]
-    return [http_requests.to_base64url(json.dumps(page).encode()) for page in (*pages, fields[:-1], {}, 1)]
-
-
-def odd_requests(site: Site) -> Iterator[tuple[str, str, dict[str, bytes], bytes]]:
-    """Method, path, headers and body: each parameter and member that is described, with each odd value."""
+def odd_requests() -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Target and headers: each parameter of a GET that is described, with each odd value."""
     for path, operations in DESCRIPTION["paths"].items():
-        for method, operation in operations.items():
-            parameters = [*operation["parameters"], {"name": "unknown", "in": "query"}]
-            if path == "/v1/collections":  # every path reads these
-                parameters += [{"name": name, "in": "header"} for name in ("Authorization", "Host", "Sec-Fetch-Site")]
-            if "requestBody" in operation:
-                parameters += [{"name": name, "in": "body"} for name in BODIES[path]]
-            for parameter in parameters:
-                for value in (*ODD, *odd_pages(site)) if parameter["name"] == "page" else ODD:
-                    yield method.upper(), *odd_request(path, parameter["name"], parameter["in"], value)
-
-
-BODIES = {
-    "/v1/collections/{collection}/multi-get": ("keys", "keys_b64", "unknown", ""),
-    "/v1/query": ("sql", "as_of", "limit_rows", "unknown", ""),
-}
-"""The members of a body, and one in place of the whole."""
-
-
-def odd_request(path: str, name: str, where: str, value: str) -> tuple[str, dict[str, bytes], bytes]:
-    """Path, headers and body with an odd value in one place."""
-    filled = {"collection": "_default", "key": "a", "vbid": "0"} | ({name: value} if where == "path" else {})
-    query = "?follow=false" if path == "/v1/changes" and name != "follow" else "?"
-    headers, body, data = {}, b'{"keys":["a"]}' if path.endswith("multi-get") else b"", unquote_to_bytes(value)
-    if where == "query":
-        query += f"&{name}={value}"
-    elif where == "header":
-        headers = {name: data.translate(None, b"\0\r\n")}
-    elif where == "body":
-        text = data.decode(errors="replace")
-        members = {"sql": "select 1", name: text} if path == "/v1/query" else {name: [text]}
-        body = json.dumps(members).encode() if name else data
-    return path.format(**filled) + query, headers, body
+        parameters = [*operations.get("get", {}).get("parameters", ()), {"name": "unknown", "in": "query"}]
+        if path == "/v1/collections":  # every path reads these
+            parameters += [{"name": name, "in": "header"} for name in ("Authorization", "Host", "Sec-Fetch-Site")]
+        for name, where in ((each["name"], each["in"]) for each in parameters):
+            for value in TARGETS:
+                filled = {"collection": "_default", "key": "a", "vbid": "0"} | (
+                    {name: value} if where == "path" else {}
+                )
+                query = "?follow=false" if path == "/v1/changes" and name != "follow" else "?"
+                query += f"&{name}={value}" if where == "query" else ""
+                header = unquote_to_bytes(value).translate(None, b"\0\r\n")
+                yield path.format(**filled) + query, {name: header} if where == "header" else {}
 
 
 def test_no_value_of_any_parameter_is_an_internal_error(busy: Site) -> None:
-    """A time before the year 1 of UTC once was, with a traceback in the log."""
+    """A time before the year 1 of UTC once was, with a traceback in the log. Bodies have tests of their own."""
     found: Counter[int] = Counter()
     host, _, port = busy.url.removeprefix("http://").partition(":")
     with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as client:
-        for method, path, headers, body in odd_requests(busy):
-            client.request(method, path, body or None, headers)
+        for target, headers in odd_requests():
+            client.request("GET", target, headers=headers)
             answer = client.getresponse()
             text = answer.read()
-            assert answer.status < 500, (method, path, headers, body, answer.status, text[:500])
+            assert answer.status < 500, (target, headers, answer.status, text[:500])
             found[answer.status] += 1
-    assert min(found[200], found[400], found[404], found[410]) > 10, found
+    assert min(found[200], found[400], found[404]) > 10, found

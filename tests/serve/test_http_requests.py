@@ -57,9 +57,7 @@ def test_a_token_of_other_json_is_a_bad_request(value: Any) -> None:
         requests.Page.parse(requests.to_base64url(json.dumps(value).encode()), 64)
 
 
-TOKENS = st.builds(
-    Token, st.integers(0, 1023), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS
-)  # fmt: skip
+TOKENS = st.builds(Token, st.integers(0, 1023), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS)
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=50, unique_by=lambda token: token.vbid))
@@ -139,6 +137,8 @@ def test_parameters_are_known_single_and_within_bounds() -> None:
         ("a=yes", lambda found: found.flag("a")),
         ("a=yes", lambda found: found.choice("a", "x", "y")),
         ("as_of=2024-01-01T00:00:00", lambda found: found.as_of()),
+        ("as_of=0001-01-01T00:00:00%2B23:59", lambda found: found.as_of()),  # it once was an internal error
+        ("as_of=9999-12-31T23:59:59-23:59", lambda found: found.as_of()),
         ("as_of=9999999999999999999999", lambda found: found.as_of()),
     )
     for query, ask in questions:

@@ -116,10 +116,11 @@ def page(context: Any, site: Site) -> Iterator[Any]:
     assert wrong == []
 
 
-def opened(page: Any, site: Site) -> Any:
+def opened(page: Any, site: Site, report: dict[str, Any] | None = None) -> None:
+    if report is not None:
+        site.stands(report)
     page.goto(site.url)
     page.wait_for_selector("body[data-looks]")
-    return page
 
 
 def picture(page: Any, name: str) -> None:
@@ -128,8 +129,7 @@ def picture(page: Any, name: str) -> None:
 
 
 def test_a_lagging_and_a_dead_vbucket_are_called_so_and_one_that_was_rolled_back_is_well(page: Any, site: Site) -> None:
-    site.stands(report())
-    opened(page, site)
+    opened(page, site, report())
     cells = page.locator("#map button")
     assert cells.count() == 64
     signs = {}
@@ -167,8 +167,7 @@ def test_many_vbuckets_with_the_same_news_are_one_line(page: Any, site: Site) ->
         row |= {"state": "waiting", "node": None, "last_error": "connection refused", "lag_seqnos": None, "lag_s": 20.0}
         row |= {"source_high_seqno": None}
     changed["totals"] |= {"stale": 3}
-    site.stands(judged(changed))
-    opened(page, site)
+    opened(page, site, judged(changed))
     lines = [line.split("\t") for line in page.locator("#attention tbody tr").all_inner_texts()]
     assert [line[:2] for line in lines] == [["16", "48-63"], ["1", "7"], ["1", "11"], ["1", "3"]]
     assert lines[0][2:4] == ["without contact to the source", "20 s"]
@@ -189,48 +188,35 @@ def test_a_low_spike_has_a_peak_that_is_not_zero(page: Any, site: Site) -> None:
         for ms, rate in ((0, 0.0), (1000, 0.4), (2000, 0.0))
     ]
     page.route("**/v1/status/samples", lambda route: route.fulfill(json={"samples": samples}))
-    site.stands(report())
-    opened(page, site)
+    opened(page, site, report())
     ingest, reads = (page.locator("#charts figure").nth(number).inner_text() for number in range(2))
     assert "peak 0.4/s" in ingest
     assert "peak 0/s" in reads
 
 
-def test_a_source_that_is_away_is_said_in_the_headline(page: Any, site: Site) -> None:
-    changed = report() | {"state": "source unreachable", "message": "no contact with the source: refused"}
-    for row in changed["vbuckets"]:
-        row |= {"state": "waiting", "node": None, "lag_seqnos": None, "lag_s": 20.0, "source_high_seqno": None}
-    changed["totals"] |= {"lag_seqnos": None, "lag_s": 20.0}
-    site.stands(changed)
-    opened(page, site)
-    assert page.locator("#state").inner_text() == "source unreachable"
-    assert page.locator("#headline").inner_text() == "no contact with the source: refused"
-    source = page.locator("#source").inner_text()
-    assert source.startswith("Since ")
-    assert source.endswith("Source couchbase://db1.example/demo: no contact for 20 s")
-    picture(page, "away")
-
-
-def test_a_node_that_answers_nothing_leaves_its_vbuckets_waiting_though_their_streams_are_open(
-    page: Any, site: Site
-) -> None:
-    changed = report() | {"state": "source unreachable", "message": "no contact with the source: it does not answer"}
-    for row in changed["vbuckets"]:
-        row |= {"state": "streaming", "node": None, "lag_seqnos": None, "lag_s": 20.0, "source_high_seqno": None}
-        row |= {"last_rollback_ms": None, "last_error": "db1.example:11210 does not answer"}
-    changed["vbuckets"][3] |= {"state": "damaged", "lag_s": None}
-    changed["totals"] |= {"lag_seqnos": None, "lag_s": None}
-    site.stands(changed)
-    opened(page, site)
-    assert "63 waiting" in page.locator("#legend").inner_text()
-    assert page.locator("#source").inner_text().endswith("Source couchbase://db1.example/demo: no contact for 20 s")
+def test_a_source_that_is_away_is_said_in_the_headline_and_leaves_its_vbuckets_waiting(page: Any, site: Site) -> None:
+    """Also those whose streams are still open, to a node that answers nothing."""
+    for state, waiting in (("waiting", 64), ("streaming", 63)):
+        changed = report() | {"state": "source unreachable", "message": "no contact with the source: refused"}
+        for row in changed["vbuckets"]:
+            row |= {"state": state, "node": None, "lag_seqnos": None, "lag_s": 20.0, "source_high_seqno": None}
+        changed["totals"] |= {"lag_seqnos": None, "lag_s": 20.0}
+        if state == "streaming":
+            changed["vbuckets"][3] |= {"state": "damaged", "lag_s": None}
+        opened(page, site, changed)
+        assert page.locator("#state").inner_text() == "source unreachable"
+        assert page.locator("#headline").inner_text() == "no contact with the source: refused"
+        source = page.locator("#source").inner_text()
+        assert source.startswith("Since ")
+        assert source.endswith("Source couchbase://db1.example/demo: no contact for 20 s")
+        assert f"{waiting} waiting" in page.locator("#legend").inner_text()
+        picture(page, f"away-{state}")
 
 
 def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Site) -> None:
     """The page's part of the table of docs/operations.md; tests/supervise/test_channels.py has the other channels."""
     for state in STATES:
-        site.stands(report() | {"state": state, "message": "why"})
-        opened(page, site)
+        opened(page, site, report() | {"state": state, "message": "why"})
         assert page.locator("#state").inner_text() == state
         assert page.locator("#headline").inner_text() == "why"
         colour = page.locator("#state").get_attribute("class")
@@ -241,8 +227,7 @@ def test_each_state_is_the_first_word_and_bad_ones_stand_out(page: Any, site: Si
 def test_the_head_is_one_sentence_of_at_most_90_characters(page: Any, site: Site) -> None:
     """A damaged group filled four bold lines, which ended in "(593 characters)"."""
     words = "8 of 64 vbuckets damaged: group 3; " + "no space left on the device and so on " * 9
-    site.stands(report() | {"message": words})
-    opened(page, site)
+    opened(page, site, report() | {"message": words})
     shown = page.locator("#headline").inner_text()
     assert len(shown) <= 90
     assert words.startswith(shown.removesuffix("…") + " "), "cut between two words"
@@ -252,8 +237,7 @@ def test_the_head_is_one_sentence_of_at_most_90_characters(page: Any, site: Site
 def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Site) -> None:
     why = "the source cannot be reached: db1.example:11210 refused"
     never = {"state": "source unreachable", "message": why, "source_error": why, "vbuckets": [], "workers": []}
-    site.stands(report() | never | dict.fromkeys(("bucket", "vbucket_count", "vbuckets_held")))
-    opened(page, site)
+    opened(page, site, report() | never | dict.fromkeys(("bucket", "vbucket_count", "vbuckets_held")))
     assert page.locator("#headline").inner_text().endswith(why)
     assert page.locator("#source").inner_text().endswith("Source couchbase://db1.example/demo: not reached")
     assert page.locator("#detail").inner_text() == "None is known before the source has been reached."
@@ -262,8 +246,7 @@ def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Si
 
 
 def test_a_screen_reader_announces_changes_of_state_and_no_figures(page: Any, site: Site) -> None:
-    site.stands(report())
-    opened(page, site)
+    opened(page, site, report())
     live = page.locator("[aria-live], [role=status], [role=alert]")
     assert live.count() == 1
     assert live.inner_text() == "degraded"
@@ -275,6 +258,7 @@ def test_a_screen_reader_announces_changes_of_state_and_no_figures(page: Any, si
     moved["totals"] |= {"lag_seqnos": 5000, "published_seqnos": 7}
     moved["message"] = "another number"
     site.stands(moved)
+    page.evaluate("look()")
     page.locator("#headline", has_text="another number").wait_for()
     assert page.evaluate("said") == 0
     assert page.locator("#map[role=listbox] > [role=option]").count() == 64
@@ -298,8 +282,7 @@ def test_the_map_is_not_covered_by_what_is_said_below_it(page: Any, site: Site, 
 
 
 def test_who_serves_whom_and_who_holds_history_is_reported(page: Any, site: Site) -> None:
-    site.stands(report())
-    opened(page, site)
+    opened(page, site, report())
     processes = [line.split("\t") for line in page.locator("#processes tbody tr").all_inner_texts()]
     named = {line[0]: line[4] for line in processes}
     assert named == {"supervisor": "", "worker 0": "", "worker 1": "", "kv 0": "5", "http 0": "5", "dcp 0": "5"}
@@ -315,8 +298,7 @@ def test_the_map_of_a_part_of_the_bucket_is_of_that_part(page: Any, site: Site) 
     changed = report(512) | {"vbucket_count": 1024}
     for row in changed["vbuckets"]:
         row["vbid"] += 512
-    site.stands(changed)
-    opened(page, site)
+    opened(page, site, changed)
     assert page.locator("#map button").count() == 512
     assert page.locator("#map button").nth(7).get_attribute("aria-label").startswith("Vbucket 519: dead;")
     assert "512 of 1,024" in page.locator("#figures").inner_text()
@@ -326,8 +308,7 @@ def test_the_map_of_a_part_of_the_bucket_is_of_that_part(page: Any, site: Site) 
 def test_the_vbuckets_of_a_dead_worker_are_dead(page: Any, site: Site) -> None:
     changed = report()
     changed["workers"][1] |= {"phase": "absent", "pid": None, "last_error": "no heartbeat"}
-    site.stands(changed)
-    opened(page, site)
+    opened(page, site, changed)
     assert "32 dead" in page.locator("#legend").inner_text()
     label = page.locator("#map button").nth(1).get_attribute("aria-label")
     assert "worker 1 is absent (SIGKILL): no heartbeat" in label
@@ -341,16 +322,14 @@ def test_the_vbuckets_of_a_worker_that_says_nothing_are_not_called_up_to_date(pa
     changed["workers"][1]["heartbeat_age_s"] = 20.0
     for row in changed["vbuckets"]:
         row["report_age_s"] = 20.0 if row["worker"] else 0.1
-    site.stands(judged(changed))
-    opened(page, site)
+    opened(page, site, judged(changed))
     assert "31 stalled" in page.locator("#legend").inner_text()
     assert "of worker 1, silent for 20 s" in page.locator("#attention").inner_text()
     assert "silent for 20 s" in page.locator("#processes tbody tr").nth(2).inner_text()
 
 
 def test_a_vbucket_is_chosen_by_finger_or_keys(page: Any, site: Site) -> None:
-    site.stands(report())
-    opened(page, site)
+    opened(page, site, report())
     page.locator("#map button").nth(3).click()
     detail = page.locator("#detail")
     assert "Vbucket 3: lagging" in detail.inner_text()
@@ -404,8 +383,7 @@ def test_rollbacks_and_resyncs_are_reported(page: Any, site: Site) -> None:
     writer.commit()
     site.source.seqnos[4] = 0
     site.source.put(site.source.key_of(4))
-    site.stands({})
-    opened(page, site)
+    opened(page, site, {})
     past = page.locator("#past").inner_text()
     assert "rolled back from 3 to 1 (2 seqnos)" in past
     assert "resynced from 0" in past
@@ -435,8 +413,7 @@ def test_hostile_names_and_messages_are_text_and_short(page: Any, site: Site, te
     hostile = replaced(report(), text)
     hostile["workers"][1] |= {"phase": "absent", "last_error": text}
     hostile["vbuckets"][9] |= {"detail": text, "node": text}
-    site.stands(hostile)
-    opened(page, site)
+    opened(page, site, hostile)
     page.locator("#map button").nth(9).click()
     assert page.locator("main img, main script, header img, header script, main a, header a").count() == 0
     shown = page.evaluate("document.body.innerText") + page.title() + page.locator("#map").inner_html()
