@@ -26,10 +26,10 @@ def one_of(*values: str) -> Callable[[], list[str]]:
 
 
 def optional(*names: str, metavar: str | None = None, **facts: Any) -> Any:
-    """Declare an option without a default. A metavar such as `safe|full` lists the values that shells complete."""
+    """Declare an option that shows no default. A metavar such as `safe|full` lists the values that shells complete."""
     if metavar is not None and "|" in metavar and metavar.islower():
         facts.setdefault("autocompletion", one_of(*metavar.split("|")))
-    return typer.Option(*names, metavar=metavar, show_default=False, **facts)
+    return typer.Option(*names, metavar=metavar, **{"show_default": False} | facts)
 
 
 DataOption = Annotated[Path | None, optional("--data", "-d", metavar="DIR", help="The mirror's data directory.")]

@@ -13,7 +13,6 @@ import re
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -26,16 +25,13 @@ import typer
 from cli import exits, options, output, render
 from cli.get import time_from
 from mirror.errors import ConfigError, ExitCode
-from mirror.inspection.comparison import not_said
-from mirror.serve.objects import key_fields
-from storage.format.keys import split_key
 from storage.format.tokens import full_name
 
 if TYPE_CHECKING:
-    from mirror.spark.pipeline.compare import Compared
     from mirror.spark.pipeline.metrics import SyncMetrics
     from mirror.spark.pipeline.progress import BatchFigures, MergeFigures
     from mirror.spark.pipeline.runner import Runner
+    from mirror.spark.pipeline.sync import Synced
     from mirror.spark.tables.documents import Layouts
     from mirror.typed.bodies import Reading
 
@@ -55,6 +51,8 @@ app = typer.Typer(
 
 AUTO = "auto"
 """Stands for the schema of a sample."""
+KEYS_SHOWN = 20
+"""Differing keys that `compare` prints."""
 NAMED_SCHEMA = re.compile(r"\s*(?:([\w%-]+)\.)?([\w%-]+)\s*=(.*)", re.DOTALL)
 """A collection with its columns: `shop.orders=total double`."""
 
@@ -197,10 +195,6 @@ def check_destination(text: str) -> None:
     folder_at(text).check_access()
 
 
-def under_spark_submit() -> bool:
-    return "PYSPARK_GATEWAY_PORT" in os.environ
-
-
 def reading_from(mode: str | None, time_zone: str | None, epoch: str | None) -> Reading:
     from mirror.spark.source.options import reading_of
 
@@ -222,28 +216,25 @@ def spark_session(name: str, master: str | None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def running(name: str, master: str | None, spark: bool, processes: int | None) -> Iterator[Runner]:
+def running(
+    name: str, master: str | None, spark: bool, processes: int | None, as_json: bool
+) -> Iterator[tuple[Runner, Callable[[int, int], None]]]:
+    """Yield the runner of a command's tasks, and the function that shows on stderr how many are done."""
     need("pyarrow", "deltalake")
     from mirror.spark.pipeline.runner import LocalRunner, SparkRunner
     from mirror.supervise.processes.life import die_with_parent
 
-    if master is None and not spark and not under_spark_submit():
-        yield LocalRunner(processes, die_with_parent)
-        return
-    if processes is not None:
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    local = master is None and not spark and not submitted
+    if not local and processes is not None:
         raise ConfigError("--processes is for a run without Spark", hint="Spark's master says how many cores there are")
-    with spark_session(name, master) as session:
-        yield SparkRunner(session)
-
-
-@contextmanager
-def tasks_shown(what: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show finished tasks on stderr; not with JSON under spark-submit, which joins stderr and stdout."""
-    if as_json and under_spark_submit():
-        yield lambda _done, _of: None
-        return
-    with render.task_screen() as screen:
-        yield lambda done, of: screen.show_line(f"{what}: {done} of {of} tasks")
+    with nullcontext() if local else spark_session(name, master) as session:
+        runner = LocalRunner(processes, die_with_parent) if local else SparkRunner(session)
+        if as_json and submitted:  # spark-submit joins stderr and stdout
+            yield runner, lambda _done, _of: None
+            return
+        with render.task_screen() as screen:
+            yield runner, lambda done, of: screen.show_line(f"{name}: {done} of {of} tasks")
 
 
 @app.command()
@@ -251,10 +242,7 @@ def export(
     to: ToOption,
     data: options.DataOption = None,
     form: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="parquet|delta", help="Format.", autocompletion=options.one_of("parquet", "delta")
-        ),
+        str, options.optional("--format", metavar="parquet|delta", help="Format.", show_default=True)
     ] = "parquet",
     collection: CollectionsOption = None,
     as_of: options.AsOfTimeOption = None,
@@ -288,7 +276,7 @@ def export(
     moment = time_from(as_of)
     path = data_from(data, config)
     check_destination(to)
-    with running("export", master, spark, processes) as runner, tasks_shown("export", as_json=as_json) as progress:
+    with running("export", master, spark, processes, as_json) as (runner, progress):
         from mirror.spark.pipeline.export import export as run
         from mirror.typed.ddl import fields_of
 
@@ -310,11 +298,11 @@ def export(
         output.print_json(asdict(done))
         return
     version = "" if done.version is None else f", version {done.version}"
+    misfits = f"; {done.misfits:,} do not fit the schema" if done.misfits else ""
     typer.echo(
         f"{done.target}: {render.counted(done.documents, 'document')} of {render.counted(done.vbuckets, 'vbucket')} in "
         f"{render.counted(done.files, 'file')} "
-        f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}"
-        + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
+        f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}{misfits}"
     )
 
 
@@ -332,11 +320,11 @@ def sync(
     max_bytes: Annotated[str, typer.Option("--max-bytes", help="Approximate stored bytes of a batch.")] = "1g",
     on_lost_history: Annotated[
         str,
-        typer.Option(
+        options.optional(
             "--on-lost-history",
             metavar="fail|resync",
             help="Reaction if the history to resume from is gone.",
-            autocompletion=options.one_of("fail", "resync"),
+            show_default=True,
         ),
     ] = "fail",
     checkpoint: Annotated[
@@ -374,11 +362,11 @@ def sync(
     ] = None,
     mode: Annotated[
         str,
-        typer.Option(
+        options.optional(
             "--mode",
             metavar="permissive|failfast",
-            autocompletion=options.one_of("permissive", "failfast"),
             help="A document that does not fit --schema gives nulls, or an error.",
+            show_default=True,
         ),
     ] = "permissive",
     max_misfits: MisfitsOption = 0.01,
@@ -449,12 +437,9 @@ def sync(
         )
     if as_json:
         output.print_json(asdict(done))
-    else:
-        typer.echo(
-            f"{to}: {render.counted(done.events, 'event')} in {render.counted(done.batches, 'batch', 'batches')}, "
-            f"{done.inserted:,} inserted, {done.updated:,} updated, {done.deleted:,} deleted"
-            + (f"; {done.misfits:,} do not fit the schema" if done.misfits else "")
-        )
+        return
+    batches = render.counted(done.batches, "batch", "batches")
+    typer.echo(f"{to}: {render.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
 
 
 def show_figures(
@@ -482,7 +467,7 @@ def serving_metrics(metrics: SyncMetrics, address: str | None) -> AbstractContex
     return serving(metrics, parsed.host, parsed.port)
 
 
-def changed_rows(figures: BatchFigures | MergeFigures) -> str:
+def changed_rows(figures: BatchFigures | MergeFigures | Synced) -> str:
     return ", ".join(
         f"{value:,} {name}"
         for name, value in (
@@ -541,7 +526,7 @@ def compare(
     """Compare the mirror with its source key by key, in many tasks. Exit code 3 if they differ, 1 if unsure."""
     loaded = options.settings_from({"data": data, "source": source}, config=config).settings
     path = data_from(data, config)
-    with running("compare", master, spark, processes) as runner, tasks_shown("compare", as_json=as_json) as progress:
+    with running("compare", master, spark, processes, as_json) as (runner, progress):
         from mirror.spark.pipeline.compare import compare as run
         from mirror.spark.source.options import ranges
 
@@ -550,11 +535,17 @@ def compare(
         except ValueError as error:
             raise ConfigError(f"--vbuckets {vbuckets!r}: {error}") from None
         done = run(path, source, loaded, runner, vbids=vbids, progress=progress)
+    from cli.verify import say, totals, vbucket_object
+
+    sums, elapsed_s = totals(done.vbuckets), round(done.elapsed_s, 3)
+    equal = not done.different and not done.unfinished
     if as_json:
-        output.print_json(compared_object(done))
+        rows = [vbucket_object(each) for each in done.vbuckets]
+        unsure = {name: sums[name] for name in ("behind_seqnos", "not_compared")}
+        output.print_json({"equal": equal, "elapsed_s": elapsed_s, **unsure, "vbuckets": rows})
     else:
-        for line in compared_lines(done):
-            typer.echo(line)
+        facts = {"data": str(path), "ok": equal, "repaired": [], "elapsed_s": elapsed_s, "totals": sums}
+        say(facts, done.vbuckets, KEYS_SHOWN)
     if done.different:
         raise exits.CommandEnded(ExitCode.DATA)
     if done.unfinished:
@@ -584,7 +575,7 @@ def backfill(
     """
     settings = options.settings_from({"source": source, "groups": groups}, config=config, pairs=pairs).settings
     target, place = path_from(to), None if scratch is None else str(path_from(scratch))
-    with running("backfill", master, spark, processes) as runner, tasks_shown("backfill", as_json=as_json) as progress:
+    with running("backfill", master, spark, processes, as_json) as (runner, progress):
         from mirror.spark.pipeline.backfill import backfill as run
 
         done = run(source, target, settings, runner, groups=groups, scratch=place, progress=progress)
@@ -597,38 +588,6 @@ def backfill(
         f"{done.received_documents:,} documents received, {render.size(done.file_bytes)}, "
         f"{render.duration(done.elapsed_s)}"
     )
-
-
-def compared_object(done: Compared) -> dict[str, object]:
-    rows = []
-    for each in done.vbuckets:
-        row = {name: value for name, value in asdict(each).items() if name != "differences"}
-        row["differences"] = [
-            {"kind": found.verdict.value, "collection_id": split_key(found.key)[0]}
-            | key_fields(split_key(found.key)[1])
-            for found in each.differences
-        ]
-        rows.append(row)
-    equal = not done.different and not done.unfinished
-    sums = {name: sum(row[name] for row in rows) for name in ("behind_seqnos", "not_compared")}
-    return {"equal": equal, "elapsed_s": round(done.elapsed_s, 3), **sums, "vbuckets": rows}
-
-
-def compared_lines(done: Compared) -> Iterator[str]:
-    for each in done.vbuckets:
-        if each.state != "equal":
-            yield (
-                f"vbucket {each.vbid}: {each.state}"
-                + (f", {each.difference_count:,} keys" if each.difference_count else "")
-                + (f" ({each.text})" if each.text else "")
-            )
-        for found in each.differences:
-            yield f"vbucket {each.vbid}\t{found.verdict.value}\t{output.for_people(split_key(found.key)[1])}"
-    states = Counter(each.state for each in done.vbuckets)
-    documents = sum(each.documents for each in done.vbuckets)
-    said = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    more = f"; {unsaid}" if (unsaid := not_said(done.vbuckets)) else ""
-    yield f"{len(done.vbuckets)} vbuckets ({said}), {documents:,} documents, {render.duration(done.elapsed_s)}{more}"
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import cramjam
 import pyarrow as pa
 import pytest
 
-from mirror.spark.source.rows import change_row
+from mirror.spark.source.columns import change_row
 from mirror.typed.bodies import Bodies, DocumentDoesNotFit, Reading
 from mirror.typed.rows import Documents
 from mirror.wire import frame as fr

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from mirror.client import ServiceSaidNo
 from mirror.errors import MirrorError
 from mirror.lease import Lease
+from mirror.spark.source.columns import change_row, control_row
 from mirror.spark.source.local import dealt
 from mirror.spark.source.offsets import BEGINNING, At, Lag, Offset, admit, decode
 from mirror.spark.source.options import Options
-from mirror.spark.source.rows import change_row, control_row
 from storage.env.map_record import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
 from storage.model import Boundary, Branch, Manifest, Seqno

@@ -25,10 +25,10 @@ from typing import IO, Any
 
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.spark.source.changes import ChangesDriver, ChangesTask, LostHistory, Way, name_of
+from mirror.spark.source.columns import change_row, control_row
 from mirror.spark.source.local import Restriction, dealt
 from mirror.spark.source.offsets import At, Lag, Offset, admit
 from mirror.spark.source.options import Options
-from mirror.spark.source.rows import change_row, control_row
 from mirror.typed.rows import Maker, Shape
 from mirror.wire.codec_dcp import decode as decode_message
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent

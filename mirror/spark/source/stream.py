@@ -17,10 +17,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
 from mirror.spark.source.changes import LocalChanges
+from mirror.spark.source.columns import change_batches
 from mirror.spark.source.failures import Carried, clear_errors, with_clear_errors
 from mirror.spark.source.offsets import Encoded
 from mirror.spark.source.options import Options
-from mirror.spark.source.rows import change_batches
 
 if TYPE_CHECKING:
     from mirror.spark.source.remote import RemoteChanges

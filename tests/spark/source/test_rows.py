@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
-from mirror.spark.source import rows as rows_module
-from mirror.spark.source.columns import CHANGES
-from mirror.spark.source.rows import change_batches, change_row, control_row, event_micros
+from mirror.spark.source import columns as rows_module
+from mirror.spark.source.columns import CHANGES, change_batches, change_row, control_row, event_micros
 from storage.format import records
 from storage.model import Branch
 from tests.storage.frames import encode_deletion
