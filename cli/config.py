@@ -5,6 +5,7 @@ Invariant: docs/settings.md is what `config explain --markdown` prints.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import asdict
 from itertools import groupby
@@ -28,7 +29,7 @@ For operators: each setting with its bounds, its default, and when a change take
 
 A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for all), the environment
 variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
-Durations and sizes take units (`1h`, `64MiB`). A wrong value or name ends the command with exit code 2.
+Values take units (`1h`, `64MiB`); a plain number has the unit in the setting's name.
 
 The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
 `secrets_dir`, in this order.
@@ -98,7 +99,7 @@ def markdown_page(settings: list[Description]) -> str:
     for section, members in groupby(settings, key=lambda each: each.section):
         parts.append(f"\n## {section}\n")
         for each in members:
-            facts_shown = [each.values]
+            facts_shown = [re.sub(r"^(integer|number), ([a-z]+, )?(?=\S+ )", "", each.values)]  # the name has the unit
             if each.default is not None:
                 facts_shown.append(f"default {each.default}" if " " in each.default else f"default `{each.default}`")
             if EFFECTS[each.name] != USUAL:

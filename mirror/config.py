@@ -72,49 +72,47 @@ class Settings:
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """Forced to disk by each commit. `safe`: the data; the meta page follows with the next commit or after 0.2 s, so a
-    power cut may undo a group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can
-    damage the file."""
+    """What a commit forces to disk. `safe`: the data; the meta page follows within 0.2 s, so a power cut may undo a
+    group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can damage the file."""
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
-    """Longest wait of a complete snapshot for a commit with others. The worker commits at once while commits take less
-    than half of its time."""
+    """Longest wait of a complete snapshot for a commit with others. There is no wait while commits take less than half
+    of a worker's time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
-    """Received rows in a worker's memory. Limits its memory and the size of an LMDB transaction."""
+    """Received rows in a worker's memory, and in an LMDB transaction."""
     map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
     """Address space of each group at open; it grows when it is full. Unset: the store's default."""
 
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
     """DCP flow-control window of each connection to a node. One message of up to 20 MiB may exceed it."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow 20 and
-    more."""
+    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow no less than 20."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
-    """Limit for the connection to one node, TLS and login included."""
+    """Limit for a connection to a node, with TLS and login."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """Limit for the answer to one request. A busy node takes seconds to open a stream."""
+    """Limit for an answer. A busy node takes seconds to open a stream."""
     retry_delay_min_ms: Annotated[int, Field(ge=1, le=60_000)] = 100
-    """Pause before the first new attempt to connect; doubles with each failure, up to `retry_delay_max_ms`."""
+    """Pause before the first new attempt to connect; doubles up to `retry_delay_max_ms`."""
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
     """Fail if no node of the source answers for this long after the start. 0: never (with `run --until-caught-up`: 60
     s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """Interval at which every node and every host of the source is asked for the cluster map. The mirror leaves a node
-    that does not know of its failover after about this time."""
+    """Interval of requests for the cluster map to every node and host of the source. After about this time the mirror
+    leaves a node that does not know of its failover."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
-    """Interval at which the source is asked for its high seqnos; the greatest age of the lag."""
+    """Interval of requests for the source's high seqnos; the greatest age of the lag."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """A vbucket that is behind the source, or inside a snapshot, is `stalled` after this time without data. Its stream
-    is reopened."""
+    """After this time without data, a vbucket that is behind the source, or inside a snapshot, is `stalled`, and its
+    stream is reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
     """Interval at which a group looks for space on a full disk."""
 
     change_streams: bool = False
     """Request superseded versions from buckets that keep them (Magma, 7.2 or newer), for `changes`."""
     compression: Literal["as_stored", "forced"] = "as_stored"
-    """`forced`: the source compresses every value. Less network traffic and disk space, more processor time."""
+    """`forced`: the source compresses every value: less traffic and disk space, more processor time."""
 
     tls_ca_file: Path | None = None
     """CA certificates (PEM) for `couchbases://`, read again at each connection. Unset: the system's."""
@@ -128,11 +126,10 @@ class Settings:
     """Allow SASL PLAIN without TLS, with the password in clear text, if the server offers nothing else."""
     network: Literal["auto", "default", "external"] = "auto"
     """Advertised addresses to use. `auto`: those of the network of the first host of `source`. `?network=external` in
-    the connection string takes precedence."""
+    `source` takes precedence."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
-    (`10.1.0.0/16`). These hosts get the user's name and a proof of its password. Unset: any host; the log names each
-    new one."""
+    (`10.1.0.0/16`). They get the user's name and a proof of its password. Unset: any; the log names each new one."""
     dns_server: str | None = None
     """Address (and port) of the name server for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
@@ -152,11 +149,10 @@ class Settings:
     """Processes that share the KV addresses, a core each. One answers some ten thousand requests a second."""
     kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` if a mirror holds only some `vbuckets`. A contradictory list is refused. The state is `degraded`
-    while a named mirror does not answer for its vbuckets. Unset: this mirror alone."""
+    `host:port=0-511` if one holds only some `vbuckets`. The state is `degraded` while a named mirror does not answer
+    for its vbuckets. Unset: this mirror alone."""
     users_file: Path | None = takes(Effect.SERVERS, None)
-    """Users that may read, written by `dcp-mirror user`; read again when it changes. Unset: local clients and the
-    source's user may read everything."""
+    """Users that may read, written by `dcp-mirror user`. Unset: local clients and the source's user read everything."""
     listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
     """Certificate chain (PEM) of the listeners with `tls://`. New connections use a replaced file at once."""
     listen_tls_key_file: Path | None = takes(Effect.SERVERS, None)
@@ -167,20 +163,19 @@ class Settings:
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
     """Connections of one listening process; it closes further ones at once."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
-    """Connections of one listening process from one other machine (an IPv4 address, an IPv6 network of 64 bits) or one
-    other user of a Unix socket. All clients on loopback are one peer. Raise it for clients behind a proxy."""
+    """Connections of one listening process from one peer: an IPv4 address, an IPv6 network of 64 bits, loopback, or a
+    user of a Unix socket. Raise it for clients behind a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
-    """A client without a login after this time, TLS handshake included, is disconnected. Such clients have a quarter of
-    the connections; above that the oldest is disconnected."""
+    """A client without a login after this time, TLS handshake included, is disconnected."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
     """A client that sends nothing for this long is disconnected."""
     reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 30.0)
     """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
-    """Unsent answers of a listening process. Above it, the client with the most is disconnected. The default is six of
-    the largest documents."""
+    """Unsent answers of a listening process: six of the largest documents. Above it, the client with the most is
+    disconnected."""
     kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = takes(Effect.SERVERS, 64 * 1024)
-    """Largest body of a KV request: a key, or sixteen paths of a kilobyte. Larger requests (writes) are refused."""
+    """Largest body of a KV request: a key, or sixteen paths of a kilobyte. Larger ones (writes) are refused."""
     kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 128)
     """Requests of one connection in a row, before other connections get their turn."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
@@ -190,17 +185,17 @@ class Settings:
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = takes(Effect.SERVERS, 30.0)
     """Lag above which the mirror is not ready (`/readyz`)."""
     resync_reads: Literal["unavailable", "stale"] = takes(Effect.ALL, "unavailable")
-    """Answer from a vbucket during a resync. `unavailable`: a temporary error. `stale`: the old copy, with writes that
-    the source has lost. In-process `stale_reads=True` reads the old copy in either case."""
+    """Reads of a vbucket during a resync. `unavailable`: a temporary error. `stale`: the old copy, with writes that the
+    source has lost (in-process also by `stale_reads=True`)."""
     verify_reads: bool = takes(Effect.SERVERS, True)
-    """Compare the checksum of each row that is read on the KV, HTTP and DCP addresses. Costs a point read 5 %, a scan 6
-    %, a DCP backfill up to 18 %."""
+    """Verify the checksum of each row read over KV, HTTP and DCP. Costs a point read 5 %, a scan 6 %, a DCP backfill up
+    to 18 %."""
     sql: bool = takes(Effect.SERVERS, False)
-    """Answer SQL at `POST /v1/query` of the HTTP listener. It needs the extra `dcp-mirror[sql]`."""
+    """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
     sql_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.SERVERS, 2)
-    """Queries that each HTTP process runs at a time, each in a process of its own that uses one core. Others wait."""
+    """Queries that an HTTP process runs at a time, each in a process with one core. Others wait."""
     sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = takes(Effect.SERVERS, 512 * MIB)
-    """Memory of a query. One that needs more is refused: nothing is spilled to disk."""
+    """Memory of a query. One that needs more fails: nothing is spilled to disk."""
     sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 60.0)
     """Time for a query, from its request until its reader has the answer."""
     sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = takes(Effect.SERVERS, 100_000)
@@ -210,24 +205,23 @@ class Settings:
     """Age to which superseded versions, tombstones, retracted rows and boundaries are kept. A failover that loses more
     costs a resync."""
     history_boundaries: Annotated[int, Field(ge=1)] | None = None
-    """Most kept boundaries of a vbucket. Unset: no limit but `history_s`."""
+    """Most kept boundaries of a vbucket."""
     history_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Most bytes of rows above the floor of a vbucket. Unset: no limit but `history_s`."""
+    """Most bytes of rows above the floor of a vbucket."""
     lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
     """Time after which an unrenewed lease ends."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
-    """System group whose members may read the data directory in-process (docs/operations.md, Readers as another user).
-    The service's user must be a member. Unset: modes stay as they are."""
+    """System group whose members may read the data directory in-process (docs/operations.md, Readers as another
+    user)."""
     reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
-    """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows.
-    Readers of this package take milliseconds."""
+    """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows."""
     publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
-    """Time at which a complete snapshot becomes visible. `received`: at once. `persisted`: when the active node and
-    every replica have it on disk, so that no failover takes it back. That adds the delay of the disks, a request per
-    waiting vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a node that
-    does not answer delays its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
+    """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the active node and every
+    replica have it on disk, so that no failover takes it back. That costs the delay of the disks, a request per waiting
+    vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a node that does not
+    answer delays its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
     """Interval at which the source is asked for its persisted seqnos, while snapshots wait."""
 
@@ -238,8 +232,8 @@ class Settings:
     log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")
     """Lowest level of log messages."""
     on_event: str | None = takes(Effect.LIVE, None)
-    """Command to run for each event (docs/operations.md, Events), with one line of JSON on stdin. No shell is run, and
-    it gets no password. At most 2 run at once, each for 10 s, and 100 events wait; a failure is logged once."""
+    """Command to run for each event (docs/operations.md, Events), with one line of JSON on stdin, without a shell or
+    the password. At most 2 run at once, each for 10 s, and 100 events wait; a failure is logged once."""
     log_json: bool = takes(Effect.ALL, False)
     """Write log lines as JSON objects."""
 
