@@ -86,7 +86,8 @@ class Settings:
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
     """DCP flow-control window of each connection to a node. One message of up to 20 MiB may exceed it."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow no less than 20."""
+    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow no less
+    than 20."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     """Limit for a connection to a node, with TLS and login."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
