@@ -578,7 +578,7 @@ def backfill(
     with running("backfill", master, spark, processes, as_json) as (runner, progress):
         from mirror.spark.pipeline.backfill import backfill as run
 
-        done = run(source, target, settings, runner, groups=groups, scratch=place, progress=progress)
+        done = run(target, settings, runner, scratch=place, progress=progress)
     if as_json:
         output.print_json(asdict(done))
         return

@@ -8,17 +8,15 @@ recorded one is refused; another bucket's directory is set aside only on request
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings, vbucket_range
-from mirror.errors import BucketChanged, ClusterError, ConfigError, HandshakeFailed, NotSupported
-from mirror.feed.cluster.discovery import discover
+from mirror.errors import BucketChanged, ClusterError, ConfigError
+from mirror.feed.cluster.discovery import Source, find_source
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.ingest.selection import Selection
-from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.ownership import readers_gid
 from mirror.serve.kv.map import check_nodes, named_nodes
@@ -33,18 +31,6 @@ SOURCE_RETRY_MIN_S = 0.5
 SOURCE_RETRY_MAX_S = 10.0
 
 log = get_logger("supervisor")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The facts of a bucket that a new mirror needs."""
-
-    cluster_uuid: str
-    bucket_name: str
-    bucket_uuid: str
-    vbucket_count: int
-    cluster_map: ClusterMap | None = None
-    """The newest map of all nodes that answered."""
 
 
 class LookUp(Protocol):
@@ -121,17 +107,14 @@ class Setup:
 
     def make(self, source: Source) -> None:
         settings = self._context.settings
-        held, count = self._held(source), source.vbucket_count
-        groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
-        selected = self._selection.text
-        identity = Identity(source.cluster_uuid, source.bucket_name, source.bucket_uuid, count, groups, held, selected)
+        identity = source.identity(settings)
         self.check_nodes(settings, identity)
         directory.create(str(self._context.data), identity)
         log.info(
             "mirror-made",
             data=str(self._context.data),
             bucket=source.bucket_name,
-            groups=groups,
+            groups=identity.group_count,
             selection=str(self._selection),
         )
         self._open(identity)
@@ -184,42 +167,13 @@ class Setup:
                 f"{data} mirrors {identity.vbucket_count} vbuckets, and the source has {source.vbucket_count}"
             )
 
-    def _held(self, source: Source) -> tuple[int, int] | None:
-        """The range of vbuckets for a new mirror; None for all."""
-        vbuckets = self._context.settings.vbuckets
-        if vbuckets is None:
-            return None
-        first, last = vbucket_range(vbuckets, "vbuckets")
-        if last >= source.vbucket_count:
-            raise ConfigError(
-                f"vbuckets {first}-{last} are requested, and the bucket has {source.vbucket_count}",
-                hint=f"give a range up to {source.vbucket_count - 1}",
-                setting="vbuckets",
-            )
-        return None if last - first + 1 == source.vbucket_count else (first, last)
-
 
 def look_up_with(clock: Clock) -> LookUp:
 
     async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
         if settings.source is None:
             raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
-        access = Access.of(parse(settings.source), settings)
-        cluster_map = await discover(access, clock, bucket_uuid=bucket_uuid)
-        if not cluster_map.bucket_name or not cluster_map.bucket_uuid:
-            raise NotSupported(
-                "the source does not say which bucket it serves",
-                hint="only Couchbase buckets can be mirrored, not memcached ones",
-            )
-        if cluster_map.vbucket_count == 0:
-            raise HandshakeFailed("the source has no vbuckets yet", hint="the bucket is still being created; retrying")
-        return Source(
-            cluster_map.cluster_uuid or "",
-            cluster_map.bucket_name,
-            cluster_map.bucket_uuid,
-            cluster_map.vbucket_count,
-            cluster_map,
-        )
+        return await find_source(Access.of(parse(settings.source), settings), clock, bucket_uuid)
 
     return look_up
 

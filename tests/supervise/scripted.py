@@ -21,7 +21,7 @@ from mirror.supervise.processes.life import Send, Work, main
 from storage.errors import NoSuchBoundary
 
 if TYPE_CHECKING:
-    from mirror.supervise.setup import Source
+    from mirror.feed.cluster.discovery import Source
 
 VBUCKETS = 8
 
@@ -95,7 +95,7 @@ async def make(start: StartMessage, _send: Send) -> Work:
 
 
 async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
-    from mirror.supervise.setup import Source
+    from mirror.feed.cluster.discovery import Source
 
     return Source("c1", "demo", "b1", VBUCKETS)
 

@@ -13,7 +13,7 @@ import psutil
 
 from mirror.client import socket_address
 from mirror.clock import SystemClock
-from mirror.supervise.setup import Source
+from mirror.feed.cluster.discovery import Source
 from mirror.supervise.supervisor import Supervisor
 from tests.processes import ProcessGroup
 from tests.supervise.scripted import look_up, settings_for, worker_command

@@ -25,11 +25,11 @@ from cli.exits import CommandEnded
 from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed
+from mirror.feed.cluster.discovery import Source
 from mirror.health import STATES
 from mirror.serve.http.server import HttpServer
 from mirror.serve.listener import Address
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.setup import Source
 from mirror.supervise.status import stored_status
 from storage.env import directory
 from storage.model import Identity

@@ -12,8 +12,8 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import ConfigError, ConnectFailed
+from mirror.feed.cluster.discovery import Source
 from mirror.supervise.events.log import read_events
-from mirror.supervise.setup import Source
 from mirror.supervise.supervisor import Supervisor
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually

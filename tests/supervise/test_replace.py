@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import ConfigError, ConnectFailed, SupervisionError
+from mirror.feed.cluster.discovery import Source
 from mirror.supervise.lock import ServiceLock
-from mirror.supervise.setup import LookUp, Source, set_aside_another_bucket
+from mirror.supervise.setup import LookUp, set_aside_another_bucket
 from storage.env import directory
 from storage.model import Identity
 from tests.supervise.scripted import settings_for

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, MirrorError
-from mirror.supervise.setup import Source
+from mirror.feed.cluster.discovery import Source
 from storage.env import directory
 from storage.errors import CorruptedError
 from storage.model import Identity

@@ -14,17 +14,61 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, ConnectFailed, NotSupported, TlsFailed
+from mirror.config import Settings, vbucket_range
+from mirror.errors import ClusterError, ConfigError, ConnectFailed, HandshakeFailed, NotSupported, TlsFailed
 from mirror.feed.cluster.srv import first_addresses
 from mirror.feed.connection.bootstrap import Access, enter, fetch_map
 from mirror.feed.connection.connection_string import NodeAddress
+from mirror.ingest.selection import Selection
 from mirror.ingest.topology import ClusterMap, newest_of
 from mirror.log import get_logger
+from storage.model import Identity
 
 log = get_logger("feed")
 
 SURVEY_S = 2.0
 """Timeout for all other nodes together once one has answered: a healthy one logs us in within a few round trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The facts of a bucket that a new mirror needs."""
+
+    cluster_uuid: str
+    bucket_name: str
+    bucket_uuid: str
+    vbucket_count: int
+    cluster_map: ClusterMap | None = None
+    """The newest map of all nodes that answered."""
+
+    def identity(self, settings: Settings) -> Identity:
+        """Return the identity of a new mirror. Raises ConfigError for vbuckets that the bucket does not have."""
+        count, held = self.vbucket_count, None
+        if settings.vbuckets is not None:
+            first, last = vbucket_range(settings.vbuckets, "vbuckets")
+            if last >= count:
+                raise ConfigError(
+                    f"vbuckets {first}-{last} are requested, and the bucket has {count}",
+                    hint=f"give a range up to {count - 1}",
+                    setting="vbuckets",
+                )
+            held = None if last - first + 1 == count else (first, last)
+        groups = min(settings.groups, held[1] - held[0] + 1 if held else count)
+        selected = Selection.of(settings.scope, settings.collections).text
+        return Identity(self.cluster_uuid, self.bucket_name, self.bucket_uuid, count, groups, held, selected)
+
+
+async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = None) -> Source:
+    """Return the source's bucket. Raises ClusterError. `bucket_uuid` is that of `survey`."""
+    found = await discover(access, clock, bucket_uuid=bucket_uuid)
+    if not found.bucket_name or not found.bucket_uuid:
+        raise NotSupported(
+            "the source does not say which bucket it serves",
+            hint="only Couchbase buckets can be mirrored, not memcached ones",
+        )
+    if found.vbucket_count == 0:
+        raise HandshakeFailed("the source has no vbuckets yet", hint="the bucket is still being created; retrying")
+    return Source(found.cluster_uuid or "", found.bucket_name, found.bucket_uuid, found.vbucket_count, found)
 
 
 @dataclass(frozen=True, slots=True)

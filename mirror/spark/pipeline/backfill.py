@@ -1,11 +1,11 @@
 """`backfill`: many tasks pull a bucket, a group of vbuckets each, into files that a mirror continues from.
 
-Knows the tasks, the files and the end of a backfill. The consumer that a worker of
-the service runs pulls a group into a GroupWriter on the disk of the task's machine, so histories, collections,
-rollbacks and the rest work as always. A group that is caught up is closed and handed over as one compacted file; no
-LMDB environment is ever open on a possible network file system. Invariants: the target is a mirror (`mirror.json`) only
-once every group is there. Until then its name is `<target>.incomplete`, and the next run for the same bucket pulls the
-missing groups. A vbucket is caught up when it has published the source's high seqno at the start of its task.
+Knows the tasks, the files and the end of a backfill. The consumer of the service's workers pulls a group into a
+GroupWriter on the disk of the task's machine, with histories, collections and rollbacks as always. A group that is
+caught up is closed and handed over as one compacted file; no LMDB environment is ever open on a possible network file
+system. Invariants: the target is a mirror (`mirror.json`) only once every group is there. Until then its name is
+`<target>.incomplete`, and the next run for the same bucket pulls the missing groups. A vbucket is caught up when it has
+published the source's high seqno at the start of its task.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirror.clock import SystemClock
-from mirror.config import Settings, Values, from_wire, to_wire, vbucket_range
-from mirror.errors import ConfigError, MirrorError, NotSupported, SourceTimeout
-from mirror.feed.cluster.discovery import discover
+from mirror.config import Settings, Values, from_wire, to_wire
+from mirror.errors import ConfigError, MirrorError, SourceTimeout
+from mirror.feed.cluster.discovery import find_source
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
-from mirror.ingest.selection import Selection
 from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
 from mirror.spark.places import LocalFolder
 from mirror.spark.tables.delta import LOCK_FILE, FolderLock
@@ -42,7 +41,6 @@ SILENCE_S = 120.0
 
 
 class BackfillTask(NamedTuple):
-    source: str
     settings: Values
     """Without the password, which the task finds on its own machine."""
     identity: Identity
@@ -75,30 +73,30 @@ class Backfilled:
 
 
 def backfill(
-    source: str,
     target: Path,
     settings: Settings,
     runner: Runner,
     *,
-    groups: int | None = None,
     scratch: str | None = None,
     silence_s: float = SILENCE_S,
     progress: Progress | None = None,
 ) -> Backfilled:
-    """Pull the bucket into `target`, which becomes a mirror. `scratch` is a folder on the disk of each machine. Raises
-    MirrorError and the store's errors.
+    """Pull the bucket of `settings.source` into `target`, which becomes a mirror. `scratch` is a folder on the disk of
+    each machine. Raises MirrorError and the store's errors.
     """
+    assert settings.source is not None
     start_s = time.monotonic()
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: exists already", hint="give a new folder; `run --data` continues a mirror")
-    identity = asyncio.run(_identity(source, settings, groups))
+    found = asyncio.run(find_source(Access.of(parse(settings.source), settings), SystemClock()))
+    identity = found.identity(settings)
     folder = target.with_name(target.name + ".incomplete")
     with FolderLock(folder):
         _begin(folder, identity)
         missing = [group for group in range(identity.group_count) if not handover.is_packed(str(folder), group)]
         wire = to_wire(settings)
-        tasks = [BackfillTask(source, wire, identity, group, scratch, str(folder), silence_s) for group in missing]
+        tasks = [BackfillTask(wire, identity, group, scratch, str(folder), silence_s) for group in missing]
         pulled = runner.run(backfill_task, tasks, progress)
         for each in pulled:
             path = Path(directory.group_path(str(folder), each.group))
@@ -119,34 +117,6 @@ def backfill(
         received_bytes=sum(each.received_bytes for each in pulled),
         file_bytes=sum(each.file_bytes for each in pulled),
         elapsed_s=time.monotonic() - start_s,
-    )
-
-
-async def _identity(source: str, settings: Settings, groups: int | None) -> Identity:
-    found = await discover(Access.of(parse(source), settings), SystemClock())
-    if not found.bucket_name or not found.bucket_uuid or not found.vbucket_count:
-        raise NotSupported(
-            "the source does not say which bucket it serves", hint="only Couchbase buckets can be mirrored"
-        )
-    held = None
-    if settings.vbuckets is not None:
-        held = vbucket_range(settings.vbuckets, "vbuckets")
-        if held[1] >= found.vbucket_count:
-            raise ConfigError(
-                f"vbuckets {held[0]}-{held[1]} are requested, and the bucket has {found.vbucket_count}",
-                hint=f"give a range up to {found.vbucket_count - 1}",
-                setting="vbuckets",
-            )
-        held = None if held[1] - held[0] + 1 == found.vbucket_count else held
-    count = min(groups or settings.groups, held[1] - held[0] + 1 if held else found.vbucket_count)
-    return Identity(
-        found.cluster_uuid or "",
-        found.bucket_name,
-        found.bucket_uuid,
-        found.vbucket_count,
-        count,
-        held,
-        Selection.of(settings.scope, settings.collections).text,
     )
 
 
@@ -215,8 +185,13 @@ def backfill_task(task: BackfillTask) -> Pulled:
 
 
 async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> Pulled:
+    assert settings.source is not None
     consumer = Consumer(
-        settings, source=parse(task.source), writers=[writer], identity=task.identity, worker=f"backfill-{task.group}"
+        settings,
+        source=parse(settings.source),
+        writers=[writer],
+        identity=task.identity,
+        worker=f"backfill-{task.group}",
     )
     running = asyncio.create_task(consumer.run())
     marks: dict[int, int] = {}

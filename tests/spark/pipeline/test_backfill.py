@@ -29,9 +29,9 @@ VBUCKETS = 16
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(source: SandboxThread, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
-    return load().settings
+    return replace(load().settings, source=source.connection_string, groups=4)
 
 
 def fill(cluster: SandboxCluster) -> None:
@@ -69,14 +69,7 @@ def test_the_mirror_is_the_sources_and_run_goes_on_without_a_resync(
     source: SandboxThread, settings: Settings, tmp_path: Path, processes: int
 ) -> None:
     seen: list[tuple[int, int]] = []
-    done = backfill(
-        source.connection_string,
-        tmp_path / "data",
-        settings,
-        LocalRunner(processes),
-        groups=4,
-        progress=lambda *each: seen.append(each),
-    )
+    done = backfill(tmp_path / "data", settings, LocalRunner(processes), progress=lambda *each: seen.append(each))
     assert (done.vbuckets, done.groups, done.groups_done_before) == (VBUCKETS, 4, 0)
     assert seen == [(number, 4) for number in range(1, 5)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
@@ -102,9 +95,9 @@ def test_a_run_that_broke_off_is_gone_on_with(
     with monkeypatch.context() as patch:
         patch.setattr(backfills, "backfill_task", some)
         with pytest.raises(MirrorError, match="the machine is gone"):
-            backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
+            backfill(tmp_path / "data", settings, LocalRunner(1))
     assert not (tmp_path / "data").exists()
-    done: Backfilled = backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
+    done: Backfilled = backfill(tmp_path / "data", settings, LocalRunner(1))
     assert done.groups_done_before == 2
     assert requested_starts(source) == [[0]] * VBUCKETS
     is_the_sources(source, tmp_path / "data")
@@ -119,8 +112,8 @@ def test_what_is_left_of_another_bucket_or_other_groups_is_begun_again(
     with monkeypatch.context() as patch:
         patch.setattr(backfills, "_finish", fail)
         with pytest.raises(MirrorError, match="killed"):
-            backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4)
-    done = backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=2)
+            backfill(tmp_path / "data", settings, LocalRunner(1))
+    done = backfill(tmp_path / "data", replace(settings, groups=2), LocalRunner(1))
     assert (done.groups, done.groups_done_before) == (2, 0)
     is_the_sources(source, tmp_path / "data")
 
@@ -136,7 +129,7 @@ def test_the_source_may_write_and_lose_history_meanwhile(
                 source.call(source.cluster.failover, vbid, lose=3)
             source.call(source.cluster.set, "after", b"{}")
 
-    backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, progress=harm)
+    backfill(tmp_path / "data", settings, LocalRunner(1), progress=harm)
     with Service(source.connection_string, tmp_path / "data") as service:
         service.start()
 
@@ -159,8 +152,8 @@ def test_the_source_may_write_and_lose_history_meanwhile(
 
 
 def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
-    some = replace(settings, vbuckets="4-11", collections=("s.c",))
-    done = backfill(source.connection_string, tmp_path / "data", some, LocalRunner(1), groups=3)
+    some = replace(settings, vbuckets="4-11", collections=("s.c",), groups=3)
+    done = backfill(tmp_path / "data", some, LocalRunner(1))
     assert (done.vbuckets, done.groups) == (8, 3)
     assert check(str(tmp_path / "data")).problems == []
     with open_view(str(tmp_path / "data")) as view:
@@ -169,18 +162,18 @@ def test_a_part_of_the_vbuckets_and_one_collection(source: SandboxThread, settin
     expected = {f"line::{number:03}".encode() for number in range(400)}
     assert found == {key for key in expected if 4 <= vbucket_of(key, VBUCKETS) <= 11}
     with pytest.raises(ConfigError, match="the bucket has 16"):
-        backfill(source.connection_string, tmp_path / "more", replace(settings, vbuckets="4-99"), LocalRunner(1))
+        backfill(tmp_path / "more", replace(settings, vbuckets="4-99"), LocalRunner(1))
 
 
 def test_what_cannot_be_is_said_at_once(source: SandboxThread, settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.doc").touch()
     with pytest.raises(ConfigError, match="exists already"):
-        backfill(source.connection_string, tmp_path / "full", settings, LocalRunner(1))
+        backfill(tmp_path / "full", settings, LocalRunner(1))
     with pytest.raises(ConnectFailed):
-        backfill("couchbase://demo@127.0.0.1:1/demo", tmp_path / "data", settings, LocalRunner(1))
+        backfill(tmp_path / "data", replace(settings, source="couchbase://demo@127.0.0.1:1/demo"), LocalRunner(1))
     with pytest.raises(MirrorError, match="/no/such/folder"):
-        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), scratch="/no/such/folder")
+        backfill(tmp_path / "data", settings, LocalRunner(1), scratch="/no/such/folder")
     assert not (tmp_path / "data").exists()
 
 
@@ -189,7 +182,7 @@ def test_a_source_that_falls_silent_is_given_up_by_name(
 ) -> None:
     source.call(lambda: source.cluster.faults.streams.mute([5]))
     with pytest.raises(SourceTimeout, match="vbucket 5 makes no progress"):
-        backfill(source.connection_string, tmp_path / "data", settings, LocalRunner(1), groups=4, silence_s=2)
+        backfill(tmp_path / "data", settings, LocalRunner(1), silence_s=2)
 
 
 def test_the_same_by_sparks_executors(
@@ -197,11 +190,9 @@ def test_the_same_by_sparks_executors(
 ) -> None:
     (tmp_path / "scratch").mkdir()
     done = backfill(
-        source.connection_string,
         tmp_path / "data",
         replace(settings, password_file=secret(tmp_path)),
         SparkRunner(spark),
-        groups=4,
         scratch=str(tmp_path / "scratch"),
     )
     assert (done.groups, list((tmp_path / "scratch").iterdir())) == (4, [])

@@ -8,6 +8,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_tables_are_the_source_from_its_backfill_through_a_failover_while_they_a
         return state
 
     written = {number: TABLES[number % 4 == 0] for number in range(DOCUMENTS) if number % 10}
-    done = backfill(source.connection_string, data, settings, LocalRunner(1), groups=2)
+    done = backfill(data, replace(settings, source=source.connection_string, groups=2), LocalRunner(1))
     assert done.vbuckets == VBUCKETS
     with Service(source.connection_string, data, "--workers", "1") as service:
         service.start()
