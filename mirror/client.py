@@ -74,17 +74,12 @@ def ask(directory: Path, command: ControlCommand, *, timeout_s: float = TIMEOUT_
 
 
 def _read_line(line: socket.socket) -> Reply:
-    chunks: list[bytes] = []
-    length = 0
-    while chunk := line.recv(1 << 20):
-        chunks.append(chunk)
-        length += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-        if length > ANSWER_LENGTH_MAX:
-            raise SupervisionError(f"the service's answer is longer than {ANSWER_LENGTH_MAX} bytes")
+    with line.makefile("rb", buffering=1 << 20) as answers:
+        text = answers.readline(ANSWER_LENGTH_MAX + 1)
+    if len(text) > ANSWER_LENGTH_MAX:
+        raise SupervisionError(f"the service's answer is longer than {ANSWER_LENGTH_MAX} bytes")
     try:
-        answer = json.loads(b"".join(chunks))
+        answer = json.loads(text)
     except ValueError:
         raise ConnectionResetError("the service went away in mid-answer") from None
     if not isinstance(answer, dict):

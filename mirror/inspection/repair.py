@@ -16,6 +16,7 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import MirrorError, SourceTimeout, SupervisionError
 from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
 from mirror.messages import Resync
 from storage.env import directory
@@ -99,7 +100,7 @@ async def _resync_here(
         work = asyncio.create_task(consumer.run())
         try:
             for vbid in vbids:
-                await consumer.request(Resync(vbid))
+                commands.execute(consumer, Resync(vbid))
             writer_of = {int(vbid): writer for writer in writers for vbid in writer.vbids}
             left = set(vbids)
             since = clock.monotonic()
@@ -112,7 +113,7 @@ async def _resync_here(
                     since = clock.monotonic()
                     progress(len(vbids) - len(left), len(vbids))
                 if clock.monotonic() - since > timeout_s:
-                    raise _late(left, timeout_s, str(consumer.status()["error"] or ""))
+                    raise _late(left, timeout_s, consumer.map_follower.error or "")
         finally:
             await consumer.stop()
             await work

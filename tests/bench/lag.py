@@ -11,7 +11,8 @@ import asyncio
 import socket
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
     """Have each commit of the consumer add what became visible, and when."""
     seen = {vbid: int(vbucket.writer.base.published_seqno) for vbid, vbucket in consumer.vbuckets.items()}
 
-    def note(group: Group) -> None:
+    def note(group: Group, commit: Callable[..., None], **options: bool) -> None:
+        commit(**options)
         now = time.monotonic()
         for vbid in group.vbuckets:
             published = int(group.writer.vbuckets[vbid].base.published_seqno)
@@ -103,7 +105,8 @@ def _note_visible(consumer: Consumer, visible: list[Write]) -> None:
                 seen[vbid] = published
                 visible.append((vbid, published, now))
 
-    consumer.commits.on_committed = note
+    for group in consumer.commits.groups:
+        group.commit = partial(note, group, group.commit)  # type: ignore[method-assign]
 
 
 def _follow(pipe: Connection, connection_string: str, path: str, sync: str) -> None:

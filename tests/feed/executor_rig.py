@@ -29,7 +29,7 @@ class FakeVbucket(VbucketHost):
     stream_filter: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, writer: GroupWriter) -> None:
-        super().__init__(int(VBID), StoreSink(writer.vbuckets[0], self), ManualClock())
+        super().__init__(int(VBID), StoreSink(writer.vbuckets[0], self.commit), ManualClock())
         self.writer = writer
         self.machine = VbucketMachine(VBID, self.sink.state())
         self.done: list[Any] = []
@@ -61,9 +61,6 @@ class FakeVbucket(VbucketHost):
     def commit(self) -> None:
         self.done.append("commit")
         self.writer.commit()
-
-    def branch_changed(self) -> None:
-        self.done.append(("branch", self.writer.vbuckets[self.vbid].prefix))
 
     def refresh_map(self, config: bytes) -> None:
         self.done.append(("map", config))

@@ -63,9 +63,6 @@ class _Around:
     clock = ManualClock()
     resolved = _Shown
 
-    def __init__(self) -> None:
-        self.collections = self.map_follower = self
-
     def refresh_map(self, config: bytes, vbid: int) -> None: ...
 
     def look(self, vbid: int) -> None: ...
@@ -115,7 +112,8 @@ class GatedVbucket:
         )
         self.session = ScriptedSession()
         around: Any = _Around()
-        self.actor = MirroredVbucket(VBID, _Group(self), around, PersistenceGate() if gated else None)
+        group: Any = _Group(self)
+        self.actor = MirroredVbucket(VBID, group, around.clock, around, around, PersistenceGate() if gated else None)
         self.actor.start_machine()
         self.connect()
 
@@ -132,7 +130,7 @@ class GatedVbucket:
 
     def commit(self) -> None:
         for _, seqno in self.writer.commit().published:
-            self.actor.published(seqno)
+            self.actor.handle(events.Published(seqno))
 
     # --- the source
 
@@ -155,7 +153,7 @@ class GatedVbucket:
         rows = [row(self.writer.vbuckets[VBID].prefix, key, value, seqno) for seqno, (key, value) in items.items()]
         self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:
-            self.actor.published(seqno)
+            self.actor.handle(events.Published(seqno))
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
         """Every copy answers so."""

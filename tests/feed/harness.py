@@ -10,14 +10,25 @@ from typing import Any
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.status import ConsumerStatus
 from mirror.ingest.selection import Selection
+from mirror.messages import ProcessReport, Resync, RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage.env import directory
 from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
 
 WAIT_S = 30.0
+
+
+class ReportingConsumer(Consumer):
+    def status(self) -> ProcessReport:
+        return ConsumerStatus(self).report()
+
+    def request(self, command: RollBack | Resync) -> dict[str, int]:
+        return commands.execute(self, command)
 
 
 class Mirror:
@@ -61,10 +72,10 @@ class Mirror:
         )
         self.own_groups = own_groups if own_groups is not None else list(range(groups))
         self.writers: list[GroupWriter] = []
-        self.consumer: Consumer | None = None
+        self.consumer: ReportingConsumer | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def start(self, connection_string: str, **more: Any) -> Consumer:
+    def start(self, connection_string: str, **more: Any) -> ReportingConsumer:
         clock = SystemClock()
         self.writers = [
             GroupWriter(
@@ -79,7 +90,7 @@ class Mirror:
             )
             for group in self.own_groups
         ]
-        self.consumer = Consumer(
+        self.consumer = ReportingConsumer(
             self.settings,
             source=parse(connection_string),
             writers=self.writers,

@@ -28,19 +28,19 @@ async def test_rollback_on_command_and_streaming_on_from_there(cluster: SandboxC
     boundary = mirror.row(3)["published_seqno"]
     cluster.set("later", {"a": 1}, vbid=3)
     await follow(mirror, cluster)
-    answer = await consumer.request(RollBack(3, boundary))
+    answer = consumer.request(RollBack(3, boundary))
     expected = {"vbid": 3, "boundary_seqno": boundary, "from_branch": 1, "from_seqno": boundary + 1, "branch": 2}
     assert answer == expected
     await follow(mirror, cluster)
     assert mirror.row(3)["rollback_count"] == 1
     assert mirror.row(3)["requested_again_bytes"] == 0  # it comes again because it was taken back
-    nothing = await consumer.request(RollBack(3, 10**9))
+    nothing = consumer.request(RollBack(3, 10**9))
     assert nothing["boundary_seqno"] == nothing["from_seqno"] == boundary + 1
     with pytest.raises(NoSuchBoundary, match="history begins at seqno"):
-        await consumer.request(RollBack(3, 0))
+        consumer.request(RollBack(3, 0))
     assert (mirror.row(3)["rollback_count"], mirror.row(3)["state"]) == (1, "streaming")
     with pytest.raises(ConfigError):
-        await consumer.request(RollBack(99, 1))
+        consumer.request(RollBack(99, 1))
     await mirror.stop()
     assert_equal(mirror, cluster)
 
@@ -53,7 +53,7 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     await mirror.until(lambda: mirror.row(3)["lag_seqnos"] == 0, "all of it is published")
     high_seqno = cluster.vbucket(3).high_seqno
     before = mirror.row(3)["branch"]
-    answer = await consumer.request(Resync(3))
+    answer = consumer.request(Resync(3))
     assert mirror.row(3)["published_seqno"] == mirror.row(3)["lag_seqnos"] == high_seqno, "not of what is streamed"
     assert not consumer.vbuckets[3].has_published(high_seqno)
     assert (answer["vbid"], mirror.row(3)["branch"]) == (3, before), "what is served is what was"
@@ -66,7 +66,7 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     await follow(mirror, cluster)
     assert {row["branch"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {before}
     with pytest.raises(ConfigError, match="resync of vb 99"):
-        await consumer.request(Resync(99))
+        consumer.request(Resync(99))
     await mirror.stop()
     assert_equal(mirror, cluster)
 

@@ -1,37 +1,43 @@
-"""The connections of a consumer or a reader: one for each node, and the source waits on all of them or on none."""
+"""The connections of a consumer or a reader: one for each node, kept with growing pauses; the source waits on all of
+them or on none.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mirror.clock import SystemClock
-from mirror.errors import ClusterError, ConnectFailed, MirrorError
-from mirror.feed.cluster.connections import Connections, NodeKeeper
+from mirror.config_reader import validated
+from mirror.errors import AuthRejected, ClusterError, ConnectFailed, MirrorError
+from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s
 from mirror.feed.connection.connection_string import NodeAddress
+from mirror.wire.errors import RemoteProtocolError
 from tests.feed.scripted_node import ScriptedNode
 from tests.feed.test_bootstrap import access_to
+from tests.manual_clock import ManualClock
 
 ONE, OTHER = NodeAddress("node", 1), NodeAddress("node", 2)
+RETRIES: dict[str, Any] = {"retry_delay_min_ms": 100, "retry_delay_max_ms": 1000}
 
 
 class FakeSession:
-    """Opens when the test says so."""
+    """Opens or fails as the owner of the connections says."""
 
-    may_open: asyncio.Event
-
-    def __init__(self, _access: Any, address: NodeAddress, _owner: Any, _clock: Any, **named: Any) -> None:
+    def __init__(self, _access: Any, address: NodeAddress, owner: Owner, _clock: Any, **named: Any) -> None:
         self.address = address
-        self.named = named
+        self.opaques = named["opaques"]
         self.ready = self.acks_held = False
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
+        self._owner = owner
+        owner.sessions.append(self)
 
     async def open(self) -> None:
-        await self.may_open.wait()
+        await self._owner.may_open.wait()
+        if self._owner.outcomes and (outcome := self._owner.outcomes.pop(0)) is not None:
+            raise outcome
         self.ready = True
 
     def close(self, error: ClusterError | None = None) -> None:
@@ -44,52 +50,55 @@ class FakeSession:
 
 
 class Owner:
-    """Writes down which nodes came."""
+    """Owns the connections, and writes down what becomes of them."""
 
-    def __init__(self) -> None:
-        self.ready: list[NodeAddress] = []
-        self.changed = asyncio.Event()
+    def __init__(self, access: Any) -> None:
+        self.outcomes: list[Exception | None] = []
+        """What sessions fail with, in order; None: it opens."""
+        self.sessions: list[FakeSession] = []
+        self.notified: list[str] = []
+        self.defects: list[str] = []
+        self.may_open = asyncio.Event()
+        self.may_open.set()
+        self.clock = ManualClock()
+        on_defect = lambda error: self.defects.append(str(error))  # noqa: E731
+        anything: Any = self
+        self.connections = Connections(access, self.clock, anything, anything, name="test", on_defect=on_defect)
 
     def on_node_ready(self, keeper: NodeKeeper) -> None:
-        self.ready.append(keeper.address)
-        self.changed.set()
+        assert keeper.ready
+        self.notified.append("ready")
 
-    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None: ...
+    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
+        assert not keeper.ready
+        self.notified.append(error.what)
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not holds():
-                await self.changed.wait()
-                self.changed.clear()
-
-
-@pytest.fixture
-async def owner() -> Owner:
-    return Owner()
+    async def pass_time(self, seconds: float = 0) -> None:
+        for advance in (0, seconds):
+            self.clock.advance(advance)
+            for _ in range(5):
+                await asyncio.sleep(0)
 
 
 @pytest.fixture
-async def connections(owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Connections:
+async def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
     monkeypatch.setattr("mirror.feed.cluster.connections.NodeSession", FakeSession)
-    FakeSession.may_open = asyncio.Event()
-    anything: Any = owner
     node = ScriptedNode()
     node.port = 11210
-    return Connections(
-        access_to(node, tmp_path), SystemClock(), anything, anything, name="test", on_defect=lambda error: None
-    )
+    return Owner(access_to(node, tmp_path, **RETRIES))
 
 
-async def test_a_node_has_one_keeper_for_as_long_as_it_is_needed(connections: Connections, owner: Owner) -> None:
-    FakeSession.may_open.set()
+async def test_a_node_has_one_keeper_for_as_long_as_it_is_needed(owner: Owner) -> None:
+    connections = owner.connections
     keeper = connections.keep(ONE)
     assert connections.keep(ONE) is keeper
     connections.keep(OTHER)
-    await owner.until(lambda: len(owner.ready) == 2)
-    first, second = connections.ready_sessions()
-    assert (connections.session_at(ONE), connections.session_at(OTHER)) == (first, second)
-    one, other = (vars(session)["named"]["opaques"] for session in (first, second))
-    assert one is other, "or a message of one would be taken for one of the other"
+    await owner.pass_time()
+    first, second = owner.sessions
+    ready: list[Any] = list(connections.ready_sessions())
+    assert ready == [first, second]
+    assert ready == [connections.session_at(ONE), connections.session_at(OTHER)]
+    assert first.opaques is second.opaques, "or a message of one would be taken for one of the other"
     connections.retain({OTHER, None})
     assert (connections.session_at(ONE), list(connections.keepers)) == (None, [OTHER])
     await connections.close()
@@ -98,21 +107,84 @@ async def test_a_node_has_one_keeper_for_as_long_as_it_is_needed(connections: Co
     assert connections.keepers == {}
 
 
-async def test_the_source_waits_also_on_a_session_that_opens_meanwhile(connections: Connections, owner: Owner) -> None:
-    connections.keep(ONE)
-    connections.hold_acks()
-    FakeSession.may_open.set()
-    await owner.until(lambda: owner.ready == [ONE])
-    (session,) = connections.ready_sessions()
+async def test_the_source_waits_also_on_a_session_that_opens_meanwhile(owner: Owner) -> None:
+    owner.may_open.clear()
+    owner.connections.keep(ONE)
+    owner.connections.hold_acks()
+    owner.may_open.set()
+    await owner.pass_time()
+    (session,) = owner.connections.ready_sessions()
     assert session.acks_held
-    connections.release_acks()
+    owner.connections.release_acks()
     assert not session.acks_held
-    await connections.close()
+    await owner.connections.close()
 
 
-async def test_what_stands_in_the_way_is_said_once(connections: Connections) -> None:
-    assert connections.errors() == ""
+async def test_what_stands_in_the_way_is_said_once(owner: Owner) -> None:
+    assert owner.connections.errors() == ""
     for address in (ONE, OTHER):
-        connections.keep(address).error = ConnectFailed("no route")
-    assert connections.errors() == "; no route"
-    await connections.close()
+        owner.connections.keep(address).error = ConnectFailed("no route")
+    assert owner.connections.errors() == "; no route"
+    await owner.connections.close()
+
+
+def test_pauses_double_up_to_the_cap_and_spread() -> None:
+    settings = validated(RETRIES)
+    assert [pause_s(attempt, settings, 1.0) for attempt in range(6)] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert pause_s(10**9, settings, 1.0) == 1.0
+    assert pause_s(-1, settings, 1.0) == 0.1
+    assert pause_s(0, settings, 0.0) == 0.05
+
+
+async def test_node_that_fails_is_tried_again_after_growing_pauses(owner: Owner) -> None:
+    owner.outcomes = [ConnectFailed("one"), RemoteProtocolError("two"), AuthRejected("three")]
+    keeper = owner.connections.keep(ONE)
+    await owner.pass_time()
+    assert owner.notified == ["one"]
+    await owner.pass_time(0.049)
+    assert len(owner.sessions) == 1
+    await owner.pass_time(0.2)
+    await owner.pass_time(0.3)
+    assert owner.notified == ["one", "two", "three"]
+    assert keeper.failures == 3
+    assert isinstance(keeper.error, AuthRejected)
+    await owner.pass_time(0.5)
+    assert owner.notified[-1] == "three", "after a refusal the pause is longer"
+    await owner.pass_time(4.0)
+    assert owner.notified[-1] == "ready"
+    assert keeper.failures == 0
+    assert keeper.error is None
+    await keeper.stop()
+
+
+async def test_lost_session_is_replaced_by_one_other(owner: Owner) -> None:
+    keeper = owner.connections.keep(ONE)
+    await owner.pass_time()
+    owner.sessions[0].close(ConnectFailed("lost"))
+    await owner.pass_time()
+    assert owner.notified == ["ready", "lost"]
+    assert keeper.session is None
+    await owner.pass_time(0.2)
+    assert owner.notified == ["ready", "lost", "ready"]
+    assert (len(owner.sessions), keeper.reconnects) == (2, 1)
+    await keeper.stop()
+
+
+@pytest.mark.parametrize("outcome", [None, ConnectFailed("down")])
+async def test_stopped_keeper_leaves_nothing_open_and_tries_no_more(owner: Owner, outcome: Exception | None) -> None:
+    owner.outcomes = [outcome]
+    keeper = owner.connections.keep(ONE)
+    await owner.pass_time()
+    await keeper.stop()
+    await owner.pass_time(100)
+    (session,) = owner.sessions
+    assert not keeper.ready
+    assert not session.ready
+    assert owner.defects == [], "an end on demand is no defect"
+
+
+async def test_a_defect_that_ends_the_keeping_is_reported(owner: Owner) -> None:
+    owner.outcomes = [AssertionError("a defect")]
+    owner.connections.keep(ONE)
+    await owner.pass_time()
+    assert owner.defects == ["a defect"]

@@ -38,8 +38,7 @@ def test_without_a_machine_the_rest_of_a_list_is_not_executed(vbucket: FakeVbuck
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbucket: FakeVbucket) -> None:
     vbucket.answers[events.Abandoned] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "abandoned")]
     vbucket.execute([ins.AbandonStaged(VBID, "t"), ins.RefreshMap(VBID, "t", b"config")])
-    prefix = vbucket.writer.vbuckets[0].prefix
-    assert vbucket.done == ["commit", ("branch", prefix), ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
+    assert vbucket.done == ["commit", ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
 
 
 def test_requests_go_out_or_the_machine_learns_that_there_is_no_connection(vbucket: FakeVbucket) -> None:

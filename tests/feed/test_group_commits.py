@@ -48,7 +48,7 @@ async def test_damaged_group_stops_and_the_others_go_on(
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "page 7" in consumer.status()["groups"][1]["error"]
     with pytest.raises(CorruptedError):
-        await consumer.request(RollBack(1, 0))
+        consumer.request(RollBack(1, 0))
     monkeypatch.undo()
     await mirror.stop()
 

@@ -33,7 +33,7 @@ class Polling(MapFollower):
 
     def __init__(self, path: Path, first: ScriptedNode, clock: Clock | None = None, **settings: Any) -> None:
         access = access_to(first, path, **{"map_poll_interval_s": 0.05, "retry_delay_max_ms": 100, **settings})
-        super().__init__(access, clock or SystemClock(), NewestMap(), self, lambda task: None)
+        super().__init__(access, clock or SystemClock(), NewestMap(), self)
         self.received: list[tuple[int, int]] = []
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:

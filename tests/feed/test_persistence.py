@@ -246,13 +246,14 @@ async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map
     refreshed: list[int] = []
     mirror = mirror_of(cluster, tmp_path)
     access = Access.of(parse(cluster.connection_string), mirror.settings)
-    poller = PersistencePoller(access, Away(), SystemClock())
+    away: Any = Away()
+    poller = PersistencePoller(access, away, SystemClock())
     assert await poller.ask({0: cluster.vbucket(0).vbuuid}) == {0: 0}
     assert await poller.ask({0: 12345}) == {}  # an unknown history
     assert await poller.ask({0: cluster.vbucket(0).vbuuid, 200: 1}) == {0: 0}
     assert refreshed == [200]
-    for link in poller._links.values():
-        link.close()
+    for node in poller._nodes.values():
+        node.close()
 
 
 # --- histories
@@ -322,7 +323,7 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
     received: list[int] = []
     high = write(cluster, 0, 3)
     access = Access.of(parse(cluster.connection_string), mirror_of(cluster, tmp_path).settings)
-    copies = Moving()
+    copies: Any = Moving()
     task = asyncio.create_task(PersistencePoller(access, copies, SystemClock()).run([Waiting()]))
     async with asyncio.timeout(10):
         await copies.looked.wait()

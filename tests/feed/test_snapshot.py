@@ -14,8 +14,8 @@ def test_a_snapshot_is_valid_until_it_is_closed() -> None:
     spool = Spool(SpoolFile())
     frame = encode_mutation(b"k", b"v", 7, collection_id=8)
     spool.append([frame])
-    closed: list[int] = []
-    snapshot = Snapshot(3, 99, 5, 7, spool, manifest=Manifest.initial(), on_close=lambda: closed.append(1))
+    closed: list[tuple[int, int]] = []
+    snapshot = Snapshot(3, 99, 5, 7, spool, Manifest.initial(), on_close=lambda *held: closed.append(held))
     assert (snapshot.position, snapshot.row_count, snapshot.byte_count) == (Position(99, 7), 1, len(frame))
     (document,) = snapshot.documents()
     assert (document.vbid, document.collection_id, document.key, document.value, document.seqno) == (
@@ -27,6 +27,6 @@ def test_a_snapshot_is_valid_until_it_is_closed() -> None:
     )
     snapshot.close()
     snapshot.close()
-    assert closed == [1]
+    assert closed == [(len(frame), 0)]
     with pytest.raises(AssertionError, match="valid until"):
         next(snapshot.frames())

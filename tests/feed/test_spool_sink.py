@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from mirror.feed.read.reader import SourceReader
 from mirror.feed.read.snapshot import Position, Snapshot
-from mirror.feed.read.spool import Spool, SpoolFile
+from mirror.feed.read.spool import OpenSpools, SpoolFile
 from mirror.feed.read.spool_sink import SpoolSink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
@@ -26,24 +25,9 @@ class Owner:
     """A read that keeps what it is handed."""
 
     def __init__(self) -> None:
-        self.file = SpoolFile()
-        self.open_bytes = 0
+        self.spools = OpenSpools(SpoolFile(), 10_000)
         self.snapshots: list[Snapshot] = []
         self.lost: list[int] = []
-
-    def took(self, byte_count: int) -> None:
-        self.open_bytes += byte_count
-
-    def dropped(self, spool: Spool) -> None:
-        self.open_bytes -= spool.memory_bytes
-        spool.close()
-
-    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None:
-        self.open_bytes -= spool.memory_bytes
-        self.snapshots.append(snapshot)
-
-    def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        return lambda: None
 
 
 @pytest.fixture
@@ -53,7 +37,7 @@ def owner() -> Owner:
 
 @pytest.fixture
 def sink(owner: Owner) -> SpoolSink:
-    return SpoolSink(int(VBID), Position(), owner, owner.lost.append)
+    return SpoolSink(int(VBID), Position(), owner.spools, owner.snapshots.append, owner.lost.append)
 
 
 def stage(*seqnos: int) -> ins.StageRows:
@@ -76,7 +60,7 @@ def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: 
         (0, 5, 2, 7),
         (5, 9, 1, 7),
     ]
-    assert (first.purge_seqno, second.purge_seqno, owner.open_bytes) == (2, None, 0)
+    assert (first.purge_seqno, second.purge_seqno, owner.spools.memory_bytes) == (2, None, 0)
     assert sink.position == Position(7, 9)
     assert (sink.state().published_seqno, sink.state().source_purge_seqno) == (9, 2)
 
@@ -87,7 +71,7 @@ def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: Spoo
     assert sink.abandon(ins.AbandonStaged(VBID, "t")) == events.Abandoned(sink.state())
     sink.stage_rows(stage(1))
     assert isinstance(sink.stage_rows(stage(4, 3)), events.StagingRefused)
-    assert owner.open_bytes == 0
+    assert owner.spools.memory_bytes == 0
     sink.publish(publish(9))
     (snapshot,) = owner.snapshots
     assert (snapshot.row_count, snapshot.manifest) == (0, Manifest.initial())

@@ -82,7 +82,8 @@ async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_
 
 
 def has_map(consumer: Consumer, rev: int) -> bool:
-    return bool(consumer.status()["map"]["rev"] == rev)
+    followed = consumer.map_follower.current
+    return followed is not None and followed.rev == rev
 
 
 async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(

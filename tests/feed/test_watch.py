@@ -14,6 +14,7 @@ import pytest
 
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, SourceTimeout
+from mirror.feed.connection.bootstrap import Handshake
 from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
@@ -105,6 +106,14 @@ async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: Sa
     await mirror.stop()
 
 
+def watch_of(keepers: Any, vbuckets_at: Any, settings: dict[str, Any], clock: ManualClock | None = None) -> SourceWatch:
+    access = SimpleNamespace(settings=validated(settings))
+    connections: Any = SimpleNamespace(keepers=keepers, access=access, clock=clock or ManualClock())
+    collections: Any = SimpleNamespace(polled_collections=None)
+    reopen: Any = lambda vbucket, cause: vbucket.done.append(cause)  # noqa: E731
+    return SourceWatch(connections, collections, vbuckets_at, reopen)
+
+
 async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """With many collections a poll is many queries: a node that comes and goes must not multiply those of the rest."""
     polled: list[str] = []
@@ -118,17 +127,12 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
             await asyncio.sleep(0)
 
     def session(link: str) -> SimpleNamespace:
-        return SimpleNamespace(ready=True, link=link)
+        return SimpleNamespace(ready=True, link=link, handshake=Handshake(frozenset()))
 
     monkeypatch.setattr("mirror.feed.follow.watch.fetch_high_seqnos", fetch)
     keepers = {name: SimpleNamespace(address=name, session=None) for name in ("a", "b")}
     keepers["a"].session = session("a, first")
-    watched: Any = SimpleNamespace(
-        connections=SimpleNamespace(keepers=keepers),
-        collections=SimpleNamespace(polled_collections=None),
-        vbuckets_at=lambda _address: [],
-    )
-    watch = SourceWatch(watched, validated({"seqno_poll_interval_s": 600}), ManualClock(), lambda _task: None)
+    watch = watch_of(keepers, lambda _address: [], {"seqno_poll_interval_s": 600})
     running = asyncio.create_task(watch.run())
     await turns()
     assert polled == ["a, first"]
@@ -281,26 +285,12 @@ class Stand:
         self.done.append(str(error))
 
 
-class Watching:
-    collections = SimpleNamespace(polled_collections=None)
-    connections = SimpleNamespace(keepers={"node": None})
-
-    def __init__(self, stand: Stand) -> None:
-        self.stand = stand
-
-    def vbuckets_at(self, _address: Any) -> list[Any]:
-        return [self.stand]
-
-    def reopen(self, _vbucket: Any, cause: str) -> None:
-        self.stand.done.append(cause)
-
-
 @pytest.fixture
 def watched() -> tuple[ManualClock, Stand, SourceWatch]:
     clock = ManualClock()
     stand = Stand(clock)
-    settings = validated({"stall_timeout_s": 100})
-    return clock, stand, SourceWatch(Watching(stand), settings, clock, lambda _task: None)  # type: ignore[arg-type]
+    watch = watch_of({"node": None}, lambda _address: [stand], {"stall_timeout_s": 100}, clock)
+    return clock, stand, watch
 
 
 def later(clock: ManualClock, watch: SourceWatch, seconds: float) -> None:

@@ -248,13 +248,13 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/feed/cluster/connections.py",
-        "session.map_watch = self._map_watch",
-        "pass",
+        "check=self._check",
+        "check=None",
         "tests/feed/test_reader.py -k was_recreated",
     ),
     Mutation(
         "mirror/feed/cluster/connections.py",
-        "keeper.session.acks_held = self.acks_held",
+        "session.acks_held = connections.acks_held",
         "pass",
         "tests/feed/test_connections.py",
     ),

@@ -23,6 +23,7 @@ from mirror.feed.connection.bootstrap import Handshake
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.connection.transport import Link
+from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
 from mirror.ingest import events as machine_events
 from mirror.ingest.selection import SourceManifest
@@ -45,7 +46,7 @@ from storage.write.pending import PendingVbucket
 from storage.write.writer import GroupWriter, RollbackResult, VbucketWriter, WriterOptions
 from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
-from tests.sim.loop import SimLoop, drive
+from tests.sim.loop import SimLoop
 from tests.sim.network import Wire
 from tests.sim.processes import elsewhere
 from tests.sim.source import Source
@@ -644,7 +645,7 @@ class Mirror:
 
     def roll_back(self, vbid: int, to_seqno: int) -> int:
         """The operator's command."""
-        result = drive(self.consumer.request(RollBack(vbid, to_seqno)))
+        result = commands.execute(self.consumer, RollBack(vbid, to_seqno))
         return int(result["boundary_seqno"])
 
     @property

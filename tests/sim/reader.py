@@ -153,9 +153,9 @@ class SimReader:
         self.until = {vbid: self.source.vbucket(vbid).high_seqno for vbid in chosen} if bounded else None
         self.past_counts = {vbid: self.source.past_count(vbid) for vbid in chosen}
         self.counts["bounded reads begun" if bounded else "endless reads begun"] += 1
-        services: Any = SimpleNamespace(clock=self.clock, maps=self, connections=self, queries=self)
+        source: Any = SimpleNamespace(clock=self.clock, maps=self, connections=self, stream_filter=self.stream_filter)
         self.read = BoundedRead(
-            services,
+            source,
             SpoolFile(),
             {vbid: self.positions[vbid] for vbid in chosen},
             self.until,

@@ -10,21 +10,21 @@ failure until the next success; an ended keeper leaves nothing open.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.errors import MirrorError
-from mirror.feed.connection.bootstrap import Access
+from mirror.errors import HandshakeFailed, MirrorError
+from mirror.feed.connection.bootstrap import Access, Handshake, enter
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.session import MapWatch, NodeSession, SessionOwner
-from mirror.feed.connection.transport import Opaques
+from mirror.feed.connection.session import CheckNode, NodeSession, SessionOwner
+from mirror.feed.connection.transport import Link, Opaques
 from mirror.ingest.instructions import RetryReason
 from mirror.ingest.reactions import delay_s
 from mirror.log import get_logger
 from mirror.wire.errors import ProtocolError
+from mirror.wire.frame import Frame
 
 log = get_logger("feed")
 
@@ -41,7 +41,7 @@ class Connections:
         access: Access,
         clock: Clock,
         owner: ConnectionsOwner,
-        map_watch: MapWatch,
+        check: CheckNode,
         *,
         name: str,
         on_defect: Callable[[BaseException], None],
@@ -50,13 +50,12 @@ class Connections:
         self.keepers: dict[NodeAddress, NodeKeeper] = {}
         self.opaques = Opaques()
         self.acks_held = False
-        self.with_history = False
-        self._access = access
-        self._clock = clock
-        self._owner = owner
-        self._map_watch = map_watch
+        self.access = access
+        self.clock = clock
+        self.owner = owner
+        self.on_defect = on_defect
+        self._check = check
         self._name = name
-        self._on_defect = on_defect
         self._stopping: set[asyncio.Task[None]] = set()
 
     # -- nodes ----------------------------------------------------------------------------------------------------
@@ -65,10 +64,7 @@ class Connections:
         """Return the keeper of a node, begun if there was none."""
         keeper = self.keepers.get(address)
         if keeper is None:
-            keeper = NodeKeeper(address, self._make_session, self, self._access.settings, self._clock)
-            keeper.on_died = self._on_defect
-            self.keepers[address] = keeper
-            keeper.start()
+            keeper = self.keepers[address] = NodeKeeper(address, self)
         return keeper
 
     def retain(self, needed: Collection[NodeAddress | None]) -> None:
@@ -82,11 +78,11 @@ class Connections:
         await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()), *self._stopping)
         self.keepers.clear()
 
-    def _make_session(self, address: NodeAddress) -> NodeSession:
-        session = NodeSession(self._access, address, self._owner, self._clock, name=self._name, opaques=self.opaques)
-        session.map_watch = self._map_watch
-        session.with_history = self.with_history
-        return session
+    def make_session(self, address: NodeAddress) -> NodeSession:
+        """Return a session that is not open yet."""
+        return NodeSession(
+            self.access, address, self.owner, self.clock, name=self._name, opaques=self.opaques, check=self._check
+        )
 
     # -- ready sessions -------------------------------------------------------------------------------------------
 
@@ -118,16 +114,6 @@ class Connections:
     def _open_sessions(self) -> list[NodeSession]:
         return [keeper.session for keeper in self.keepers.values() if keeper.session is not None]
 
-    # -- calls of the keepers -------------------------------------------------------------------------------------
-
-    def on_node_ready(self, keeper: NodeKeeper) -> None:
-        assert keeper.session is not None
-        keeper.session.acks_held = self.acks_held
-        self._owner.on_node_ready(keeper)
-
-    def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        self._owner.on_node_failed(keeper, error)
-
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
     """Return the pause before try number `attempt` (0 is the first after a failure); after a refusal up to a minute."""
@@ -137,32 +123,61 @@ def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError 
     return full_ms * (0.5 + 0.5 * jitter) / 1000
 
 
+def first_error(error: BaseException) -> BaseException:
+    """Return the error of a task, or the first one of a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class QueriedNode:
+    """A connection to one node for questions alone, opened when needed; after failures with growing pauses."""
+
+    def __init__(self, address: NodeAddress, access: Access, clock: Clock) -> None:
+        self.address = address
+        self.failures = 0
+        self.handshake = Handshake(frozenset())
+        self.link: Link | None = None
+        self._access = access
+        self._clock = clock
+        self._not_before_s = 0.0
+
+    @property
+    def pausing(self) -> bool:
+        return self._clock.monotonic() < self._not_before_s
+
+    async def open(self, on_push: Callable[[Frame], None] | None = None) -> Link:
+        """Return the open connection, or log in. Raises ClusterError, ConfigError."""
+        if self.link is None or self.link.closed:
+            self.link, self.handshake = await enter(self._access, self.address, self._clock)
+            self.link.on_push = on_push
+            if self.link.closed:
+                raise HandshakeFailed(f"{self.address} hung up after the login")
+        return self.link
+
+    def failed(self, error: MirrorError) -> None:
+        self.close()
+        pause = pause_s(self.failures, self._access.settings, self._clock.jitter(), error)
+        self._not_before_s = self._clock.monotonic() + pause
+        self.failures += 1
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
 class NodeKeeper:
-    def __init__(
-        self,
-        address: NodeAddress,
-        make: Callable[[NodeAddress], NodeSession],
-        owner: Connections,
-        settings: Settings,
-        clock: Clock,
-    ) -> None:
-        """`make` gives a session that is not open yet."""
+    """Keeps a session to one node until `stop`: opens it, waits for its end, pauses, and opens the next."""
+
+    def __init__(self, address: NodeAddress, connections: Connections) -> None:
         self.address = address
         self.session: NodeSession | None = None
         self.error: MirrorError | None = None
         self.failures = 0
         self.reconnects = 0
-        self.on_died: Callable[[BaseException], None] | None = None
-        """Called when a defect of this program ended the keeper: it would not connect again."""
-        self._make = make
-        self._owner = owner
-        self._settings = settings
-        self._clock = clock
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        assert self._task is None, "a keeper is started once"
-        self._task = asyncio.create_task(self._keep(), name=f"node {self.address}")
+        self._connections = connections
+        self._task = asyncio.create_task(self._keep(), name=f"node {address}")
         self._task.add_done_callback(self._ended)
 
     @property
@@ -170,17 +185,14 @@ class NodeKeeper:
         return self.session is not None and self.session.ready
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if self.session is not None:
-            self.session.close()
-            self.session = None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _keep(self) -> None:
+        connections = self._connections
+        clock, settings = connections.clock, connections.access.settings
         while True:
-            session = self._make(self.address)
+            session = connections.make_session(self.address)
             try:
                 await session.open()
             except (MirrorError, ProtocolError) as error:
@@ -189,18 +201,19 @@ class NodeKeeper:
                 if self.failures:
                     log.info("node-back", node=str(self.address), failures=self.failures)
                 self.session, self.error, self.failures = session, None, 0
-                self._owner.on_node_ready(self)
+                session.acks_held = connections.acks_held
                 try:
+                    connections.owner.on_node_ready(self)
                     self._failed(await asyncio.shield(session.closed))
                 finally:
                     self.session = None
                     session.close()
-            await self._clock.sleep(pause_s(self.failures - 1, self._settings, self._clock.jitter(), self.error))
+            await clock.sleep(pause_s(self.failures - 1, settings, clock.jitter(), self.error))
             self.reconnects += 1
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and self.on_died is not None:
-            self.on_died(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._connections.on_defect(error)
 
     def _failed(self, error: Exception) -> None:
         self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)
@@ -208,4 +221,4 @@ class NodeKeeper:
         self.session = None
         if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8...: a node that stays away does not fill the log
             log.warning("node-failed", node=str(self.address), error=str(self.error), failures=self.failures)
-        self._owner.on_node_failed(self, self.error)
+        self._connections.owner.on_node_failed(self, self.error)

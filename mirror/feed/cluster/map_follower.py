@@ -21,10 +21,10 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
-from mirror.feed.cluster.connections import pause_s
+from mirror.feed.cluster.connections import QueriedNode, pause_s
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.srv import first_addresses
-from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_newer_config, read_map
+from mirror.feed.connection.bootstrap import Access, Handshake, fetch_map, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.connection.transport import Link
@@ -65,22 +65,11 @@ class MapUser(Protocol):
         ...
 
 
-class _Node:
-    def __init__(self, address: NodeAddress) -> None:
-        self.address = address
-        self.task: asyncio.Task[None] | None = None
-        self.link: Link | None = None
-        self.handshake = Handshake(frozenset())
-        self.config = b""
-        """The node's last answer: servers before 7.6 send the whole map each time."""
-        self.failures = 0
-        self.not_before_s = 0.0
-        self.error: str | None = "not queried yet"
-
-    def close(self) -> None:
-        if self.link is not None:
-            self.link.close()
-            self.link = None
+class _Node(QueriedNode):
+    task: asyncio.Task[None] | None = None
+    config = b""
+    """The node's last answer: servers before 7.6 send the whole map each time."""
+    error: str | None = "not queried yet"
 
 
 class MapFollower:
@@ -92,11 +81,8 @@ class MapFollower:
         clock: Clock,
         maps: NewestMap,
         user: MapUser,
-        on_defect: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        """`maps` names the bucket, and which maps are too old. `on_defect` is called with the task of each request that
-        ended, for those that ended in a defect.
-        """
+        """`maps` names the bucket, and which maps are too old."""
         self.maps = maps
         self.session_at: Callable[[NodeAddress], NodeSession | None] = lambda _address: None
         self._access = access
@@ -104,7 +90,6 @@ class MapFollower:
         self._user = user
         self._search_error: str | None = None
         self._has_map = asyncio.Event()
-        self._on_defect = on_defect
         self._nodes: dict[NodeAddress, _Node] = {}
         self._hosts: tuple[NodeAddress, ...] = ()
         self._wake = asyncio.Event()
@@ -225,16 +210,15 @@ class MapFollower:
         known = None if address is None else self._nodes.get(address)
         return known is not None and known.failures > 0
 
-    def on_first_map(self, found: ClusterMap) -> None:
+    async def check_node(self, link: Link) -> None:
         """Take the map of a node that a session is opened to, before anything is requested of it."""
+        link.on_push = partial(self._on_notice, link.address)
+        found = await fetch_map(link, self._access.settings, network=self.network)
         try:
             self.offer(found)
         except MirrorError as error:
             self._user.on_map_refused(error)
             raise
-
-    def on_push(self, session: NodeSession, frame: Frame) -> None:
-        self._on_notice(session.address, frame)
 
     def _on_notice(self, address: NodeAddress, frame: Frame) -> None:
         """Take a node's announcement of a map, perhaps with the map (SDK RFC 75)."""
@@ -279,24 +263,21 @@ class MapFollower:
         interval_s = self._access.settings.map_poll_interval_s
         pause_s, known = ROUND_PAUSE_S, self.current
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(interval_s):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pause_s = ROUND_PAUSE_S
-                self._wake.clear()
-                await self._find_hosts()
-                self._begin_round()
-                if self.current is not known:
-                    pause_s, known = ROUND_PAUSE_S, self.current
-                await self._clock.sleep(pause_s)
-                pause_s = min(pause_s * 2, max(min(ROUND_PAUSE_MAX_S, interval_s), ROUND_PAUSE_S))
+            async with asyncio.TaskGroup() as queries:
+                while True:
+                    try:
+                        async with asyncio.timeout(interval_s):
+                            await self._wake.wait()
+                    except TimeoutError:
+                        pause_s = ROUND_PAUSE_S
+                    self._wake.clear()
+                    await self._find_hosts()
+                    self._begin_round(queries)
+                    if self.current is not known:
+                        pause_s, known = ROUND_PAUSE_S, self.current
+                    await self._clock.sleep(pause_s)
+                    pause_s = min(pause_s * 2, max(min(ROUND_PAUSE_MAX_S, interval_s), ROUND_PAUSE_S))
         finally:
-            tasks = [node.task for node in self._nodes.values() if node.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for node in self._nodes.values():
                 node.close()
 
@@ -306,7 +287,7 @@ class MapFollower:
             with contextlib.suppress(ConfigError):
                 self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, queries: asyncio.TaskGroup) -> None:
         followed = self.current
         members = map(self._access.address_of, followed.nodes) if followed is not None else ()
         targets = {address for address in (*members, *self._hosts) if address is not None}
@@ -315,16 +296,10 @@ class MapFollower:
             node.close()
             if node.task is not None:
                 node.task.cancel()
-        now_s = self._clock.monotonic()
         for address in targets:
-            node = self._nodes.setdefault(address, _Node(address))
-            if node.task is None and now_s >= node.not_before_s:
-                node.task = asyncio.create_task(self._ask(node), name=f"map of {address}")
-                node.task.add_done_callback(partial(self._answered, node))
-
-    def _answered(self, node: _Node, task: asyncio.Task[None]) -> None:
-        node.task = None
-        self._on_defect(task)
+            node = self._nodes.setdefault(address, _Node(address, self._access, self._clock))
+            if (node.task is None or node.task.done()) and not node.pausing:
+                node.task = queries.create_task(self._ask(node), name=f"map of {address}")
 
     async def _ask(self, node: _Node) -> None:
         settings = self._access.settings
@@ -336,12 +311,8 @@ class MapFollower:
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:
             log.debug("no-map", node=str(node.address), error=str(error))
-            node.close()
+            node.failed(error)
             node.error = str(error)
-            node.failures += 1
-            node.not_before_s = self._clock.monotonic() + pause_s(
-                node.failures - 1, settings, self._clock.jitter(), error
-            )
             return
         node.error, node.failures = None, 0
         if found is not None:
@@ -355,9 +326,5 @@ class MapFollower:
             node.close()
             return session.link, session.handshake
         if node.link is None or node.link.closed:
-            node.link, node.handshake = await enter(self._access, node.address, self._clock)
-            node.link.on_push = partial(self._on_notice, node.address)
             node.config = b""
-            if node.link.closed:
-                raise HandshakeFailed(f"{node.address} hung up after the login")
-        return node.link, node.handshake
+        return await node.open(partial(self._on_notice, node.address)), node.handshake

@@ -23,9 +23,10 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.errors import ClusterError, NotSupported
-from mirror.feed.cluster.connections import pause_s
-from mirror.feed.connection.bootstrap import Access, enter
+from mirror.errors import ClusterError, ConfigError, NotSupported
+from mirror.feed.cluster.connections import QueriedNode
+from mirror.feed.cluster.map_follower import MapFollower
+from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link
 from mirror.log import get_logger
@@ -91,14 +92,6 @@ class Waiting(Protocol):
     def persisted(self, vbuuid: int, seqno: int) -> None: ...
 
 
-class Copies(Protocol):
-    def copies_of(self, vbid: int) -> Sequence[NodeAddress]:
-        """Return the copies' nodes, the active one first; empty while they are unknown."""
-        ...
-
-    def refresh_map(self, config: bytes, vbid: int) -> None: ...
-
-
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
     """Return how much of the history `vbuuid` a copy has persisted, by its answer."""
     if seen.old_vbuuid is None:
@@ -111,14 +104,12 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
 class PersistencePoller:
     """Asks every copy of the vbuckets in which something waits, over one plain connection for each node."""
 
-    def __init__(self, access: Access, copies: Copies, clock: Clock) -> None:
+    def __init__(self, access: Access, copies: MapFollower, clock: Clock) -> None:
         self._access = access
         self._copies = copies
         self._clock = clock
         self._settings: Settings = access.settings
-        self._links: dict[NodeAddress, Link] = {}
-        self._failures: dict[NodeAddress, int] = {}
-        self._not_before: dict[NodeAddress, float] = {}
+        self._nodes: dict[NodeAddress, QueriedNode] = {}
 
     async def run(self, waiting: Iterable[Waiting]) -> None:
         """Ask until cancelled. Raises NotSupported if the source cannot say."""
@@ -136,8 +127,8 @@ class PersistencePoller:
                         if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:
                             vbucket.persisted(vbuuids[vbucket.vbid], found[vbucket.vbid])
         finally:
-            for link in self._links.values():
-                link.close()
+            for node in self._nodes.values():
+                node.close()
 
     async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
         """Return for each vbid and vbuuid what every copy has persisted, if every copy answered."""
@@ -158,39 +149,24 @@ class PersistencePoller:
 
     async def _ask_node(self, address: NodeAddress, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, int]:
         """Return one node's answers; empty when it cannot be reached."""
+        node = self._nodes.setdefault(address, QueriedNode(address, self._access, self._clock))
+        if node.pausing:
+            return {}
         try:
-            link = await self._link(address)
-            if link is None:
-                return {}
-            frames = await self._observe(link, vbids, vbuuids)
+            frames = await self._observe(await node.open(), vbids, vbuuids)
         except NotSupported:
             raise
-        except ClusterError as error:
-            self._failed(address, error)
+        except (ClusterError, ConfigError) as error:
+            node.failed(error)
+            if node.failures & (node.failures - 1) == 0:
+                log.warning("persistence-unknown", node=str(address), error=str(error), failures=node.failures)
             return {}
-        self._failures.pop(address, None)
+        node.failures = 0
         found = {}
         for vbid, frame in frames.items():
             if (seqno := self._read(address, vbid, vbuuids[vbid], frame)) is not None:
                 found[vbid] = seqno
         return found
-
-    async def _link(self, address: NodeAddress) -> Link | None:
-        link = self._links.get(address)
-        if link is not None and not link.closed:
-            return link
-        if self._clock.monotonic() < self._not_before.get(address, 0):
-            return None
-        link, _ = await enter(self._access, address, self._clock)
-        self._links[address] = link
-        return link
-
-    def _failed(self, address: NodeAddress, error: ClusterError) -> None:
-        failures = self._failures[address] = self._failures.get(address, 0) + 1
-        pause = pause_s(failures - 1, self._settings, self._clock.jitter())
-        self._not_before[address] = self._clock.monotonic() + pause
-        if failures & (failures - 1) == 0:
-            log.warning("persistence-unknown", node=str(address), error=str(error), failures=failures)
 
     async def _observe(self, link: Link, vbids: Sequence[int], vbuuids: Mapping[int, int]) -> dict[int, Frame]:
         frames: dict[int, Frame] = {}

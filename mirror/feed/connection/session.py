@@ -17,18 +17,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
-from mirror.feed.connection.bootstrap import Access, Handshake, enter, fetch_map, privilege_missing
+from mirror.feed.connection.bootstrap import Access, Handshake, enter, privilege_missing
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.selection import FilterFields
-from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
@@ -74,44 +73,38 @@ class SessionOwner(Protocol):
         ...
 
 
-class MapWatch(Protocol):
-    @property
-    def network(self) -> str | None:
-        """The network whose addresses are used; None: no map was seen yet."""
-        ...
-
-    def on_first_map(self, found: ClusterMap) -> None:
-        """Take the node's map before any stream is requested. Raises if this is not the right bucket."""
-        ...
-
-    def on_push(self, session: NodeSession, frame: Frame) -> None:
-        """Take what the node sent unasked: that the map changed."""
-        ...
+CheckNode = Callable[[Link], Awaitable[None]]
+"""Judges a node by its cluster map before any stream is requested. Raises if this is not the right bucket."""
 
 
 class NodeSession:
     def __init__(
-        self, access: Access, address: NodeAddress, owner: SessionOwner, clock: Clock, *, name: str, opaques: Opaques
+        self,
+        access: Access,
+        address: NodeAddress,
+        owner: SessionOwner,
+        clock: Clock,
+        *,
+        name: str,
+        opaques: Opaques,
+        check: CheckNode | None = None,
     ) -> None:
         """`name` is the DCP name: reusing that of a live connection ends the other one."""
         self.address = address
         self.name = name
         self.dropped_bytes = 0
         """Bytes acked without being used: of stale opaques and streams closed a moment ago."""
-        self.noops_answered = 0
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
         """By the control's name: True if the server took it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
-        self.with_history = False
-        """Request superseded versions."""
         self.acks_held = False
         """While True nothing is acknowledged, so that the source pauses when the window is full; see `release_acks`."""
         self.stream_filter: FilterFields = {}
-        self.map_watch: MapWatch | None = None
         self._access = access
+        self._check = check
         self._owner = owner
         self._clock = clock
         self._opaques = opaques
@@ -138,10 +131,8 @@ class NodeSession:
                     link.close()
                     continue
                 await self._negotiate(link)
-                if self.map_watch is not None:
-                    link.on_push = partial(self.map_watch.on_push, self)
-                    network = self.map_watch.network
-                    self.map_watch.on_first_map(await fetch_map(link, self._access.settings, network=network))
+                if self._check is not None:
+                    await self._check(link)
             except BaseException:
                 link.close()
                 raise
@@ -209,7 +200,7 @@ class NodeSession:
         if not self.handshake.collections:
             return
         await self._control(link, ControlKey.FLATBUFFERS_SYSTEM_EVENTS, b"true", OPTIONAL)
-        if self.with_history:
+        if settings.change_streams:
             await self._control(link, ControlKey.CHANGE_STREAMS, b"true", OPTIONAL)
         await self._control(link, ControlKey.MAX_MARKER_VERSION, b"2.2", OPTIONAL)
 
@@ -354,7 +345,6 @@ class NodeSession:
                 byte_count += item.byte_count
             elif item.opcode == Opcode.DCP_NOOP and item.magic == Magic.REQUEST:
                 link.send(encode_frame(response(item)))
-                self.noops_answered += 1
             else:
                 byte_count += counted_size(item)
         self.received_at = link.last_received

@@ -22,15 +22,13 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections, NodeKeeper, pause_s
+from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error, pause_s
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.cluster.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
 from mirror.feed.connection.session import NodeSession
-from mirror.feed.follow.commands import ConsumerCommands
 from mirror.feed.follow.group_commits import GroupCommits
-from mirror.feed.follow.status import ConsumerStatus
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.feed.follow.watch import SourceWatch
 from mirror.ingest import events
@@ -39,7 +37,6 @@ from mirror.ingest.selection import Selection
 from mirror.ingest.state import Phase
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
-from mirror.messages import ProcessReport, Resync, RollBack
 from storage.model import Identity
 from storage.write.writer import GroupWriter
 
@@ -79,27 +76,25 @@ class Consumer:
         self._share_map = share_map
         self._ends_on_refusal = ends_on_refusal
         newest = NewestMap(identity.bucket_uuid, map_floor)
-        self.map_follower = MapFollower(self._access, self.clock, newest, self, self._task_ended)
+        self.map_follower = MapFollower(self._access, self.clock, newest, self)
         name = f"dcp-mirror:{self.clock.unique()}:{worker}"
         self.connections = Connections(
-            self._access, self.clock, self, self.map_follower, name=name, on_defect=self._end
+            self._access, self.clock, self, self.map_follower.check_node, name=name, on_defect=self._end
         )
         self.map_follower.session_at = self.connections.session_at
-        self.connections.with_history = settings.change_streams
         self.collections = CollectionWatch(
             selection, self.connections, self.map_follower, settings, self.clock, self._on_collections
         )
-        self.commits = GroupCommits(writers, settings, self.clock, self._attach_if_ready)
+        self.commits = GroupCommits(writers, settings, self.clock, self._on_reopened)
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self._gated = settings.publish == "persisted"
         for group in self.commits.groups:
             for vbid in group.writer.vbids:
                 gate = PersistenceGate() if self._gated else None
-                self.vbuckets[vbid] = group.vbuckets[vbid] = MirroredVbucket(vbid, group, self, gate)
+                vbucket = MirroredVbucket(vbid, group, self.clock, self.map_follower, self.collections, gate)
+                self.vbuckets[vbid] = group.vbuckets[vbid] = vbucket
         self._node_of: dict[int, NodeAddress | None] = dict.fromkeys(self.vbuckets)
-        self._source_watch = SourceWatch(self, settings, self.clock, self._task_ended)
-        self._commands = ConsumerCommands(self.commits, self._attach)
-        self._status = ConsumerStatus(self)
+        self._source_watch = SourceWatch(self.connections, self.collections, self.vbuckets_at, self.reopen)
         self._was_ready = False
         self._ending: asyncio.Future[None] | None = None
         self._stop_requested = False
@@ -156,7 +151,7 @@ class Consumer:
     def _end(self, error: BaseException) -> None:
         assert self._ending is not None
         if not self._ending.done():
-            self._ending.set_exception(error)
+            self._ending.set_exception(first_error(error))
 
     # -- the map --------------------------------------------------------------------------------------------------
 
@@ -269,7 +264,7 @@ class Consumer:
         else:
             vbucket.report(VbucketStatus.WAITING, self.collections.text)
 
-    def _attach_if_ready(self, vbucket: MirroredVbucket) -> None:
+    def attach_if_ready(self, vbucket: MirroredVbucket) -> None:
         session = self.connections.session_at(self._node_of[vbucket.vbid])
         if session is not None:
             self._attach(vbucket, session)
@@ -288,9 +283,12 @@ class Consumer:
         for vbid, vbucket in self.vbuckets.items():
             refused = vbucket.machine is not None and vbucket.machine.phase is Phase.REFUSED
             if vbucket.group.error is None and (not self.collections.selection.whole or (vbid in waiting and refused)):
-                self._attach_if_ready(vbucket)
+                self.attach_if_ready(vbucket)
 
-    # -- status and commands --------------------------------------------------------------------------------------
+    def _on_reopened(self, vbid: int) -> None:
+        self.attach_if_ready(self.vbuckets[vbid])
+
+    # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
         """Return True once every vbucket of ours in `targets` has an open stream and has published its target."""
@@ -307,13 +305,3 @@ class Consumer:
             for vbid, vbucket in self.vbuckets.items()
             if vbucket.source_high_seqno is not None
         }
-
-    def standing(self) -> tuple[bool, bool]:
-        """Return two flags: all vbuckets stream; all vbuckets have caught up."""
-        return self._status.standing()
-
-    def status(self) -> ProcessReport:
-        return self._status.report()
-
-    async def request(self, command: RollBack | Resync) -> dict[str, int]:
-        return self._commands.request(command)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from mirror.clock import Clock
 from mirror.config import Settings
-from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.feed.stream.host import VbucketHost
+from mirror.ingest.events import Published
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
 from storage.errors import CorruptedError, Full, Locked, SeqnoOrder, StorageError
@@ -68,12 +69,13 @@ class Group:
     def __init__(self, writer: GroupWriter, commits: GroupCommits) -> None:
         self.writer = writer
         self.commits = commits
-        self.vbuckets: dict[int, MirroredVbucket] = {}
+        self.vbuckets: dict[int, VbucketHost] = {}
+        self.violations: Counter[int | None] = Counter()
+        """Rows out of order so far, by vbid."""
         self.commit_waits = False
         self.waiting_since = 0.0
         self.retry_timer: asyncio.TimerHandle | None = None
         self.error: StorageError | None = None
-        self.full_count = 0
         self.reopen_count = 0
         self.count = 0
         """Commits since the worker began."""
@@ -94,14 +96,10 @@ class Group:
     def commit(self, *, flush_open: bool = False) -> None:
         result = self.writer.commit(flush_open=flush_open)
         self.count += 1
-        self.full_count = 0
-        commits = self.commits
         if self.writer.is_indexing:
-            commits.has_work.set()
-        if commits.on_committed is not None:
-            commits.on_committed(self)
+            self.commits.has_work.set()
         for vbid, seqno in result.published:
-            self.vbuckets[vbid].published(seqno)
+            self.vbuckets[vbid].handle(Published(seqno))
 
     def failed(self, error: StorageError) -> None:
         """Stop the group's streams; restart them from the store, later if the disk is full."""
@@ -112,19 +110,13 @@ class Group:
             self.commit_waits = False
             self.commits.queue.remove(self)
         log.error("store-failed", group=self.writer.group, error=str(error))
-        guilty: MirroredVbucket | None = None
         for vbucket in self.vbuckets.values():
             vbucket.drop_machine()
             vbucket.report(VbucketStatus.WAITING, f"the store failed: {error}")
-            vbucket.last_error = str(error)
-            if isinstance(error, SeqnoOrder) and error.vbid == vbucket.vbid:
-                guilty = vbucket
         delay_s = self.commits.settings.storage_retry_interval_s
-        if isinstance(error, Full):
-            self.full_count += 1
-        elif guilty is not None:
-            guilty.violations += 1
-            delay_s = min(delay_s, 0.1 * 2 ** min(guilty.violations, 10))
+        if isinstance(error, SeqnoOrder):
+            self.violations[error.vbid] += 1
+            delay_s = min(delay_s, 0.1 * 2 ** min(self.violations[error.vbid], 10))
         elif not self.may_be_retried:
             self._give_up()
             return
@@ -162,9 +154,9 @@ class Group:
                 return
         log.info("store-retried", group=self.writer.group)
         self.error = None
-        for vbucket in self.vbuckets.values():
+        for vbid, vbucket in self.vbuckets.items():
             vbucket.start_machine()
-            self.commits.on_reopened(vbucket)
+            self.commits.on_reopened(vbid)
 
     def step(self) -> bool:
         """Do a slice of the group's background work; return True if more of it waits."""
@@ -188,14 +180,13 @@ class GroupCommits:
         writers: Sequence[GroupWriter],
         settings: Settings,
         clock: Clock,
-        on_reopened: Callable[[MirroredVbucket], None],
+        on_reopened: Callable[[int], None],
     ) -> None:
-        """`on_reopened` is called for each vbucket of a group that works again: its stream is to be requested."""
+        """`on_reopened` is called with each vbucket of a group that works again: its stream is to be requested."""
         self.groups = [Group(writer, self) for writer in writers]
         self.queue: deque[Group] = deque()
         self.free_bytes = 0
         """Bytes that may be received before the groups' pending bytes must be summed: never too much."""
-        self.on_committed: Callable[[Group], None] | None = None
         self.on_reopened = on_reopened
         self.settings = settings
         self._clock = clock

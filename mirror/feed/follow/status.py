@@ -6,13 +6,11 @@ is no error of the report.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from mirror.config import Settings
-from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections, NodeKeeper
-from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.follow.group_commits import Group, GroupCommits
+from mirror.feed.cluster.connections import NodeKeeper
+from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.group_commits import Group
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger
@@ -24,21 +22,13 @@ from storage.history.extent import History
 log = get_logger("feed")
 
 
-class Reporting(Protocol):
-    settings: Settings
-    commits: GroupCommits
-    connections: Connections
-    map_follower: MapFollower
-    collections: CollectionWatch
-    vbuckets: dict[int, MirroredVbucket]
-
-
 class ConsumerStatus:
-    def __init__(self, consumer: Reporting) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._clock_step_count = 0
 
     def standing(self) -> tuple[bool, bool]:
+        """Return two flags: all vbuckets stream; all vbuckets have caught up."""
         vbuckets = self._consumer.vbuckets.values()
         streaming = all(vbucket.streaming and vbucket.in_contact for vbucket in vbuckets)
         return streaming, streaming and all(_lag(vbucket) == 0 for vbucket in vbuckets)

@@ -1,7 +1,7 @@
 """The sink of a mirror: hands one vbucket's instructions to its writer, and holds snapshots not yet persisted.
 
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
-know connections. Invariants: before a branch changes, `StoreOwner.commit` commits and reports complete snapshots;
+know connections. Invariants: before a branch changes, complete snapshots are committed and reported;
 the end of a held snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are
 staged on the present one.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
 from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.ingest import instructions as ins
@@ -26,15 +26,12 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 Parameters = ParamSpec("Parameters")
 
 
-class StoreOwner(Protocol):
-    def commit(self) -> None: ...
-
-    def branch_changed(self) -> None: ...
-
-
 class StoreSink:
-    def __init__(self, writer: VbucketWriter, owner: StoreOwner, gate: PersistenceGate | None = None) -> None:
-        """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
+    def __init__(self, writer: VbucketWriter, commit: Callable[[], None], gate: PersistenceGate | None = None) -> None:
+        """`commit` commits the group and reports what it published.
+
+        `gate` holds complete snapshots back until the source has persisted them; None: nothing is held back.
+        """
         self.writer = writer
         self.gate = gate
         self.abandon_due = False
@@ -43,7 +40,7 @@ class StoreSink:
         """The seqno before and after the last rollback since the worker began."""
         self.resyncs_begun = 0
         self.resync_why: str | None = None
-        self._owner = owner
+        self._commit = commit
 
     def state(self) -> VbucketState:
         return self.writer.state
@@ -97,7 +94,7 @@ class StoreSink:
 
     def roll_back(self, target: ins.RollbackTo) -> RolledBack | NoBoundary:
         """Go back to the newest kept boundary at or below a seqno; deferred with `publish=persisted`."""
-        self._owner.commit()  # so that the machines learn what was published
+        self._commit()  # so that the machines learn what was published
         held = self.drop_held()
         state = self.state()
         if state.staging_branch != state.branch and not state.rollback_deferred:
@@ -106,13 +103,11 @@ class StoreSink:
         if held and state.published_seqno <= target.seqno and not state.rollback_deferred:
             # No reader has seen the lost rows.
             self.writer.abandon(keep_complete=False)
-            self._owner.branch_changed()
             return RolledBack(self.state())
         result = self.writer.rollback(target.seqno, deferred=self.gate is not None)
         if result.boundary_seqno == 0:
             return NoBoundary()
         self.note_rollback(result)
-        self._owner.branch_changed()
         return RolledBack(self.state())
 
     def note_rollback(self, result: RollbackResult) -> None:
@@ -120,12 +115,11 @@ class StoreSink:
 
     def abandon(self, staged: ins.AbandonStaged) -> Abandoned | None:
         """Drop the open snapshot. Return None while an earlier complete one waits for its key rows (`abandon_due`)."""
-        self._owner.commit()
+        self._commit()
         self.drop_held()
         if not self.writer.abandon():
             self.abandon_due = True
             return None
-        self._owner.branch_changed()
         return Abandoned(self.state())
 
     def begin_resync(self, cause: str) -> ResyncOpened | ResyncRefused:
@@ -138,10 +132,9 @@ class StoreSink:
                     f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "
                     f"{free_bytes >> 20} MiB are free"
                 )
-        self._owner.commit()
+        self._commit()
         self.drop_held()
         self.writer.begin_resync()
         self.resyncs_begun += 1
         self.resync_why = cause
-        self._owner.branch_changed()
         return ResyncOpened(self.state())

@@ -8,13 +8,13 @@ is counted when the source sends it again (`requested_again_bytes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.feed.connection.session import NodeSession
+from mirror.feed.follow.group_commits import Group
 from mirror.feed.follow.store_sink import StoreSink
 from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
@@ -23,7 +23,7 @@ from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, 
 from mirror.ingest.selection import FilterFields, StreamFilter
 from mirror.wire import events as ev
 from storage.errors import StorageError
-from storage.write.writer import GroupWriter, RollbackResult
+from storage.write.writer import RollbackResult
 
 ERROR_STATES = frozenset(
     (
@@ -40,42 +40,21 @@ POLLS_MIN = 2
 """The first high seqno that comes after a stream's acceptance may answer an earlier poll."""
 
 
-class ReceiveBudget(Protocol):
-    free_bytes: int
-
-    def flush_over_budget(self) -> None: ...
-
-
-class VbucketGroup(Protocol):
-    writer: GroupWriter
-    commit_waits: bool
-    error: StorageError | None
-
-    @property
-    def commits(self) -> ReceiveBudget: ...
-
-    def schedule(self) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def failed(self, error: StorageError) -> None: ...
-
-
-class VbucketServices(Protocol):
-    clock: Clock
-    collections: CollectionWatch
-    map_follower: MapFollower
-
-
 class MirroredVbucket(VbucketHost):
     sink: StoreSink
 
     def __init__(
-        self, vbid: int, group: VbucketGroup, around: VbucketServices, gate: PersistenceGate | None = None
+        self,
+        vbid: int,
+        group: Group,
+        clock: Clock,
+        maps: MapFollower,
+        collections: CollectionWatch,
+        gate: PersistenceGate | None = None,
     ) -> None:
         """`gate` holds complete snapshots back until the source has persisted them; None: nothing is held back."""
         writer = group.writer.vbuckets[vbid]
-        super().__init__(vbid, StoreSink(writer, self, gate), around.clock)
+        super().__init__(vbid, StoreSink(writer, group.commit, gate), clock)
         self.group = group
         self.writer = writer
         self.gate = gate
@@ -84,19 +63,19 @@ class MirroredVbucket(VbucketHost):
         self.documents = 0
         self.bytes = 0
         self.requested_again_bytes = 0
-        self.last_progress = around.clock.monotonic()
+        self.last_progress = clock.monotonic()
         self.last_error: str | None = None
         self.stalls = 0
         self.retries = 0
         self.stalled_streams = 0
         """Streams that stalled in a row; 0 when the last one brought something."""
         self.stall_text = ""
-        self.violations = 0
         self.polled: tuple[NodeSession, int] | None = None
         """The source's high seqno, and the session over which it was queried; None: unknown."""
         self.source_silent_ms: int | None = None
         """Time for which the node, a mirror, has had no contact with its own source; None: it has contact."""
-        self._around = around
+        self._maps = maps
+        self._collections = collections
         self._highs: list[int] = []
         """The source's last high seqnos polled since the stream was accepted."""
         self._filter: StreamFilter | None = None
@@ -114,7 +93,7 @@ class MirroredVbucket(VbucketHost):
         super().attach(session)
 
     def start_event(self, session: NodeSession) -> events.Start:
-        shown = self._around.collections.resolved
+        shown = self._collections.resolved
         self._filter = shown.filter
         return events.Start(
             collections=session.handshake.collections,
@@ -178,10 +157,7 @@ class MirroredVbucket(VbucketHost):
             self._highs = []
         elif isinstance(event, events.HighSeqno) and self.streaming:
             self._note_polled(event.seqno)
-
-    def published(self, seqno: int) -> None:
-        self.handle(events.Published(seqno))
-        if self.sink.abandon_due:
+        elif isinstance(event, events.Published) and self.sink.abandon_due:
             self.sink.abandon_due = False
             self.execute([AbandonStaged(self.vbid, "the snapshot before it is published")])
 
@@ -232,28 +208,24 @@ class MirroredVbucket(VbucketHost):
         state = self.writer.base
         return state.staging_branch == state.branch and state.published_seqno >= seqno
 
-    # -- calls of the host and the sink ---------------------------------------------------------------------------
+    # -- calls of the host ----------------------------------------------------------------------------------------
 
     def answered(self, answer: events.Answer) -> Sequence[Instruction]:
         if isinstance(answer, (events.RolledBack, events.ResyncOpened)):
             self._held_seqno = min(self._held_seqno, answer.state.staged_seqno)
         elif isinstance(answer, events.StagingRefused):
             self.last_error = answer.text
+        if isinstance(answer, (events.RolledBack, events.ResyncOpened, events.Abandoned)):
+            self.group.schedule()
+            if self.session is not None and self.opaque is not None:
+                self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
         return super().answered(answer)
 
-    def commit(self) -> None:
-        self.group.commit()
-
-    def branch_changed(self) -> None:
-        self.group.schedule()
-        if self.session is not None and self.opaque is not None:
-            self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
-
     def refresh_map(self, config: bytes) -> None:
-        self._around.map_follower.refresh_map(config, self.vbid)
+        self._maps.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
-        self._around.collections.look(self.vbid)
+        self._collections.look(self.vbid)
 
     def reconnect(self, cause: str) -> None:
         super().reconnect(cause)
@@ -269,7 +241,7 @@ class MirroredVbucket(VbucketHost):
             self.last_error = text
 
     def event_after_pause(self) -> events.RetryDue | events.Start:
-        expected = self._around.collections.resolved.filter
+        expected = self._collections.resolved.filter
         if self.session is not None and expected is not None and expected != self._filter:
             return self.start_event(self.session)  # no node would stream the old filter: its collections are gone
         return super().event_after_pause()

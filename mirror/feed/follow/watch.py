@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
-from mirror.clock import Clock
-from mirror.config import Settings
 from mirror.errors import ClusterError, SourceTimeout
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, NodeKeeper
@@ -40,26 +37,23 @@ collections take longer turns.
 """
 
 
-class Watched(Protocol):
-    connections: Connections
-    collections: CollectionWatch
-
-    def vbuckets_at(self, address: NodeAddress) -> Iterable[MirroredVbucket]: ...
-
-    def reopen(self, vbucket: MirroredVbucket, cause: str) -> None: ...
-
-
 class SourceWatch:
     """Polls the nodes and judges the vbuckets, until cancelled."""
 
     def __init__(
-        self, watched: Watched, settings: Settings, clock: Clock, on_defect: Callable[[asyncio.Task[None]], None]
-    ):
-        """`on_defect` is called with the task of every poll that ended, for those that ended in a defect."""
-        self._watched = watched
-        self._settings = settings
-        self._clock = clock
-        self._on_defect = on_defect
+        self,
+        connections: Connections,
+        collections: CollectionWatch,
+        vbuckets_at: Callable[[NodeAddress], Sequence[MirroredVbucket]],
+        reopen: Callable[[MirroredVbucket, str], None],
+    ) -> None:
+        """`reopen` requests a vbucket's stream again, because of the given cause."""
+        self._connections = connections
+        self._collections = collections
+        self._vbuckets_at = vbuckets_at
+        self._reopen = reopen
+        self._settings = connections.access.settings
+        self._clock = connections.clock
         self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
         self._polled: dict[NodeAddress, NodeSession | None] = {}
         """The session over which each node was last polled, since all were."""
@@ -69,43 +63,34 @@ class SourceWatch:
         self._wake.set()
 
     async def run(self) -> None:
-        try:
+        async with asyncio.TaskGroup() as polls:
             while True:
                 self._polled.clear()
-                self._poll_new_sessions()
+                self._poll_new_sessions(polls)
                 self.judge()
-                collections = self._watched.collections.polled_collections or ()
+                collections = self._collections.polled_collections or ()
                 interval_s = max(self._settings.seqno_poll_interval_s, len(collections) / COLLECTIONS_PER_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         while await self._wake.wait():
                             self._wake.clear()
-                            self._poll_new_sessions()
-        finally:
-            polls = list(self._polls.values())
-            for task in polls:
-                task.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
+                            self._poll_new_sessions(polls)
 
-    def _poll_new_sessions(self) -> None:
+    def _poll_new_sessions(self, polls: asyncio.TaskGroup) -> None:
         """Poll the nodes that were not polled yet over their session. A slow node keeps no other waiting."""
-        for address, keeper in self._watched.connections.keepers.items():
-            if address not in self._polls and (address not in self._polled or self._polled[address] != keeper.session):
+        for address, keeper in self._connections.keepers.items():
+            last = self._polls.get(address)
+            is_new = address not in self._polled or self._polled[address] != keeper.session
+            if is_new and (last is None or last.done()):
                 self._polled[address] = keeper.session
-                task = asyncio.create_task(self._poll(keeper))
-                self._polls[address] = task
-                task.add_done_callback(partial(self._ended, address))
-
-    def _ended(self, address: NodeAddress, task: asyncio.Task[None]) -> None:
-        self._polls.pop(address, None)
-        self._on_defect(task)
+                self._polls[address] = polls.create_task(self._poll(keeper))
 
     async def _poll(self, keeper: NodeKeeper) -> None:
         session = keeper.session
         if session is None or not session.ready:
             return
         try:
-            seqnos = await fetch_high_seqnos(session.link, self._settings, self._watched.collections.polled_collections)
+            seqnos = await fetch_high_seqnos(session.link, self._settings, self._collections.polled_collections)
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
@@ -114,9 +99,9 @@ class SourceWatch:
         except ClusterError as error:
             log.debug("no-high-seqnos", node=str(keeper.address), error=str(error))
             return
-        for vbucket in self._watched.vbuckets_at(keeper.address):
+        for vbucket in self._vbuckets_at(keeper.address):
             vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
-            if vbucket.vbid in seqnos or self._watched.collections.polled_collections is None:
+            if vbucket.vbid in seqnos or self._collections.polled_collections is None:
                 seqno = seqnos.get(vbucket.vbid)
                 vbucket.polled = None if seqno is None else (session, seqno)
             if vbucket.vbid in seqnos:
@@ -124,8 +109,8 @@ class SourceWatch:
 
     def judge(self) -> None:
         """Request each stream again that is open and brings nothing although its source is ahead."""
-        for address in list(self._watched.connections.keepers):
-            for vbucket in list(self._watched.vbuckets_at(address)):
+        for address in list(self._connections.keepers):
+            for vbucket in self._vbuckets_at(address):
                 self._judge(vbucket)
 
     def _judge(self, vbucket: MirroredVbucket) -> None:
@@ -154,4 +139,4 @@ class SourceWatch:
                 )
             )
         else:
-            self._watched.reopen(vbucket, "stalled")
+            self._reopen(vbucket, "stalled")

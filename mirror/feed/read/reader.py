@@ -32,14 +32,14 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
-from mirror.feed.cluster.connections import Connections, NodeKeeper
+from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.queries import SourceQueries
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.connection.transport import Tap
+from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.reading import BoundedRead, ReadVbucket
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
 from mirror.feed.read.spool import SpoolFile
@@ -221,7 +221,7 @@ class SourceReader:
 
     async def _begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> BoundedRead:
         reading = BoundedRead(
-            self._core,
+            self._core.queries,
             self._file,
             positions,
             until,
@@ -261,9 +261,9 @@ class _Core:
         self._followed = followed
         self._reading: BoundedRead | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.maps = MapFollower(access, clock, NewestMap(), self, self._task_ended)
+        self.maps = MapFollower(access, clock, NewestMap(), self)
         self.connections = Connections(
-            access, clock, self, self.maps, name=f"dcp-mirror:reader:{clock.unique()}", on_defect=self._fail
+            access, clock, self, self.maps.check_node, name=f"dcp-mirror:reader:{clock.unique()}", on_defect=self._fail
         )
         self.maps.session_at = self.connections.session_at
         self.queries = SourceQueries(self.maps, self.connections, access.settings, clock, timeout_s)
@@ -291,6 +291,8 @@ class _Core:
             self.maps.maps.floor = followed.revision
         self.maps.begin(found)
         self._tasks = [asyncio.create_task(self.maps.run()), asyncio.create_task(self._watch_progress())]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         if self._selected:
             await self.queries.resolve(self._selected)
 
@@ -308,7 +310,7 @@ class _Core:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self._fail(first_error(error))
 
     def _fail(self, error: BaseException) -> None:
         if self._reading is not None:

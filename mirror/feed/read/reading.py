@@ -15,16 +15,12 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from mirror.clock import Clock
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
-from mirror.feed.cluster.connections import Connections
-from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.queries import SourceQueries
 from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
-from mirror.feed.read.spool import Spool, SpoolFile
+from mirror.feed.read.spool import OpenSpools, SpoolFile
 from mirror.feed.read.spool_sink import SpoolSink
 from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import events
@@ -111,23 +107,15 @@ class Outbox:
                 item.close()
 
 
-class ReadServices(Protocol):
-    """The reader's connections, for a read."""
-
-    clock: Clock
-    maps: MapFollower
-    connections: Connections
-    queries: SourceQueries
-
-
 class ReadVbucket(VbucketHost):
     sink: SpoolSink
 
     def __init__(self, reading: BoundedRead, vbid: int, position: Position, until: int | None) -> None:
-        super().__init__(vbid, SpoolSink(vbid, position, reading, self._lost), reading.clock)
+        clock = reading.source.clock
+        super().__init__(vbid, SpoolSink(vbid, position, reading.spools, reading.hand_out, self._lost), clock)
         self.until = until
         self.text = "not requested yet"
-        self.progress_at = reading.clock.monotonic()
+        self.progress_at = clock.monotonic()
         self._reading = reading
         self.start_machine()
 
@@ -147,7 +135,7 @@ class ReadVbucket(VbucketHost):
 
     @property
     def stream_filter(self) -> FilterFields:
-        return self._reading.services.queries.stream_filter
+        return self._reading.source.stream_filter
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         self.progress_at = self._clock.monotonic()
@@ -178,7 +166,7 @@ class ReadVbucket(VbucketHost):
         self.sink.discard()
 
     def refresh_map(self, config: bytes) -> None:
-        self._reading.services.maps.refresh_map(config, self.vbid)
+        self._reading.source.maps.refresh_map(config, self.vbid)
 
     def refresh_collections(self) -> None:
         """Do nothing: a read keeps its collections. The stream is requested again after a pause."""
@@ -205,7 +193,7 @@ class ReadVbucket(VbucketHost):
 class BoundedRead:
     def __init__(
         self,
-        services: ReadServices,
+        source: SourceQueries,
         file: SpoolFile,
         positions: Mapping[int, Position],
         until: Mapping[int, int] | None,
@@ -215,13 +203,10 @@ class BoundedRead:
         on_half_empty: Callable[[], None],
     ) -> None:
         """With `until`, stream at most `parallel` vbuckets at a time; without, all of them, and without end."""
-        self.clock = services.clock
-        self.file = file
+        self.source = source
+        self.spools = OpenSpools(file, memory_bytes // 2)
         self.outbox = Outbox(memory_bytes, on_half_empty)
-        self.services = services
         self.active: dict[int, ReadVbucket] = {}
-        self._spill_at = memory_bytes // 2
-        self._open_bytes = 0
         self._waiting = deque(sorted(positions))
         self._positions = positions
         self._until = until
@@ -242,7 +227,7 @@ class BoundedRead:
 
     def check_progress(self, timeout_s: float, why: str) -> None:
         """Fail if a vbucket that is not complete received nothing for `timeout_s`."""
-        now = self.clock.monotonic()
+        now = self.source.clock.monotonic()
         for vbucket in self.active.values():
             if vbucket.idle or self.outbox.full:
                 vbucket.progress_at = now
@@ -253,27 +238,11 @@ class BoundedRead:
 
     # -- calls of the vbuckets ------------------------------------------------------------------------------------
 
-    def took(self, byte_count: int) -> None:
-        """Count bytes of an open snapshot. Above the limit for all, move the largest to disk."""
-        self._open_bytes += byte_count
-        while self._open_bytes > self._spill_at:
-            spools = [spool for vbucket in self.active.values() if (spool := vbucket.sink.spool) is not None]
-            largest = max(spools, key=lambda spool: spool.memory_bytes)
-            self._open_bytes -= largest.memory_bytes
-            largest.spill()
-
-    def dropped(self, spool: Spool) -> None:
-        self._open_bytes -= spool.memory_bytes
-        spool.close()
-
-    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None:
-        self._open_bytes -= spool.memory_bytes
-        self.outbox.put(snapshot, spool.memory_bytes, spool.disk_bytes)
+    def hand_out(self, snapshot: Snapshot) -> None:
+        snapshot.on_close = self.outbox.gave_back
+        self.outbox.put(snapshot, snapshot.spool.memory_bytes, snapshot.spool.disk_bytes)
         if self.outbox.full:
-            self.services.connections.hold_acks()  # so that the source waits for the reader
-
-    def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        return lambda: self.outbox.gave_back(memory_bytes, disk_bytes)
+            self.source.connections.hold_acks()  # so that the source waits for the reader
 
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
         self.outbox.put(item)
@@ -287,7 +256,7 @@ class BoundedRead:
             until = None if self._until is None else self._until[vbid]
             vbucket = ReadVbucket(self, vbid, self._positions[vbid], until)
             self.active[vbid] = vbucket
-            session = self.services.connections.session_at(self.services.maps.address_of(vbid))
+            session = self.source.connections.session_at(self.source.maps.address_of(vbid))
             if session is not None:
                 vbucket.attach(session)
         if not self.active and not self._waiting and not self._ended:

@@ -7,7 +7,7 @@ snapshot is valid until it is closed, and gives its memory and disk back then, o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mirror.feed.read.spool import Spool
 from storage.format.records import decode_row
@@ -24,6 +24,7 @@ class Position:
     seqno: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """A whole snapshot of a vbucket: everything that changed in (start_seqno, end_seqno]. Valid until the next item is
     requested.
@@ -32,30 +33,18 @@ class Snapshot:
     and system events.
     """
 
-    __slots__ = ("_on_close", "_spool", "end_seqno", "manifest", "purge_seqno", "start_seqno", "vbid", "vbuuid")
-
-    def __init__(
-        self,
-        vbid: int,
-        vbuuid: int,
-        start_seqno: int,
-        end_seqno: int,
-        spool: Spool,
-        *,
-        manifest: Manifest,
-        purge_seqno: int | None = None,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.vbid = vbid
-        self.vbuuid = vbuuid
-        self.start_seqno = start_seqno
-        self.end_seqno = end_seqno
-        self.manifest = manifest
-        """Scopes and collections at its end, as far as the read has seen them made: all, if it began at 0."""
-        self.purge_seqno = purge_seqno
-        """Tombstones up to here are gone at the source, if it says so (8.0 and newer)."""
-        self._spool: Spool | None = spool
-        self._on_close = on_close
+    vbid: int
+    vbuuid: int
+    start_seqno: int
+    end_seqno: int
+    spool: Spool = field(repr=False)
+    manifest: Manifest = field(repr=False)
+    """Scopes and collections at its end, as far as the read has seen them made: all, if it began at 0."""
+    purge_seqno: int | None = None
+    """Tombstones up to here are gone at the source, if it says so (8.0 and newer)."""
+    on_close: Callable[[int, int], None] | None = field(default=None, repr=False)
+    """Called once, with the bytes of memory and disk that the snapshot held."""
+    _closed: bool = field(default=False, repr=False)
 
     @property
     def position(self) -> Position:
@@ -81,18 +70,17 @@ class Snapshot:
         return (decode_row(self.vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:
-        if self._spool is not None:
-            self._spool.close()
-            self._spool = None
-            self._on_close()
+        if not self._closed:
+            self._closed = True
+            held_bytes = self.spool.memory_bytes, self.spool.disk_bytes
+            self.spool.close()
+            if self.on_close is not None:
+                self.on_close(*held_bytes)
 
     @property
     def _open(self) -> Spool:
-        assert self._spool is not None, "a snapshot is valid until the next item is requested"
-        return self._spool
-
-    def __repr__(self) -> str:
-        return f"Snapshot(vb {self.vbid}, {self.start_seqno}..{self.end_seqno}, vbuuid {self.vbuuid:#x})"
+        assert not self._closed, "a snapshot is valid until the next item is requested"
+        return self.spool
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class SpoolFile:
         try:
             with self._lock:
                 if self._fd < 0:
-                    self._fd = self._open()
+                    with tempfile.TemporaryFile(prefix="dcp-mirror-", dir=self._folder) as file:
+                        self._fd = os.dup(file.fileno())
                 for start in range(0, len(data), BLOCK_BYTES):
                     piece = data[start : start + BLOCK_BYTES]
                     number = self._free.pop() if self._free else self._count
@@ -80,11 +81,6 @@ class SpoolFile:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-
-    def _open(self) -> int:
-        fd, path = tempfile.mkstemp(prefix="dcp-mirror-", dir=self._folder)
-        os.unlink(path)
-        return fd
 
 
 class Spool:
@@ -136,3 +132,33 @@ class Spool:
         self._file.free(self._blocks)
         self._blocks, self._frames = [], []
         self.memory_bytes = self.disk_bytes = self.frame_count = 0
+
+
+class OpenSpools:
+    """The spools of a read's open snapshots. Above `memory_bytes` together, the largest goes to disk."""
+
+    def __init__(self, file: SpoolFile, memory_bytes: int) -> None:
+        self._file = file
+        self.memory_bytes = 0
+        self._limit_bytes = memory_bytes
+        self._spools: set[Spool] = set()
+
+    def append(self, spool: Spool | None, frames: Sequence[bytes]) -> Spool:
+        """Add frames to a spool; None: to a new one."""
+        spool = self.new() if spool is None else spool
+        self._spools.add(spool)
+        self.memory_bytes += spool.append(frames)
+        while self.memory_bytes > self._limit_bytes:
+            largest = max(self._spools, key=lambda each: each.memory_bytes)
+            self.memory_bytes -= largest.memory_bytes
+            largest.spill()
+        return spool
+
+    def new(self) -> Spool:
+        return Spool(self._file)
+
+    def release(self, spool: Spool) -> None:
+        """Stop to count a spool: its snapshot is complete or given up."""
+        if spool in self._spools:
+            self._spools.remove(spool)
+            self.memory_bytes -= spool.memory_bytes

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
 from mirror.feed.read.snapshot import Position, Snapshot
-from mirror.feed.read.spool import Spool, SpoolFile
+from mirror.feed.read.spool import OpenSpools, Spool
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
 from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
@@ -21,28 +20,20 @@ BRANCH = Branch(0)
 ROW_PREFIX = bytes(4)
 
 
-class SpoolOwner(Protocol):
-    """The read that a sink belongs to: it bounds what all open snapshots hold together."""
-
-    file: SpoolFile
-
-    def took(self, byte_count: int) -> None: ...
-
-    def dropped(self, spool: Spool) -> None: ...
-
-    def hand_out(self, snapshot: Snapshot, spool: Spool) -> None: ...
-
-    def closing(self, memory_bytes: int, disk_bytes: int) -> Callable[[], None]:
-        """Return the function to be called when a snapshot that holds so much is closed."""
-        ...
-
-
 class SpoolSink:
-    def __init__(self, vbid: int, position: Position, owner: SpoolOwner, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        vbid: int,
+        position: Position,
+        spools: OpenSpools,
+        hand_out: Callable[[Snapshot], None],
+        on_lost: Callable[[int], None],
+    ) -> None:
         """`on_lost` is called with the seqno up to which the source still holds what was read: the read ends there."""
         self.vbid = vbid
-        self.spool: Spool | None = None
-        self._owner = owner
+        self._spool: Spool | None = None
+        self._spools = spools
+        self._hand_out = hand_out
         self._on_lost = on_lost
         self._boundary = Seqno(position.seqno)
         # A position names one history, so the entry covers every seqno.
@@ -76,9 +67,10 @@ class SpoolSink:
         return ROW_PREFIX
 
     def discard(self) -> None:
-        if self.spool is not None:
-            self._owner.dropped(self.spool)
-            self.spool = None
+        if self._spool is not None:
+            self._spools.release(self._spool)
+            self._spool.close()
+            self._spool = None
         self._manifest_open = self._manifest
 
     # -- staging --------------------------------------------------------------------------------------------------
@@ -86,45 +78,32 @@ class SpoolSink:
     def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
         if any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
             return self._refuse("seqnos do not rise inside a run of rows")
-        self._keep([frame for _, frame in rows.rows])
+        self._spool = self._spools.append(self._spool, [frame for _, frame in rows.rows])
         return None
 
     def advance(self, step: ins.Advance) -> None:
         """Do nothing: the machine knows the position, and what is not complete is not resumed after a restart."""
 
     def stage_system_event(self, event: ins.StageSystemEvent) -> None:
-        self._keep([event.row_value])
+        self._spool = self._spools.append(self._spool, [event.row_value])
         self._manifest_open = event.manifest
 
     def _refuse(self, text: str) -> StagingRefused:
         self.discard()
         return StagingRefused(self.state(), text)
 
-    def _keep(self, frames: list[bytes]) -> None:
-        if self.spool is None:
-            self.spool = Spool(self._owner.file)
-        self._owner.took(self.spool.append(frames))
-
     # -- publishing -----------------------------------------------------------------------------------------------
 
     def publish(self, snapshot: ins.PublishSnapshot) -> Published:
-        spool, self.spool = self.spool or Spool(self._owner.file), None
+        spool, self._spool = self._spool or self._spools.new(), None
+        self._spools.release(spool)
         start_seqno, self._boundary = int(self._boundary), snapshot.seqno
         self._manifest = self._manifest_open
         if snapshot.source_purge_seqno is not None:
             self._purge_seqno = snapshot.source_purge_seqno
-        self._owner.hand_out(
-            Snapshot(
-                self.vbid,
-                self.position.vbuuid,
-                start_seqno,
-                int(snapshot.seqno),
-                spool,
-                manifest=self._manifest,
-                purge_seqno=snapshot.source_purge_seqno,
-                on_close=self._owner.closing(spool.memory_bytes, spool.disk_bytes),
-            ),
-            spool,
+        vbuuid, end_seqno = self.position.vbuuid, int(snapshot.seqno)
+        self._hand_out(
+            Snapshot(self.vbid, vbuuid, start_seqno, end_seqno, spool, self._manifest, snapshot.source_purge_seqno)
         )
         return Published(snapshot.seqno)
 

@@ -26,6 +26,7 @@ from mirror.feed.cluster.discovery import find_source
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.status import ConsumerStatus
 from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
 from mirror.spark.places import LocalFolder
 from mirror.spark.tables.delta import LOCK_FILE, FolderLock
@@ -193,6 +194,7 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
         identity=task.identity,
         worker=f"backfill-{task.group}",
     )
+    status = ConsumerStatus(consumer)
     running = asyncio.create_task(consumer.run())
     marks: dict[int, int] = {}
     received, last_received_s = -1, time.monotonic()
@@ -206,19 +208,19 @@ async def _pull(task: BackfillTask, settings: Settings, writer: GroupWriter) -> 
                 marks[vbid] = min(seqno, marks.get(vbid, seqno))  # lower after a failover that lost writes
             if len(marks) == len(writer.vbids) and consumer.caught_up(marks):
                 break
-            status = consumer.status()
-            if (problem := status["groups"][0]["error"]) is not None:
+            report = status.report()
+            if (problem := report["groups"][0]["error"]) is not None:
                 raise MirrorError(f"group {task.group}: {problem}")
-            now_received = status["counters"]["received_bytes"]
+            now_received = report["counters"]["received_bytes"]
             if now_received != received:
                 received, last_received_s = now_received, time.monotonic()
             elif time.monotonic() - last_received_s > task.silence_s:
-                late = next(row for row in status["vbuckets"] if not _there(row, marks))
+                late = next(row for row in report["vbuckets"] if not _there(row, marks))
                 raise SourceTimeout(
                     f"vbucket {late['vbid']} makes no progress: {late['last_error'] or late['state']}",
                     hint="check the cluster's health; another run pulls the missing groups",
                 )
-        counters = consumer.status()["counters"]
+        counters = status.report()["counters"]
     finally:
         await consumer.stop()
         await asyncio.gather(running, return_exceptions=True)

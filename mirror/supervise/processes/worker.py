@@ -20,7 +20,9 @@ from mirror.clock import SystemClock
 from mirror.config import from_wire
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
+from mirror.feed.follow import commands
 from mirror.feed.follow.consumer import Consumer
+from mirror.feed.follow.status import ConsumerStatus
 from mirror.ingest.topology import ClusterMap
 from mirror.log import get_logger, set_up_logs
 from mirror.messages import (
@@ -90,6 +92,7 @@ class MirrorWork:
     ) -> None:
         self._send = send
         self._consumer = consumer
+        self._status = ConsumerStatus(consumer)
         self._pins = pins
         self._writers = writers
         self._failures = failures
@@ -107,14 +110,14 @@ class MirrorWork:
         news = News()
         while True:
             await asyncio.sleep(LOOK_S)
-            if news.turned(self._consumer.standing(), time.monotonic()):
+            if news.turned(self._status.standing(), time.monotonic()):
                 self._send(Turned())
 
     async def stop(self) -> None:
         await self._consumer.stop()
 
     def status(self) -> ProcessReport:
-        report = self._consumer.status()
+        report = self._status.report()
         for writer in self._writers:
             with contextlib.suppress(StorageError):  # its vbuckets report the error
                 self._pins.look(writer.group, writer.readers(), writer.figures()["file_bytes"])
@@ -139,7 +142,7 @@ class MirrorWork:
                 for writer in self._writers:
                     writer.background.leases.release(command.id)
             case RollBack() | Resync():
-                return await self._consumer.request(command)
+                return commands.execute(self._consumer, command)
             case _:
                 raise ConfigError(f"a worker knows no command {command.op!r}")
         return {}

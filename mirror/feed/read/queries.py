@@ -41,10 +41,10 @@ class SourceQueries:
         """Raised by every question once it is set: no further query can reach the source."""
         self.stream_filter: FilterFields = {}
         """The JSON value of every stream request; see `resolve`."""
-        self._maps = maps
-        self._connections = connections
+        self.maps = maps
+        self.connections = connections
+        self.clock = clock
         self._settings = settings
-        self._clock = clock
         self._timeout_s = timeout_s
         self._collection_ids: list[int] = []
 
@@ -53,11 +53,11 @@ class SourceQueries:
 
         async def attempt() -> dict[int, int]:
             found: dict[int, int] = {}
-            for session in self._connections.ready_sessions():
+            for session in self.connections.ready_sessions():
                 seqnos = await fetch_high_seqnos(session.link, self._settings, self._collection_ids or None)
                 for vbid, seqno in seqnos.items():
                     found[vbid] = max(seqno, found.get(vbid, 0))
-            vbids = range(self._maps.vbucket_count)
+            vbids = range(self.maps.vbucket_count)
             if absent := [vbid for vbid in vbids if vbid not in found]:
                 raise ClusterError(f"no node knows the high seqno of vb {absent[0]} ({len(absent)} such vbuckets)")
             return {vbid: found[vbid] for vbid in vbids}
@@ -69,11 +69,11 @@ class SourceQueries:
         )
 
     async def failover_log(self, vbid: int) -> FailoverLog:
-        if not 0 <= vbid < self._maps.vbucket_count:
-            raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self._maps.vbucket_count}")
+        if not 0 <= vbid < self.maps.vbucket_count:
+            raise ConfigError(f"there is no vb {vbid}", hint=f"the bucket has {self.maps.vbucket_count}")
 
         async def attempt() -> FailoverLog:
-            session = self._connections.session_at(self._maps.address_of(vbid))
+            session = self.connections.session_at(self.maps.address_of(vbid))
             if session is None:
                 raise ClusterError(f"no node serves vb {vbid}")
             answer = await session.link.request(
@@ -119,7 +119,7 @@ class SourceQueries:
         await self._until(attempt)
 
     def _any_session(self) -> NodeSession:
-        session = next(iter(self._connections.ready_sessions()), None)
+        session = next(iter(self.connections.ready_sessions()), None)
         if session is None:
             raise ClusterError("no node can be reached")
         return session
@@ -138,7 +138,7 @@ class SourceQueries:
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
         """Repeat an attempt while its error is retryable. After `timeout_s` raise the last one, with the hint."""
-        deadline = self._clock.monotonic() + self._timeout_s
+        deadline = self.clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:
             if self.refusal is not None:
@@ -151,7 +151,7 @@ class SourceQueries:
                 complaint = error.what
             except RemoteProtocolError as error:
                 complaint = f"the source broke the protocol: {error}"
-            if self._clock.monotonic() >= deadline:
-                raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self._connections.errors()}", hint=hint)
-            await self._clock.sleep(min(pause_s, deadline - self._clock.monotonic()))
+            if self.clock.monotonic() >= deadline:
+                raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self.connections.errors()}", hint=hint)
+            await self.clock.sleep(min(pause_s, deadline - self.clock.monotonic()))
             pause_s = min(pause_s * 2, POLL_MAX_S)
