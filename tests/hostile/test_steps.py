@@ -12,23 +12,15 @@ import gc
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import cramjam
 import pytest
 
-from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.serve.access.auth import FileUsers, entry_of, new_salt_key
-from mirror.serve.dcp.server import DcpServer
-from mirror.serve.http.server import HttpServer
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, own_node
-from mirror.serve.kv.server import KvServer
-from mirror.serve.listener import Address, listening_socket, reserve
 from mirror.wire import codec_dcp, codec_kv, xattr
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -40,8 +32,9 @@ from storage.model import Collection, Seqno, SnapshotRange
 from tests.hostile.site import LARGE_BYTES, PASSWORD, USER, Http, Kv
 from tests.hostile.steps import STEP_MAX_S, timed
 from tests.oracle import kv_client
-from tests.serve.http_site import service_report
-from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Store
+from tests.serve.dcp_rig import serving_dcp
+from tests.serve.http_site import service_report, serving_http
+from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Store, serving
 
 pytestmark = pytest.mark.xdist_group("listener_steps")  # the store is made once
 
@@ -71,39 +64,18 @@ class Ports:
         self._report = service_report(self._data)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._ends: list[Callable[[], Coroutine[Any, Any, object]]] = []
+        self._stack = AsyncExitStack()
         self.ports: dict[str, int] = {}
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def start(self) -> None:
-        for kind, server_type in (("kv", KvServer), ("dcp", DcpServer)):
-            bucket = KvBucket(str(self._data), SystemClock(), stale_allowed=False)
-            held = reserve(Address(), kind)
-            served_map = ServedMap(bucket.identity, [own_node([held.address])], 5)
-            server = server_type(bucket, self._users, served_map, SystemClock(), self._settings)
-            await server.start([(held.address, listening_socket(held.address))])
-            self.ports[kind] = held.address.port
-            self._ends.append(partial(self._end, server, bucket, held))
-        held = reserve(Address(), "http")
-        sockets = [(held.address, listening_socket(held.address))]
-        http = HttpServer(self._settings, sockets, lambda _: self._report, SystemClock(), users=self._users)
-        await http.start()
-        running = asyncio.create_task(http.run())
-        self.ports["http"] = held.address.port
-
-        async def end() -> None:
-            await http.stop()
-            await running
-            held.release()
-
-        self._ends.append(end)
-
-    async def _end(self, server: KvServer, bucket: KvBucket, held: Any) -> None:
-        await server.stop(0.2)
-        bucket.close()
-        held.release()
+        enter, path, users = self._stack.enter_async_context, str(self._data), self._users
+        self.ports["kv"] = (await enter(serving(path, readers=users))).port
+        self.ports["dcp"] = (await enter(serving_dcp(path, readers=users))).port
+        _, address = await enter(serving_http(self._settings, stored=lambda _: self._report, users=users))
+        self.ports["http"] = address.port
 
     @contextmanager
     def running(self) -> Iterator[Ports]:
@@ -115,8 +87,7 @@ class Ports:
         finally:
             for client in (self.kv, self.poly, self.dcp):
                 client.close()
-            for end in self._ends:
-                self.call(end())
+            self.call(self._stack.aclose())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self.thread.join(10)
             self._loop.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 
 from mirror.clock import SystemClock
+from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.health import assess
 from mirror.serve.http.server import HttpServer
@@ -143,8 +145,8 @@ class Site:
     loop: asyncio.AbstractEventLoop
     data: Path
     client: httpx.Client
-    report: dict[str, Any] = field(default_factory=dict)
-    """What the status is made of, where a test wants another one than the store's."""
+    reports: list[dict[str, Any]]
+    """Ends with what the status is made of, where a test wants another one than the store's."""
 
     def get(self, path: str, status: int = 200, **more: Any) -> httpx.Response:
         answer = self.client.get(path, **more)
@@ -155,7 +157,7 @@ class Site:
         """Have the status be made of this from now on."""
 
         async def forget() -> None:
-            self.report = report
+            self.reports.append(report)
             await self.server.service.status.forget()
 
         self.call(forget())
@@ -231,42 +233,49 @@ def judged(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@asynccontextmanager
+async def serving_http(
+    settings: Settings, address: Address | None = None, stored: Callable[[Path], Any] = stored_status, **more: Any
+) -> AsyncIterator[tuple[HttpServer, Address]]:
+    held = reserve(address or Address(), "http")
+    inherited = None if held.inherited is None else os.dup(held.inherited)
+    sockets = [(held.address, listening_socket(held.address, inherited))]
+    server = HttpServer(settings, sockets, stored, SystemClock(), **more)
+    await server.start()
+    task = asyncio.create_task(server.run())
+    try:
+        yield server, held.address
+    finally:
+        await server.stop()
+        await task
+        held.release()
+
+
 @contextmanager
 def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
     """A server over a store, until the test is over."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    held = reserve(Address(), "http")
-    sockets = [(held.address, listening_socket(held.address))]
-    site: Site
+    reports: list[dict[str, Any]] = [{}]
 
     def stored(path: Path) -> dict[str, Any]:
-        return site.report or stored_status(path)
+        return reports[-1] or stored_status(path)
 
-    server = HttpServer(validated({"data": data, **settings}), sockets, stored, SystemClock())
-    url = f"http://{held.address.authority}"
+    def call(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
-    async def start() -> asyncio.Task[None]:
-        await server.start()
-        return asyncio.create_task(server.run())
-
+    served = serving_http(validated({"data": data, **settings}), stored=stored)
     try:
+        server, address = call(served.__aenter__())
+        url = f"http://{address.authority}"
         with httpx.Client(base_url=url, timeout=30) as client:
-            site = Site(url, source, server, loop, data, client)
-            task = site.call(start())
-            yield site
-
-            async def end() -> None:
-                await server.stop()
-                await task
-
-            site.call(end())
+            yield Site(url, source, server, loop, data, client, reports)
+            call(served.__aexit__(None, None, None))
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
-        held.release()
 
 
 @contextmanager

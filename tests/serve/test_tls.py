@@ -18,21 +18,19 @@ from couchbase.auth import Authenticator, CertificateAuthenticator, PasswordAuth
 from couchbase.cluster import Cluster
 from couchbase.options import ClusterOptions
 
-from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.access.tls import server_tls
-from mirror.serve.http.server import HttpServer
-from mirror.serve.listener import Address, listening_socket, reserve
-from mirror.supervise.status import stored_status
+from mirror.serve.listener import Address
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority
 from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import serving_dcp
+from tests.serve.http_site import serving_http
 from tests.serve.kv_rig import WAIT_S, Client, Store, serving, with_users
 
 NAMES = ("localhost", "127.0.0.1")
@@ -75,24 +73,18 @@ async def listening(tmp_path: Path, authority: Authority, **more: object) -> Asy
         {"data": store.path, "users_file": users_file, "listen_tls_cert_file": cert, "listen_tls_key_file": key, **more}
     )
     tls = server_tls(settings)
-    held = reserve(Address(tls=True), "http")
-    http = HttpServer(settings, [(held.address, listening_socket(held.address))], stored_status, SystemClock())
     addresses = [Address(tls=True)]
     async with AsyncExitStack() as stack:
         users = FileUsers(users_file)
         kv = await stack.enter_async_context(serving(store.path, readers=users, addresses=addresses, tls=tls))
         dcp = await stack.enter_async_context(serving_dcp(store.path, readers=users, addresses=addresses, tls=tls))
-        await http.start()
-        task = asyncio.create_task(http.run())
+        _, address = await stack.enter_async_context(serving_http(settings, addresses[0]))
+        ports = Ports(kv.port, dcp.port, address.port, store.identity.bucket_name)
         try:
-            ports = Ports(kv.port, dcp.port, held.address.port, store.identity.bucket_name)
             yield ports
         finally:
             for client in ports.clients:
                 await client.close()
-            await http.stop()
-            await task
-            held.release()
             store.close()
 
 

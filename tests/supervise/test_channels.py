@@ -12,8 +12,8 @@ import re
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,14 @@ import pytest
 
 from cli import render, status
 from cli.exits import CommandEnded
-from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConnectFailed
 from mirror.feed.cluster.discovery import Source
 from mirror.health import STATES
-from mirror.serve.http.server import HttpServer
-from mirror.serve.listener import Address
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.status import stored_status
 from storage.env import directory
 from storage.model import Identity
+from tests.serve.http_site import serving_http
 from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
@@ -130,22 +127,6 @@ def fetched(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-@asynccontextmanager
-async def http_over(data: Path) -> AsyncIterator[str]:
-    """An HTTP server as the service starts one; its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.setblocking(False)
-        settings = scripted.settings_for(data)
-        server = HttpServer(settings, [(Address(), listening)], stored_status, SystemClock())
-        await server.start()
-        task = asyncio.create_task(server.run())
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            await server.stop()
-            await task
-
-
 def readiness_in_docs() -> dict[str, bool]:
     """Of each state of the table in docs/operations.md, whether a mirror in it is ready."""
     table = DOCS[DOCS.index("| situation |") :]
@@ -185,7 +166,8 @@ async def test_every_channel_says_the_same(
                 return found["state"] == situation.state and re.search(situation.words, found["message"]) is not None
 
             await eventually(stands)
-        url = await stack.enter_async_context(http_over(data))
+        _, address = await stack.enter_async_context(serving_http(scripted.settings_for(data)))
+        url = f"http://{address.authority}"
 
         # `status`, and `top`, which draws the same
         with_code: list[int] = []
