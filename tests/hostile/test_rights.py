@@ -121,12 +121,7 @@ def test_no_spelling_of_a_collection_gets_around_its_name(site: Site) -> None:
     )
     for name in (*names, *more):
         for spelt in {quote(name, safe=""), quote(name, safe="./*+"), quote(quote(name, safe=""), safe="")}:
-            for path in (
-                "documents/secret",
-                "documents",
-                f"documents?vbid={VBID}",
-                f"documents?as_of=11&vbid={VBID}",
-            ):
+            for path in ("documents/secret", "documents", f"documents?vbid={VBID}", f"documents?as_of=11&vbid={VBID}"):
                 status, body = client.get(f"/v1/collections/{spelt}/{path}")
                 assert status in (400, 403, 404), (name, path)
                 assert b"TOPSECRET" not in body

@@ -17,16 +17,7 @@ import pytest
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.serve.access import auth
-from mirror.serve.access.auth import (
-    FileUsers,
-    Reader,
-    SourceUser,
-    Users,
-    current,
-    entry_of,
-    new_salt_key,
-    users_of,
-)
+from mirror.serve.access.auth import FileUsers, Reader, SourceUser, Users, current, entry_of, new_salt_key, users_of
 from mirror.wire.sasl import HASHES, SaslError, ScramClient, ScramServer
 
 

@@ -83,11 +83,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 EXAMPLES = settings(
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
+    deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 
 

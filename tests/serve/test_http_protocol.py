@@ -15,13 +15,7 @@ import pytest
 from mirror.config import Settings
 from mirror.serve.http import protocol as http_protocol
 from mirror.serve.http import requests as http_requests
-from mirror.serve.http.protocol import (
-    FRAMING_BYTES_MAX,
-    HEAD_BYTES_MAX,
-    HEADERS_MAX,
-    SLICE_BYTES,
-    BoundedProtocol,
-)
+from mirror.serve.http.protocol import FRAMING_BYTES_MAX, HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol
 from mirror.serve.http.service import BUDGETED_BYTES
 from tests.serve.http_site import Site, recorded_at_once
 from tests.supervise.conftest import eventually_now
@@ -257,10 +251,7 @@ def test_a_chunked_body_whose_framing_has_no_end_is_refused(site: Site, head: by
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"Content-Length: 99999999\r\n\r\n",
-        CHUNKED + b"fffff\r\n" + b" " * 0xFFFFF + b"\r\nfffff\r\n" + b" " * 0xFFFF,
-    ],
+    [b"Content-Length: 99999999\r\n\r\n", CHUNKED + b"fffff\r\n" + b" " * 0xFFFFF + b"\r\nfffff\r\n" + b" " * 0xFFFF],
     ids=["length", "chunks"],
 )
 def test_a_body_beyond_its_limit_is_refused_whatever_it_claims(site: Site, body: bytes) -> None:

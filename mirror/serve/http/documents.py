@@ -317,12 +317,6 @@ def _read_page(
 ) -> tuple[list[bytes], bytes]:
     refuse_gone(request)
     documents, following = view.scan_page(
-        pin,
-        page.collection_id,
-        start=start,
-        prefix=page.prefix,
-        end=page.end,
-        limit=limit,
-        deletions=page.deletions,
+        pin, page.collection_id, start=start, prefix=page.prefix, end=page.end, limit=limit, deletions=page.deletions
     )
     return [document_json(document) for document in documents], following
