@@ -240,7 +240,7 @@ def test_a_source_that_was_never_reached_leaves_no_empty_map(page: Any, site: Si
     opened(page, site, report() | never | dict.fromkeys(("bucket", "vbucket_count", "vbuckets_held")))
     assert page.locator("#headline").inner_text().endswith(why)
     assert page.locator("#source").inner_text().endswith("Source couchbase://db1.example/demo: not reached")
-    assert page.locator("#detail").inner_text() == "None is known before the source has been reached."
+    assert page.locator("#detail").inner_text() == "No vbucket is known before the source is reached."
     assert not page.locator("#map").is_visible()
     assert not page.locator("#legend").is_visible()
 

@@ -100,7 +100,7 @@ class EventStream(Response):
     def __init__(
         self, texts: AsyncGenerator[bytes, None], headers: dict[str, str], service: Service, owner: str
     ) -> None:
-        """Close `texts` in any case. The stream counts as its owner's from now until it was sent."""
+        """The stream counts as its owner's from now until it was sent; `texts` is closed in any case."""
         super().__init__(None, 200, headers, "text/event-stream")
         del self.headers["content-length"]
         self._texts = texts
@@ -126,7 +126,7 @@ def _token(vbid: int, published: Served) -> Token:
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:
-    """Answer a position that leads nowhere with a status, not an event."""
+    """Raise Problem if the position is gone: the answer is a status, not an event."""
     try:
         service.view.check_since(token)
     except ViewInvalidated as error:
@@ -267,7 +267,7 @@ class ChangeStream:
             started_at = self._position.get(vbid)
             try:
                 if self._service.view.stale(vbid) and not self._service.stale_reads:
-                    return  # what is served is to be replaced whole: the stream ends with a reset when it is
+                    return  # a new copy will replace this one: the stream then ends with a reset
                 pieces = Pieces(PIECE_BYTES)
                 changes = self._service.view.changes(vbid, since=started_at, pieces=pieces)
                 async with contextlib.aclosing(self._texts(changes, pieces)) as texts:
@@ -277,7 +277,7 @@ class ChangeStream:
             except (ViewInvalidated, Closed) as error:
                 await asyncio.sleep(0)
                 if isinstance(error, Closed) or started_at is None or self._position.get(vbid) != started_at:
-                    continue  # it was overtaken while it was read: from the last event on there is a way
+                    continue  # overtaken while it was read: go on after the last event
                 if not self._leads_on(started_at):
                     raise _Reset(vbid, of_storage(error)) from error
 

@@ -298,7 +298,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stuck = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP or too long once all before it is answered, and hang up."""
+        """Refuse input that is not HTTP or too long, once earlier requests are answered, and hang up."""
         if self._answering and self._in_head:
             self._wrong = msg
             self.flow.pause_reading()

@@ -70,7 +70,7 @@ def parse(body: bytes, rows_max: int) -> dict[str, Any]:
     """Return the members of a request. Raises Problem."""
     found = json_of(body)
     if not isinstance(found, dict) or not isinstance(found.get("sql"), str):
-        raise Problem("bad-request", "the body is no object with a text `sql`", hint=EXAMPLE)
+        raise Problem("bad-request", "the body is not an object with a string `sql`", hint=EXAMPLE)
     if unknown := set(found) - set(MEMBERS):
         raise Problem("bad-request", f"unknown member {min(unknown)!r}", hint=f"known here: {', '.join(MEMBERS)}")
     if len(found["sql"]) > SQL_LENGTH_MAX:
@@ -79,7 +79,7 @@ def parse(body: bytes, rows_max: int) -> dict[str, Any]:
     if limit is not None and (type(limit) is not int or not 0 <= limit <= rows_max):
         raise Problem("bad-request", f"limit_rows is not a number from 0 to {rows_max}")
     if as_of is not None and not isinstance(as_of, str):
-        raise Problem("bad-request", "as_of is no text", hint="2026-01-31T12:00:00Z")
+        raise Problem("bad-request", "as_of is not a string", hint="2026-01-31T12:00:00Z")
     as_of_ms = None if as_of is None else moment(as_of).ms
     return {"sql": found["sql"], "as_of_ms": as_of_ms, "rows_max": rows_max if limit is None else limit}
 

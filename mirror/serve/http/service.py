@@ -77,12 +77,12 @@ class Plain(Response):
 
 
 class Budgeted(Plain):
-    """An answer whose bytes count until its reader took them."""
+    """An answer whose bytes count until the client has taken them."""
 
     def __init__(
         self, service: Service, body: Pieces, headers: Iterable[Header], media_type: bytes, taken_bytes: int = 0
     ) -> None:
-        """`body` is in pieces (`large.merged`); `taken_bytes` are counted for it. Raises Problem if too much is out."""
+        """`taken_bytes` of the body are counted already. Raises Problem if answers hold too much memory."""
         size = sum(map(len, body))
         typed = (b"content-length", b"%d" % size), (b"content-type", media_type)
         super().__init__(200, (*headers, *typed))
@@ -101,7 +101,7 @@ class Budgeted(Plain):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send in pieces, so that a reader who takes nothing is noticed, and give the bytes back."""
+        """Send in pieces, to notice a client that takes nothing, and give the bytes back."""
         try:
             if not self._pieces or scope["method"] == "HEAD":
                 await super().__call__(scope, receive, send)
@@ -113,7 +113,7 @@ class Budgeted(Plain):
 
 
 async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
-    """Send a body, each piece in a turn of its own; they are let go of."""
+    """Send a body, each piece in a turn of its own, and let go of it."""
     for piece in taken(pieces):
         await turns.turn()
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -121,12 +121,12 @@ async def send_pieces(send: Send, pieces: Pieces, turns: Turns) -> None:
 
 
 class LargeAnswer(Response):
-    """A large document as an answer; its bytes count from before it is read until its reader took them."""
+    """A large document; its bytes count from before it is read until the client has taken them."""
 
     def __init__(
         self, service: Service, found: LargeDocument, *, raw: bool, headers: Callable[[int], list[Header]]
     ) -> None:
-        """`headers` makes headers for a datatype. Raises Problem if too much is out."""
+        """`headers` makes headers for a datatype. Raises Problem if answers hold too much memory."""
         super().__init__(None, 200)
         self._service, self._found, self._raw, self._headers_of = service, found, raw, headers
         self._taken = held_bytes(found, decompress=not raw)
@@ -188,7 +188,7 @@ class Service:
         return self.mirror.view
 
     async def read_batch(self, read: Callable[[], T]) -> T:
-        """Return what `read` returns in the thread of the streams of changes. Raises Problem once that has ended."""
+        """Call `read` in the thread of the streams of changes. Raises Problem once that has ended."""
         try:
             reading = self.changes_thread.submit(read)
         except RuntimeError:
@@ -245,13 +245,13 @@ class Service:
         return proven
 
     def rights_changed(self, reader: Reader) -> Problem | None:
-        """Return the refusal of a reader whose rights changed since its request began."""
+        """Return the refusal if the reader's rights have changed since its request began."""
         if current(self.users, reader) == reader:
             return None
         return Problem("forbidden", RIGHTS_CHANGED, hint="log in again")
 
     def judge(self, reader: Reader, collection: str | int, vbids: Iterable[int], as_of: AsOf = None) -> None:
-        """Refuse a collection that this reader may not read: a name as it is, an id by its name in these vbuckets."""
+        """Refuse a collection that the reader may not read; an id is judged by its name in these vbuckets."""
         if reader.reads_all:
             return
         if isinstance(collection, str):
@@ -262,8 +262,8 @@ class Service:
                 self.judge_pin(reader, collection, self.view.pin(vbid, as_of))
 
     def judge_pin(self, reader: Reader, collection_id: int, pin: Pin, *, unknown: bool = False) -> None:
-        """Refuse a collection that this reader may not read, by its name in the manifest at a boundary. An id without a
-        name is refused like another's; with `unknown` it passes, for a read that finds nothing under it.
+        """Refuse a collection that the reader may not read, by its name in the manifest at a boundary. An unknown id is
+        refused too; with `unknown` it passes, for a read that finds no documents of it.
         """
         if reader.reads_all:
             return
@@ -304,7 +304,7 @@ class Service:
             )
 
     def refuse_unpublished(self, vbids: Iterable[int]) -> None:
-        """Raise Problem for vbuckets without a publish: what is not found there may exist."""
+        """Raise Problem for unpublished vbuckets: a document that is not found there may exist."""
         for vbid in vbids:
             if not self.view.state(vbid).is_whole:
                 raise Problem(
@@ -332,8 +332,8 @@ class Service:
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
-        """Return what `read` returns in a thread, one read at a time: the event loop goes on, and one read's memory is
-        held. Raises Problem if the client hung up in line.
+        """Call `read` in a thread, one at a time: the loop goes on, and only one read holds memory. Raises Problem if the
+        client hung up in line.
         """
         with leaves_line(request):
             await self._one_bulk_read.acquire()
@@ -351,7 +351,7 @@ class Service:
         *,
         in_bulk: bool = False,
     ) -> T:
-        """Return what `read` returns once all tokens are published, and while they still are. Raises Problem."""
+        """Call `read` once all tokens are published; they must still be published after it. Raises Problem."""
         if not tokens:
             return await self.read_in_bulk(request, read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
@@ -398,8 +398,8 @@ def _may_not_read(reader: Reader) -> Problem:
 
 
 def refuse_websites(request: Request) -> None:
-    """Refuse what a website may have its reader's browser send: cross-site requests (but for a link to the status
-    page), and requests without a login under a name that the website made resolve to this machine. Raises Problem.
+    """Refuse requests that a website can have its visitor's browser send: cross-site ones, except links to the status
+    page, and ones without a login whose host name is not this machine's. Raises Problem.
     """
     if header(request, b"sec-fetch-site") == "cross-site" and not (
         header(request, b"sec-fetch-mode") == "navigate" and request.url.path == "/"
@@ -413,7 +413,7 @@ def refuse_websites(request: Request) -> None:
 
 @contextlib.contextmanager
 def leaves_line(request: Request) -> Iterator[None]:
-    """While its client waits in line: if it hangs up, or already has, raise Problem at once."""
+    """Raise Problem as soon as the client has hung up."""
     refuse_gone(request)
     slot: Slot = request.scope["state"]["slot"]
     slot.in_line = asyncio.current_task()

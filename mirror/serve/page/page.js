@@ -1,5 +1,5 @@
-// The status page: asks /v1/status every two seconds while it is looked at, and draws what it hears. Text is only ever
-// set as text. A figure that is not known is shown as a dash, never as 0.
+// The status page: it requests /v1/status every two seconds while it is visible, and draws the answer. Text is only ever
+// set as text. An unknown figure is a dash, never 0.
 "use strict";
 
 const ASK_MS = 2000;
@@ -7,13 +7,13 @@ const SAMPLES_EVERY = 3;
 const SILENT_S = 3;
 const SENTENCE_MAX = 90;
 const KINDS = {
-  dead: { sign: "✕", word: "dead", text: "nobody feeds it" },
-  stalled: { sign: "=", word: "stalled", text: "its source has more and sends nothing, or its worker says nothing" },
+  dead: { sign: "✕", word: "dead", text: "no worker updates it" },
+  stalled: { sign: "=", word: "stalled", text: "its source has more but sends nothing, or its worker is silent" },
   lagging: { sign: "▲", word: "lagging", text: "too far behind its source" },
   behind: { sign: "▵", word: "a little behind", text: "more than a tenth of the limit behind its source" },
   waiting: { sign: "…", word: "waiting", text: "no contact with its node at the source, its store cannot be written, or a retry is due" },
-  filling: { sign: "◐", word: "filling", text: "on its way to its first or next state" },
-  idle: { sign: "–", word: "stored", text: "no service runs; this is what is stored" },
+  filling: { sign: "◐", word: "filling", text: "being filled, rolled back or read again" },
+  idle: { sign: "–", word: "stored", text: "no service runs; this is the stored state" },
   ok: { sign: "·", word: "up to date", text: "published and near its source" },
 };
 const BAD = ["dead", "stalled", "lagging"];
@@ -117,7 +117,7 @@ function drawMap(report) {
     cell.setAttribute("aria-selected", String(selected === row.vbid));
     if (selected === row.vbid) $("detail").textContent = text;
   });
-  if (selected === null) $("detail").textContent = report.vbuckets.length ? "Choose a vbucket to see how it stands." : "None is known before the source has been reached.";
+  if (selected === null) $("detail").textContent = report.vbuckets.length ? "Choose a vbucket to see its state." : "No vbucket is known before the source is reached.";
   $("detail").classList.toggle("chosen", selected !== null);
   const legend = $("legend");
   legend.hidden = map.hidden = !report.vbuckets.length;
@@ -132,7 +132,7 @@ function drawMap(report) {
   return counts;
 }
 
-// What the service says is wrong, a line each; what concerns the whole mirror stands in the headline.
+// One line for each trouble of vbuckets; troubles of the whole mirror are in the headline.
 function drawTroubles(troubles) {
   const table = $("attention");
   const lines = troubles.filter((trouble) => trouble.vbuckets);
@@ -175,7 +175,7 @@ function sourceText(report) {
   const rows = report.vbuckets;
   const contact = rows.filter((row) => row.node).length;
   const nodes = new Set(rows.map((row) => row.node).filter(Boolean)).size;
-  const ages = rows.map((row) => row.lag_s).filter(known);  // of a damaged vbucket there is none
+  const ages = rows.map((row) => row.lag_s).filter(known);  // a damaged vbucket has none
   let text = `Source ${report.source}: `;
   if (report.source_error) text += "not reached";  // the headline says why
   else if (!contact) text += ages.length ? `no contact for ${span(Math.max(...ages))}` : "no contact yet";
@@ -184,7 +184,7 @@ function sourceText(report) {
   return text;
 }
 
-// Said aloud by a screen reader: changes of state alone, never a figure that moves.
+// Have a screen reader announce changes of state, never figures that move.
 function announce(text) {
   if ($("news").textContent !== text) $("news").textContent = text;
 }
@@ -241,7 +241,7 @@ function drawPast(report) {
   ];
   events.sort((a, b) => b[0] - a[0]);
   $("history").textContent = (known(history.floor_newest_ms)
-    ? `Every vbucket can be read as of any kept boundary since ${moment(history.floor_newest_ms)}; the oldest floor is of ${moment(history.floor_oldest_ms)}.`
+    ? `Every vbucket can be read as of any boundary since ${moment(history.floor_newest_ms)}, some since ${moment(history.floor_oldest_ms)}.`
     : "Nothing is published yet.") + ` Rollbacks: ${number(totals.rollback_count)}; resyncs: ${number(history.resync_count)}.`;
   drawLines("leases", (report.leases || []).map((lease) =>
     `${lease.name} holds the history of ${number(lease.vbuckets)} vbuckets until ${moment(lease.until_ms)} at least`));
@@ -266,7 +266,7 @@ function drawPast(report) {
   $("disk-bar").setAttribute("aria-label", `mirror ${percent(disk.mirror_bytes)}, others ${percent(used - disk.mirror_bytes)} of the disk`);
 }
 
-// What the store keeps for good, so that it is known after a restart of the service too.
+// Events that the store keeps, also across restarts of the service.
 const KEPT = new Set(["rollback", "resync-done"]);
 const LEVELS = { error: "dead", warning: "lagging", info: "ok" };
 
@@ -327,11 +327,11 @@ function complain(text) {
   announce(text);
   $("state").textContent = "no answer";
   $("state").className = "dead";
-  $("headline").textContent = text + (lastReport ? ` What is shown is of ${moment(lastReport.time_ms)}.` : "");
+  $("headline").textContent = text + (lastReport ? ` The figures are of ${moment(lastReport.time_ms)}.` : "");
 }
 
-// Names and messages come from the source, from users and from programs: characters that are not seen, or that turn the
-// order of their neighbours round, are written as numbers, and no text is longer than a reader can take in.
+// Names and messages come from the source, from users and from programs: write invisible characters, and those that
+// reverse the order of their neighbours, as numbers, and cut long texts.
 const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 const TEXT_MAX = 400;
 
