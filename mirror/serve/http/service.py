@@ -332,8 +332,8 @@ class Service:
         return found, parameters.integer("timeout_ms", WAIT_MS_DEFAULT, 0, WAIT_MS_MAX) / 1000
 
     async def read_in_bulk(self, request: Request, read: Callable[[], T]) -> T:
-        """Call `read` in a thread, one at a time: the loop goes on, and only one read holds memory. Raises Problem if the
-        client hung up in line.
+        """Call `read` in a thread, one at a time: the event loop goes on, and only one read holds memory. Raises
+        Problem if the client hung up in line.
         """
         with leaves_line(request):
             await self._one_bulk_read.acquire()
