@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mirror.feed.cluster.persistence import PersistenceGate
+from mirror.feed.follow.store_sink import PersistenceGate
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.ingest import events
 from mirror.ingest.instructions import RequestStream

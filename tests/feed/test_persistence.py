@@ -13,9 +13,10 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.errors import NotSupported
-from mirror.feed.cluster.persistence import HELD_MAX, PersistenceGate, PersistencePoller, common_persisted
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress, parse
+from mirror.feed.follow.persistence import PersistencePoller, common_persisted
+from mirror.feed.follow.store_sink import HELD_MAX, PersistenceGate
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.node import node as sandbox_node
 from mirror.wire.codec_kv import ObservedSeqno
@@ -324,7 +325,8 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
     high = write(cluster, 0, 3)
     access = Access.of(parse(cluster.connection_string), mirror_of(cluster, tmp_path).settings)
     copies: Any = Moving()
-    task = asyncio.create_task(PersistencePoller(access, copies, SystemClock()).run([Waiting()]))
+    waiting: Any = Waiting()
+    task = asyncio.create_task(PersistencePoller(access, copies, SystemClock()).run([waiting]))
     async with asyncio.timeout(10):
         await copies.looked.wait()
     task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,17 +178,17 @@ def test_a_position_inside_goes_on_there(source: SandboxThread) -> None:
 # -- bounds -------------------------------------------------------------------------------------------------------
 
 
-def test_snapshots_larger_than_memory_wait_on_disk(source: SandboxThread, tmp_path: Path) -> None:
+def test_snapshots_larger_than_memory_wait_on_disk(source: SandboxThread) -> None:
     write(source, 400, size=1000)
-    with reader_of(source, memory_bytes=8192, folder=str(tmp_path)) as reader:
+    with reader_of(source, memory_bytes=8192) as reader:
         copy, on_disk = Copy(), 0
         for item in reader.read(copy.positions, reader.high_seqnos()):
-            on_disk = max(on_disk, reader._file.size_bytes)
+            on_disk = max(on_disk, reader._core._file.size_bytes)
             copy.take(item)
         copy.assert_equal(source)
         assert copy.snapshots == VBUCKETS
         assert on_disk >= 50_000
-        assert reader._file.size_bytes == 0
+        assert reader._core._file.size_bytes == 0
 
 
 def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread) -> None:
@@ -209,12 +210,12 @@ def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread
         copy.assert_equal(source)
 
 
-def test_a_temporary_folder_that_takes_nothing_is_reported(source: SandboxThread, tmp_path: Path) -> None:
+def test_a_temporary_folder_that_takes_nothing_is_reported(
+    source: SandboxThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     write(source, 100, size=1000)
-    with (
-        reader_of(source, memory_bytes=4096, folder=str(tmp_path / "absent")) as reader,
-        pytest.raises(MirrorError, match="TMPDIR"),
-    ):
+    with reader_of(source, memory_bytes=4096) as reader, pytest.raises(MirrorError, match="TMPDIR"):
         read_all(reader)
 
 
@@ -314,7 +315,7 @@ def test_streams_that_end_are_requested_again(source: SandboxThread, reason: Str
 
 def test_a_source_that_falls_silent_is_reported_in_time(source: SandboxThread) -> None:
     write(source, 20)
-    with reader_of(source, timeout_s=2) as reader:
+    with reader_of(source, timeout_s=1) as reader:
         until = reader.high_seqnos()
         source.call(source.cluster.faults.silence, dcp_only=False, future=True)
         with pytest.raises(SourceTimeout, match="brought nothing of vb"):

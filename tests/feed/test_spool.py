@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,21 @@ from mirror.feed.read.spool import BLOCK_BYTES, Spool, SpoolFile
 from storage.format.records import encode_mutation
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
 def frames_of(rng: random.Random, count: int, longest: int) -> list[bytes]:
     return [encode_mutation(b"key", rng.randbytes(rng.randrange(longest)), seqno) for seqno in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("longest", [10, BLOCK_BYTES // 3, 3 * BLOCK_BYTES])
-def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(tmp_path: Path, longest: int) -> None:
+def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(longest: int) -> None:
     rng = random.Random(longest)
-    file = SpoolFile(str(tmp_path))
+    file = SpoolFile()
     for _ in range(20):
         spool = Spool(file)
         expected: list[bytes] = []
@@ -40,8 +48,8 @@ def test_frames_come_out_as_they_went_in_whenever_it_was_spilled(tmp_path: Path,
     file.close()
 
 
-def test_blocks_of_a_closed_spool_are_used_again(tmp_path: Path) -> None:
-    file = SpoolFile(str(tmp_path))
+def test_blocks_of_a_closed_spool_are_used_again(folder: Path) -> None:
+    file = SpoolFile()
     first, second = Spool(file), Spool(file)
     for spool, seqno in ((first, 1), (second, 2)):
         spool.append([encode_mutation(b"k", bytes(5 * BLOCK_BYTES), seqno)])
@@ -54,20 +62,21 @@ def test_blocks_of_a_closed_spool_are_used_again(tmp_path: Path) -> None:
     assert file.size_bytes == size
     assert list(second.frames()) == [encode_mutation(b"k", bytes(5 * BLOCK_BYTES), 2)]
     assert list(third.frames()) == [encode_mutation(b"k", b"\7" * (5 * BLOCK_BYTES), 3)]
-    assert os.listdir(tmp_path) == [], "the file has no name that a crash could leave behind"
+    assert os.listdir(folder) == [], "the file has no name that a crash could leave behind"
     file.close()
 
 
-def test_a_folder_that_takes_nothing_is_one_clear_error(tmp_path: Path) -> None:
-    spool = Spool(SpoolFile(str(tmp_path / "absent")))
+def test_a_folder_that_takes_nothing_is_one_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "absent"))
+    spool = Spool(SpoolFile())
     spool.append([encode_mutation(b"k", b"v", 1)])
     with pytest.raises(MirrorError, match=r"absent.*TMPDIR"):
         spool.spill()
     assert list(spool.frames()) == [encode_mutation(b"k", b"v", 1)]
 
 
-def test_a_full_disk_gives_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = SpoolFile(str(tmp_path))
+def test_a_full_disk_gives_back_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SpoolFile()
     spool = Spool(file)
     spool.append([encode_mutation(b"k", bytes(3 * BLOCK_BYTES), 1)])
     real = os.pwrite

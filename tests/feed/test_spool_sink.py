@@ -51,9 +51,9 @@ def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
 
 def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: SpoolSink) -> None:
     sink.save_failover_log(ins.SaveFailoverLog(VBID, "t", FailoverLog.of([(7, 0)])))
-    assert sink.stage_rows(stage(1, 4)) is None
+    assert sink.stage(stage(1, 4)) is None
     assert sink.publish(publish(5, 2)) == events.Published(5)
-    assert sink.stage_rows(stage(8)) is None
+    assert sink.stage(stage(8)) is None
     assert sink.publish(publish(9)) == events.Published(9)
     first, second = owner.snapshots
     assert [(each.start_seqno, each.end_seqno, each.row_count, each.vbuuid) for each in owner.snapshots] == [
@@ -66,11 +66,11 @@ def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: 
 
 
 def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: SpoolSink) -> None:
-    sink.stage_rows(stage(1))
-    sink.stage_system_event(ins.StageSystemEvent(VBID, "t", Seqno(2), b"event", Manifest(ManifestUid(7)), WITHIN))
+    sink.stage(stage(1))
+    sink.stage(ins.StageSystemEvent(VBID, "t", Seqno(2), b"event", Manifest(ManifestUid(7)), WITHIN))
     assert sink.abandon(ins.AbandonStaged(VBID, "t")) == events.Abandoned(sink.state())
-    sink.stage_rows(stage(1))
-    assert isinstance(sink.stage_rows(stage(4, 3)), events.StagingRefused)
+    sink.stage(stage(1))
+    assert isinstance(sink.stage(stage(4, 3)), events.StagingRefused)
     assert owner.spools.memory_bytes == 0
     sink.publish(publish(9))
     (snapshot,) = owner.snapshots

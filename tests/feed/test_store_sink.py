@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mirror.feed.cluster.persistence import PersistenceGate
+from mirror.feed.follow.store_sink import PersistenceGate
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from storage.model import FailoverLog, Manifest, Seqno, SnapshotRange

@@ -21,7 +21,7 @@ from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ClusterError, ConfigError, ExitCode, TlsFailed
 from mirror.feed.connection.connection_string import NodeAddress
-from mirror.feed.connection.tls import Tls, speaks_plain_kv, speaks_tls, tls_context, tls_failure
+from mirror.feed.connection.tls import Tls, speaks_plain_kv, speaks_tls
 from mirror.feed.connection.transport import Link, open_link
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
@@ -176,9 +176,9 @@ async def test_what_a_port_speaks_is_found_out(authority: Authority) -> None:
 
 
 def test_only_what_may_pass_by_itself_is_tried_again() -> None:
-    gone = tls_failure(ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), "h:1", Settings())
+    gone = Tls.of(Settings()).failure(ssl.SSLEOFError(8, "EOF occurred in violation of protocol"), "h:1")
     assert gone.retryable
-    strange = tls_failure(ssl.SSLError(1, "something new"), "h:1", Settings())
+    strange = Tls.of(Settings()).failure(ssl.SSLError(1, "something new"), "h:1")
     assert "something new" in strange.what
     assert not strange.retryable
     assert strange.exit_code == ExitCode.REFUSED
@@ -210,7 +210,7 @@ def test_files_that_cannot_be_used_are_named_with_their_setting(authority: Autho
     ]
     for files, setting, why in cases:
         with pytest.raises(ConfigError) as caught:
-            tls_context(validated(files))
+            Tls.of(validated(files))
         assert caught.value.setting == setting, caught.value
         assert why in caught.value.what
         assert str(files[setting]) in caught.value.what

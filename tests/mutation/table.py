@@ -22,7 +22,7 @@ class Mutation(NamedTuple):
 _ASSEMBLER, _MACHINE = "mirror/ingest/assembler.py", "mirror/ingest/machine.py"
 _HANDSHAKE, _STREAMING = "mirror/ingest/handshake.py", "mirror/ingest/streaming.py"
 _ROLLBACK, _OFFSET = "mirror/ingest/rollback.py", "mirror/ingest/offset.py"
-_PERSISTENCE, _VBUCKET = "mirror/feed/cluster/persistence.py", "mirror/feed/follow/vbucket.py"
+_PERSISTENCE, _VBUCKET = "mirror/feed/follow/persistence.py", "mirror/feed/follow/vbucket.py"
 _STORE_SINK = "mirror/feed/follow/store_sink.py"
 _BRANCHES, _PURGE = "storage/history/branches.py", "storage/history/purge.py"
 _OWNER, _LEAVING = "storage/write/owner.py", "storage/write/vbucket.py"
@@ -198,8 +198,8 @@ MUTATIONS = (
         _OF_OFFSET,
     ),
     # --- publish=persisted
-    Mutation(_PERSISTENCE, "if held[0] <= persisted_seqno]", "]", _OF_GATE),
-    Mutation(_PERSISTENCE, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
+    Mutation(_STORE_SINK, "if held[0] <= persisted_seqno]", "]", _OF_GATE),
+    Mutation(_STORE_SINK, "if not ready or ready[-1][0] < at_least:", "if not ready:", _OF_GATE),
     Mutation(
         _PERSISTENCE,
         "if vbucket.vbid in found and self._copies.copies_of(vbucket.vbid) == copies[vbucket.vbid]:",

@@ -43,28 +43,6 @@ _OUR_CERTIFICATE: dict[str, str] = {
 """By part of an alert's name: what the node holds against our certificate."""
 
 
-def tls_context(settings: Settings) -> ssl.SSLContext:
-    """Return a context that verifies certificate and name. Raises ConfigError for files that cannot be used."""
-    ca_file, cert_file, key_file = settings.tls_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file
-    try:
-        context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
-    except (OSError, ssl.SSLError) as error:
-        raise _unusable("tls_ca_file", ca_file, error, "give the cluster's CA certificates as a PEM file") from None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate authority, or the very certificate, will do
-    versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
-    context.minimum_version = versions[settings.tls_minimum_version]
-    if cert_file is not None:
-        setting, path = "tls_client_cert_file", cert_file
-        try:
-            if CERTIFICATE_BEGIN in path.read_bytes() and key_file is not None:
-                setting, path = "tls_client_key_file", key_file
-            context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
-        except (OSError, ssl.SSLError, ValueError) as error:
-            hint = "give certificate (with its chain) and key as PEM files; the key may stand in the certificate's file"
-            raise _unusable(setting, path, error, hint) from None
-    return context
-
-
 def _no_passphrase() -> str:
     """Refuse an encrypted key, instead of asking for its passphrase at the terminal."""
     raise ValueError("it has a passphrase; a service cannot ask for one")
@@ -82,39 +60,55 @@ def _unusable(setting: str, path: object, error: Exception, hint: str) -> Config
 
 @dataclass(frozen=True, slots=True)
 class Tls:
+    """TLS towards a node, with the files as they were when it was made."""
+
     context: ssl.SSLContext
     settings: Settings
 
     @staticmethod
     def of(settings: Settings) -> Tls:
-        """Read the files as they are now. Raises ConfigError."""
-        return Tls(tls_context(settings), settings)
+        """Verify certificate and name. Raises ConfigError for files that cannot be used."""
+        ca_file, cert_file, key_file = settings.tls_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file
+        try:
+            context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable("tls_ca_file", ca_file, error, "give the cluster's CA certificates as a PEM file") from None
+        # An intermediate authority, or the very certificate, will do.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+        context.minimum_version = versions[settings.tls_minimum_version]
+        if cert_file is not None:
+            setting, path = "tls_client_cert_file", cert_file
+            try:
+                if CERTIFICATE_BEGIN in path.read_bytes() and key_file is not None:
+                    setting, path = "tls_client_key_file", key_file
+                context.load_cert_chain(cert_file, key_file, password=_no_passphrase)
+            except (OSError, ssl.SSLError, ValueError) as error:
+                hint = "give certificate (with its chain) and key as PEM files; one file may hold both"
+                raise _unusable(setting, path, error, hint) from None
+        return Tls(context, settings)
 
     def failure(self, error: ssl.SSLError, where: str) -> TlsFailed:
-        return tls_failure(error, where, self.settings)
-
-
-def tls_failure(error: ssl.SSLError, where: str, settings: Settings) -> TlsFailed:
-    """Map a TLS handshake failure, or an alert behind it, to an error with a remedy."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _refused_by_us(error, where, settings)
-    reason = str(getattr(error, "reason", None) or error).upper()
-    if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
-        return TlsFailed(
-            f"{where} speaks no TLS version that is allowed (at least {settings.tls_minimum_version})",
-            hint="have the cluster allow a newer version, or set tls_minimum_version to 1.2 where it is 1.3",
-        )
-    if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
-        return not_tls(where)
-    for part, words in _OUR_CERTIFICATE.items():
-        if part in reason and "ALERT" in reason:
-            return _refused_by_node(words, where, settings)
-    if "HANDSHAKE_FAILURE" in reason:
-        what = "no cipher in common, or it demands a client certificate"
-        return _refused_by_node(what, where, settings)
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
-        return hung_up("during", where, settings)
-    return TlsFailed(f"TLS with {where} failed: {reason.replace('_', ' ').lower()}")
+        """Map a TLS handshake failure, or an alert behind it, to an error with a remedy."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return _refused_by_us(error, where, self.settings)
+        reason = str(getattr(error, "reason", None) or error).upper()
+        if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
+            return TlsFailed(
+                f"{where} speaks no TLS version that is allowed (at least {self.settings.tls_minimum_version})",
+                hint="have the cluster allow a newer version, or set tls_minimum_version to 1.2 where it is 1.3",
+            )
+        if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
+            return not_tls(where)
+        for part, words in _OUR_CERTIFICATE.items():
+            if part in reason and "ALERT" in reason:
+                return _refused_by_node(words, where, self.settings)
+        if "HANDSHAKE_FAILURE" in reason:
+            what = "no cipher in common, or it demands a client certificate"
+            return _refused_by_node(what, where, self.settings)
+        if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
+            return hung_up("during", where, self.settings)
+        return TlsFailed(f"TLS with {where} failed: {reason.replace('_', ' ').lower()}")
 
 
 def _refused_by_us(error: ssl.SSLCertVerificationError, where: str, settings: Settings) -> TlsFailed:

@@ -24,11 +24,12 @@ from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error, pause_s
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.persistence import PersistenceGate, PersistencePoller
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.follow.group_commits import GroupCommits
+from mirror.feed.follow.persistence import PersistencePoller
+from mirror.feed.follow.store_sink import PersistenceGate
 from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.feed.follow.watch import SourceWatch
 from mirror.ingest import events
@@ -277,7 +278,7 @@ class Consumer:
 
     async def _poll_persistence(self) -> None:
         if self._gated:
-            await PersistencePoller(self._access, self.map_follower, self.clock).run(self.vbuckets.values())
+            await PersistencePoller(self._access, self.map_follower, self.clock).run(list(self.vbuckets.values()))
 
     def _on_collections(self, waiting: set[int]) -> None:
         for vbid, vbucket in self.vbuckets.items():

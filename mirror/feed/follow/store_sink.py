@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from typing import ParamSpec
 
-from mirror.feed.cluster.persistence import PersistenceGate
+from mirror.feed.stream.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, NoBoundary, ResyncOpened, ResyncRefused, RolledBack, StagingRefused
 from storage.errors import SeqnoOrder
@@ -23,7 +22,48 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 """Space that a resync leaves free on the disk; with less, the commits of the other vbuckets would fail next."""
 
 
-Parameters = ParamSpec("Parameters")
+HELD_MAX = 64
+"""Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
+
+Held = tuple[int, int, int | None]
+"""Snapshot end, its start, the source's purge seqno where known."""
+
+
+class PersistenceGate:
+    """The complete snapshots of one vbucket that are not visible yet.
+
+    An end is never released by an earlier answer: the copies, and the history that they hold, may be others by then.
+    """
+
+    def __init__(self) -> None:
+        self.persisted_seqno = 0
+        """The last answer, for status."""
+        self._held: list[Held] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._held)
+
+    def hold(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> None:
+        self._held.append((seqno, snap_start_seqno, purge_seqno))
+        if len(self._held) > HELD_MAX:
+            del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
+
+    def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
+        """Return the newest persisted end, and drop those before it; None while it is below `at_least`."""
+        self.persisted_seqno = persisted_seqno
+        ready = [held for held in self._held if held[0] <= persisted_seqno]
+        if not ready or ready[-1][0] < at_least:
+            return None
+        self._held = self._held[len(ready) :]
+        return ready[-1]
+
+    def drop(self) -> bool:
+        """Forget all ends, because the history may change; return True if one waited."""
+        waited = bool(self._held)
+        self._held = []
+        self.persisted_seqno = 0
+        return waited
 
 
 class StoreSink:
@@ -50,21 +90,16 @@ class StoreSink:
 
     # -- staging --------------------------------------------------------------------------------------------------
 
-    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        return self._staged(self.writer.stage, rows.rows, rows.byte_count, rows.open_snapshot)
-
-    def advance(self, step: ins.Advance) -> StagingRefused | None:
-        return self._staged(self.writer.advance, step.seqno, step.open_snapshot)
-
-    def stage_system_event(self, event: ins.StageSystemEvent) -> StagingRefused | None:
-        stage = self.writer.system_event
-        return self._staged(stage, event.seqno, event.row_value, event.manifest, event.open_snapshot, event.change)
-
-    def _staged(
-        self, stage: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> StagingRefused | None:
+    def stage(self, staging: Staging) -> StagingRefused | None:
+        writer = self.writer
         try:
-            stage(*args, **kwargs)
+            match staging:
+                case ins.StageRows():
+                    writer.stage(staging.rows, staging.byte_count, staging.open_snapshot)
+                case ins.Advance():
+                    writer.advance(staging.seqno, staging.open_snapshot)
+                case ins.StageSystemEvent(seqno=seqno, row_value=value):
+                    writer.system_event(seqno, value, staging.manifest, staging.open_snapshot, staging.change)
         except SeqnoOrder as error:
             return StagingRefused(self.state(), str(error))
         return None

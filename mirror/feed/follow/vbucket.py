@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from mirror.clock import Clock
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.cluster.persistence import PersistenceGate
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.follow.group_commits import Group
-from mirror.feed.follow.store_sink import StoreSink
+from mirror.feed.follow.store_sink import PersistenceGate, StoreSink
 from mirror.feed.stream.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row

@@ -22,13 +22,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mirror.clock import Clock, SystemClock
+from mirror.clock import SystemClock
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
@@ -85,8 +86,6 @@ class SourceReader:
         memory_bytes: int = MEMORY_BYTES,
         parallel: int = PARALLEL,
         timeout_s: float = TIMEOUT_S,
-        folder: str | None = None,
-        clock: Clock | None = None,
         tap: Tap | None = None,
         followed: MapRecord | None = None,
     ) -> None:
@@ -94,7 +93,7 @@ class SourceReader:
 
         `password`: by default from where the settings say. `collections`: names (`scope.collection`), ids, or the name
         of one scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment.
-        `memory_bytes` limits the rows held in memory; other rows go to a file in `folder`. `parallel` limits the
+        `memory_bytes` limits the rows held in memory; other rows go to a temporary file. `parallel` limits the
         vbuckets that are read at a time. `tap` gets every byte. `followed`: a map that a mirror followed; the
         reader follows no older one of that bucket. Raises ConfigError.
         """
@@ -108,13 +107,9 @@ class SourceReader:
         access = replace(Access.of(parse(source), settings), tap=tap)
         if password is not None:
             access = replace(access, password=FixedPassword(None, None, password))
-        self._core = _Core(access, clock or SystemClock(), tuple(collections or ()), timeout_s, followed)
-        self._memory_bytes = memory_bytes
-        self._parallel = parallel
-        self._file = SpoolFile(folder)
+        self._core = _Core(access, tuple(collections or ()), timeout_s, followed, memory_bytes, parallel)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._iterating = False
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -141,7 +136,6 @@ class SourceReader:
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join(CLOSE_S)
         loop.close()
-        self._file.close()
 
     # -- the source -----------------------------------------------------------------------------------------------
 
@@ -198,44 +192,21 @@ class SourceReader:
         return self._iterate(dict(positions), None if until is None else dict(until))
 
     def _iterate(self, positions: dict[int, Position], until: dict[int, int] | None) -> Generator[Item, None, None]:
-        assert not self._iterating, "one read at a time: close the other iterator first"
-        self._iterating = True
+        reading = self._call(self._core.begin(positions, until))
         try:
-            reading = self._call(self._begin(positions, until))
-            try:
-                while (item := reading.outbox.take()) is not None:
-                    yield item
-                    if isinstance(item, Snapshot):
-                        item.close()
-                    item = None
-            finally:
-                if self._loop is not None:
-                    self._call(self._core.end(reading))
+            while (item := reading.outbox.take()) is not None:
+                yield item
+                if isinstance(item, Snapshot):
+                    item.close()
+                item = None
         finally:
-            self._iterating = False
+            if self._loop is not None:
+                self._call(self._core.end(reading))
 
     def stop_reading(self) -> None:
         """End the current read after its complete snapshots. Any thread may call this."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._core.stop)
-
-    async def _begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> BoundedRead:
-        reading = BoundedRead(
-            self._core.queries,
-            self._file,
-            positions,
-            until,
-            memory_bytes=self._memory_bytes,
-            parallel=self._parallel,
-            on_half_empty=self._on_half_empty,
-        )
-        self._core.begin(reading)
-        return reading
-
-    def _on_half_empty(self) -> None:
-        loop = self._loop
-        if loop is not None:
-            loop.call_soon_threadsafe(self._core.connections.release_acks)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         loop = self._loop
@@ -249,13 +220,17 @@ class _Core:
     def __init__(
         self,
         access: Access,
-        clock: Clock,
         collections: tuple[str | int, ...],
         timeout_s: float,
-        followed: MapRecord | None = None,
+        followed: MapRecord | None,
+        memory_bytes: int,
+        parallel: int,
     ) -> None:
-        self.clock = clock
+        self._clock = clock = SystemClock()
         self._access = access
+        self._memory_bytes = memory_bytes
+        self._parallel = parallel
+        self._file = SpoolFile()
         self._selected = collections
         self._timeout_s = timeout_s
         self._followed = followed
@@ -282,7 +257,7 @@ class _Core:
 
     async def open(self) -> None:
         followed = self._followed
-        found = await discover(self._access, self.clock, bucket_uuid=followed.bucket_uuid if followed else None)
+        found = await discover(self._access, self._clock, bucket_uuid=followed.bucket_uuid if followed else None)
         if not found.vbucket_count:
             raise HandshakeFailed(
                 f"the map of {self._access.source} names no vbuckets", hint="is it a memcached bucket?"
@@ -303,6 +278,7 @@ class _Core:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.connections.close()
+        self._file.close()
 
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail the current read with the error of a callback; otherwise it would wait for ever."""
@@ -318,12 +294,27 @@ class _Core:
 
     # -- the current read -----------------------------------------------------------------------------------------
 
-    def begin(self, reading: BoundedRead) -> None:
-        assert self._reading is None, "one read at a time"
+    async def begin(self, positions: dict[int, Position], until: dict[int, int] | None) -> BoundedRead:
+        assert self._reading is None, "one read at a time: close the other iterator first"
         if self.queries.refusal is not None:
             raise self.queries.refusal
-        self._reading = reading
+        loop = asyncio.get_running_loop()
+
+        def on_half_empty() -> None:
+            with contextlib.suppress(RuntimeError):  # the reader is closed, and a snapshot is closed after it
+                loop.call_soon_threadsafe(self.connections.release_acks)
+
+        reading = self._reading = BoundedRead(
+            self.queries,
+            self._file,
+            positions,
+            until,
+            memory_bytes=self._memory_bytes,
+            parallel=self._parallel,
+            on_half_empty=on_half_empty,
+        )
         reading.fill_up()
+        return reading
 
     async def end(self, reading: BoundedRead) -> None:
         if self._reading is reading:
@@ -337,7 +328,7 @@ class _Core:
 
     async def _watch_progress(self) -> None:
         while True:
-            await self.clock.sleep(min(1.0, self._timeout_s / 4))
+            await self._clock.sleep(min(1.0, self._timeout_s / 4))
             if self._reading is not None:
                 self._reading.check_progress(self._timeout_s, self.connections.errors())
 

@@ -22,9 +22,7 @@ BLOCK_BYTES = 64 * 1024
 class SpoolFile:
     """A temporary file without a name, in blocks. Made when first written to."""
 
-    def __init__(self, folder: str | None = None) -> None:
-        """`folder`: instead of the system's folder for temporary files."""
-        self._folder = folder
+    def __init__(self) -> None:
         self._fd = -1
         self._count = 0
         self._free: list[int] = []
@@ -42,7 +40,7 @@ class SpoolFile:
         try:
             with self._lock:
                 if self._fd < 0:
-                    with tempfile.TemporaryFile(prefix="dcp-mirror-", dir=self._folder) as file:
+                    with tempfile.TemporaryFile(prefix="dcp-mirror-") as file:
                         self._fd = os.dup(file.fileno())
                 for start in range(0, len(data), BLOCK_BYTES):
                     piece = data[start : start + BLOCK_BYTES]
@@ -54,7 +52,7 @@ class SpoolFile:
                         written += os.pwrite(self._fd, piece[written:], number * BLOCK_BYTES + written)
         except OSError as error:
             self.free(blocks)
-            where = self._folder or tempfile.gettempdir()
+            where = tempfile.gettempdir()
             raise MirrorError(
                 f"a snapshot cannot be kept in the temporary folder {where}: {error.strerror or error}",
                 hint="free space there, or name another folder in TMPDIR",

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from mirror.feed.read.snapshot import Position, Snapshot
 from mirror.feed.read.spool import OpenSpools, Spool
+from mirror.feed.stream.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
 from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
@@ -75,22 +76,19 @@ class SpoolSink:
 
     # -- staging --------------------------------------------------------------------------------------------------
 
-    def stage_rows(self, rows: ins.StageRows) -> StagingRefused | None:
-        if any(earlier[0] >= later[0] for earlier, later in pairwise(rows.rows)):
-            return self._refuse("seqnos do not rise inside a run of rows")
-        self._spool = self._spools.append(self._spool, [frame for _, frame in rows.rows])
+    def stage(self, staging: Staging) -> StagingRefused | None:
+        match staging:
+            case ins.StageRows(rows=rows):
+                if any(earlier[0] >= later[0] for earlier, later in pairwise(rows)):
+                    self.discard()
+                    return StagingRefused(self.state(), "seqnos do not rise inside a run of rows")
+                self._spool = self._spools.append(self._spool, [frame for _, frame in rows])
+            case ins.StageSystemEvent():
+                self._spool = self._spools.append(self._spool, [staging.row_value])
+                self._manifest_open = staging.manifest
+            case ins.Advance():
+                pass  # the machine knows the position, and what is not complete is not resumed after a restart
         return None
-
-    def advance(self, step: ins.Advance) -> None:
-        """Do nothing: the machine knows the position, and what is not complete is not resumed after a restart."""
-
-    def stage_system_event(self, event: ins.StageSystemEvent) -> None:
-        self._spool = self._spools.append(self._spool, [event.row_value])
-        self._manifest_open = event.manifest
-
-    def _refuse(self, text: str) -> StagingRefused:
-        self.discard()
-        return StagingRefused(self.state(), text)
 
     # -- publishing -----------------------------------------------------------------------------------------------
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from mirror.clock import Clock
 from mirror.errors import ConnectFailed
 from mirror.feed.connection.session import NodeSession, StreamAnswer
-from mirror.feed.stream.sink import Sink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import KeyRefused, Row, StagingRefused
@@ -32,10 +31,47 @@ from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
-from storage.model import FailoverLog
+from storage.model import FailoverLog, VbucketState
 
 MachineEvent = events.LocalEvent | ev.Event
 NOT_CONNECTED = "there is no connection to the node"
+
+
+Staging = ins.StageRows | ins.Advance | ins.StageSystemEvent
+
+
+class Sink(Protocol):
+    """The place where the rows of one vbucket go: a store or a spool. `ingest.instructions` describes each instruction.
+
+    Invariants of every sink: a staged row is not seen before its publish; what cannot be staged in full is refused,
+    never left out; a machine is started from `state`.
+    """
+
+    def state(self) -> VbucketState: ...
+
+    def row_prefix(self) -> bytes: ...
+
+    def stage(self, staging: Staging) -> StagingRefused | None: ...
+
+    def publish(self, snapshot: ins.PublishSnapshot) -> events.Published | None:
+        """Take the snapshot for complete; return Published if it is out already, else that follows its commit."""
+        ...
+
+    def save_failover_log(self, log: ins.SaveFailoverLog) -> None: ...
+
+    def save_filter(self, stream_filter: ins.SaveFilter) -> None: ...
+
+    def roll_back(self, target: ins.RollbackTo) -> events.RolledBack | events.NoBoundary | None:
+        """Go back to a boundary; return None if nothing more is read of the vbucket after a rollback."""
+        ...
+
+    def abandon(self, staged: ins.AbandonStaged) -> events.Abandoned | None:
+        """Drop the staged rows of the open snapshot; return None if a complete one must be published before."""
+        ...
+
+    def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused | None:
+        """Begin a second copy; return None if nothing more is read of the vbucket."""
+        ...
 
 
 class VbucketHost(ABC):
@@ -134,16 +170,12 @@ class VbucketHost(ABC):
         """Execute one instruction; return its answer, if there is one already. The most frequent ones come first."""
         sink = self.sink
         match instruction:
-            case ins.StageRows():
-                return sink.stage_rows(instruction)
+            case ins.StageRows() | ins.Advance() | ins.StageSystemEvent():
+                return sink.stage(instruction)
             case ins.PublishSnapshot():
                 return sink.publish(instruction)
-            case ins.Advance():
-                return sink.advance(instruction)
             case ins.AnswerMarker():
                 self.answer_marker(instruction.opaque)
-            case ins.StageSystemEvent():
-                return sink.stage_system_event(instruction)
             case ins.ReportStatus():
                 self.report(instruction.status, instruction.text)
             case ins.SaveFailoverLog():

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from mirror.clock import Clock
 from mirror.config import Settings
@@ -29,6 +28,7 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link
+from mirror.feed.follow.vbucket import MirroredVbucket
 from mirror.log import get_logger
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status, status_name
@@ -36,60 +36,6 @@ from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
 log = get_logger("feed")
-
-HELD_MAX = 64
-"""Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
-
-Held = tuple[int, int, int | None]
-"""Snapshot end, its start, the source's purge seqno where known."""
-
-
-class PersistenceGate:
-    """The complete snapshots of one vbucket that are not visible yet.
-
-    An end is never released by an earlier answer: the copies, and the history that they hold, may be others by then.
-    """
-
-    def __init__(self) -> None:
-        self.persisted_seqno = 0
-        """The last answer, for status."""
-        self._held: list[Held] = []
-
-    @property
-    def waiting(self) -> int:
-        return len(self._held)
-
-    def hold(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> None:
-        self._held.append((seqno, snap_start_seqno, purge_seqno))
-        if len(self._held) > HELD_MAX:
-            del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
-
-    def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
-        """Return the newest persisted end, and drop those before it; None while it is below `at_least`."""
-        self.persisted_seqno = persisted_seqno
-        ready = [held for held in self._held if held[0] <= persisted_seqno]
-        if not ready or ready[-1][0] < at_least:
-            return None
-        self._held = self._held[len(ready) :]
-        return ready[-1]
-
-    def drop(self) -> bool:
-        """Forget all ends, because the history may change; return True if one waited."""
-        waited = bool(self._held)
-        self._held = []
-        self.persisted_seqno = 0
-        return waited
-
-
-class Waiting(Protocol):
-    vbid: int
-
-    @property
-    def observed_vbuuid(self) -> int | None:
-        """The history to ask about; None: nothing waits."""
-        ...
-
-    def persisted(self, vbuuid: int, seqno: int) -> None: ...
 
 
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
@@ -111,9 +57,8 @@ class PersistencePoller:
         self._settings: Settings = access.settings
         self._nodes: dict[NodeAddress, QueriedNode] = {}
 
-    async def run(self, waiting: Iterable[Waiting]) -> None:
+    async def run(self, vbuckets: Sequence[MirroredVbucket]) -> None:
         """Ask until cancelled. Raises NotSupported if the source cannot say."""
-        vbuckets = list(waiting)
         try:
             while True:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
