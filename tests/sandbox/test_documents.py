@@ -131,7 +131,8 @@ def test_a_durable_write_is_a_prepare_and_a_commit(world: World) -> None:
     assert (committed.seqno, committed.prepared_seqno) == (2, 1)
     assert world.vbucket.log[0].kind == PREPARE
     assert world.vbucket.log[0].next_seqno == 2
-    world.documents.abort_durable(world.vbucket, b"\0k", b"2")
+    world.documents.prepare(world.vbucket, b"\0k", b"2")
+    world.documents.abort(world.vbucket, b"\0k")
     assert world.vbucket.log[-1].kind == ABORT
     assert world.documents.get(world.vbucket, b"\0k").value == b"1"
     assert world.vbucket.high_completed_seqno(2) == 1

@@ -6,14 +6,13 @@ import pytest
 
 from mirror.sandbox.data import item as it
 from mirror.sandbox.data.item import CommitItem, EventItem, Item
-from mirror.sandbox.data.manifest import ManifestStep
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
-from mirror.wire.constants import SystemEventId
+from mirror.wire.system_events import encode_system_event
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
@@ -73,11 +72,12 @@ def test_clients_without_collections_get_commits_and_aborts_under_their_own_keys
 
 
 def test_events_in_the_other_shape_and_with_a_stream_id() -> None:
-    change = ManifestStep(SystemEventId.SCOPE_CREATE, 1, 8, name="s")
-    frame = codec_dcp.encode(ev.SystemEvent(3, 5, 3, 0, b"s", change.body()))
-    item = EventItem(5, b"x", frame, change)
+    content = ev.ScopeCreated(1, 8, "s")
+    plain = encode_system_event(content, vbid=3, seqno=5)
+    frame = codec_dcp.encode(plain)
+    item = EventItem(5, b"x", frame, content)
     assert ItemEncoder(Controls(ABILITIES, collections=True)).encode(item, from_disk=True) == frame
     flat = decoded(ItemEncoder(Controls(ABILITIES, collections=True, flat_events=True)).encode(item, from_disk=True))
-    assert flat == ev.SystemEvent(3, 5, 3, 2, b"s", change.flat_body())
+    assert flat == encode_system_event(content, vbid=3, seqno=5, version=2)
     with_id = fr.decode(fr.with_stream_id(frame, 300))[0]
-    assert (with_id.stream_id, with_id.key, with_id.value) == (300, b"s", change.body())
+    assert (with_id.stream_id, with_id.key, with_id.value) == (300, b"s", plain.value)

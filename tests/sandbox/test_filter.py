@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 
 from mirror.sandbox.data.item import Item, mutation_frame
-from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
+from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import system_key
 from mirror.sandbox.dcp.filter import SandboxFilter, parse
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Status, SystemEventId
-from mirror.wire.events import SystemEvent
+from mirror.wire.constants import Status
+from mirror.wire.events import (
+    CollectionCreated,
+    CollectionDropped,
+    ScopeCreated,
+    ScopeDropped,
+    SystemEventContent,
+)
+from mirror.wire.system_events import encode_system_event
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) 
     assert (legacy.legacy, legacy.collections, legacy.empty) == (True, frozenset({0}), False)
     assert legacy.passes(document(0))
     assert not legacy.passes(document(8))
-    assert not legacy.passes(event(SystemEventId.COLLECTION_END, 0, 0))
+    assert not legacy.passes(event(CollectionDropped(1, 0, 0)))
     with pytest.raises(Refused):
         parse(b'{"uid":"0"}', manifest, has_collections=False, has_stream_ids=False)
 
@@ -71,7 +78,7 @@ def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
         whole = parse(value, manifest, has_collections=True, has_stream_ids=False)
         assert whole.all
         assert whole.passes(document(77))
-        assert whole.passes(event(SystemEventId.SCOPE_DROP, 9))
+        assert whole.passes(event(ScopeDropped(1, 9)))
     assert whole.purge_seqno == 12
 
 
@@ -79,24 +86,24 @@ def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketM
     scope = parse(b'{"scope":"8"}', manifest, has_collections=True, has_stream_ids=False)
     assert scope.collections == frozenset({8, 9})
     assert not scope.passes(document(11))
-    assert scope.passes(event(SystemEventId.COLLECTION_BEGIN, 8, 11))
+    assert scope.passes(event(CollectionCreated(1, 8, 11, "")))
     assert scope.passes(document(11))
-    assert not scope.passes(event(SystemEventId.COLLECTION_BEGIN, 0, 12))
-    assert scope.passes(event(SystemEventId.COLLECTION_END, 8, 11))
+    assert not scope.passes(event(CollectionCreated(1, 0, 12, "")))
+    assert scope.passes(event(CollectionDropped(1, 8, 11)))
     assert not scope.passes(document(11))
-    assert not scope.passes(event(SystemEventId.SCOPE_DROP, 9))
+    assert not scope.passes(event(ScopeDropped(1, 9)))
     assert not scope.empty
-    assert scope.passes(event(SystemEventId.SCOPE_DROP, 8))
+    assert scope.passes(event(ScopeDropped(1, 8)))
     assert scope.empty
 
 
 def test_collections_that_end_leave_an_empty_filter(manifest: BucketManifest) -> None:
     some = parse(b'{"collections":["8","a"]}', manifest, has_collections=True, has_stream_ids=False)
-    assert some.passes(event(SystemEventId.COLLECTION_END, 8, 8))
-    assert not some.passes(event(SystemEventId.COLLECTION_END, 8, 9))
-    assert not some.passes(event(SystemEventId.SCOPE_CREATE, 8))
+    assert some.passes(event(CollectionDropped(1, 8, 8)))
+    assert not some.passes(event(CollectionDropped(1, 8, 9)))
+    assert not some.passes(event(ScopeCreated(1, 8, "")))
     assert not some.empty
-    assert some.passes(event(SystemEventId.COLLECTION_END, 0, 10))
+    assert some.passes(event(CollectionDropped(1, 0, 10)))
     assert some.empty
     assert not SandboxFilter().empty
 
@@ -106,7 +113,8 @@ def document(collection_id: int) -> Item:
     return Item(1, key, mutation_frame(0, key, 1, 1, 1, b""))
 
 
-def event(kind: SystemEventId, scope_id: int, collection_id: int = 0) -> Item:
-    change = ManifestStep(kind, 1, scope_id, collection_id)
-    key = system_key(about_scope=change.about_scope, id_=scope_id if change.about_scope else collection_id)
-    return Item(1, key, codec_dcp.encode(SystemEvent(0, 1, kind, 0, b"", change.body())))
+def event(content: SystemEventContent) -> Item:
+    about_scope = isinstance(content, ScopeCreated | ScopeDropped)
+    id_ = content.scope_id if isinstance(content, ScopeCreated | ScopeDropped) else content.collection_id
+    key = system_key(about_scope=about_scope, id_=id_)
+    return Item(1, key, codec_dcp.encode(encode_system_event(content, vbid=0, seqno=1)))

@@ -178,7 +178,8 @@ async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort(clu
     client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
     await client.stream(0)
     cluster.bucket.set("k", {}, durable=True)
-    cluster.bucket.documents.abort_durable(cluster.vbucket(0), b"\0k", b"{}")
+    cluster.bucket.prepare("k", "{}", vbid=0)
+    cluster.bucket.abort("k", vbid=0)
     await client.until_seqno(0, 4)
     seen = client.of(ev.Prepare, ev.Commit, ev.Abort)
     assert [(type(e).__name__, e.seqno) for e in seen] == [

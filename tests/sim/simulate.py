@@ -21,10 +21,11 @@ import pytest
 import structlog
 
 from mirror.sandbox.data.documents import DocumentError
-from mirror.sandbox.data.manifest import ManifestError, ManifestStep
+from mirror.sandbox.data.manifest import ManifestError
 from mirror.sandbox.dcp import stream as sandbox_stream
 from mirror.sandbox.dcp.stream import StreamPhase
-from mirror.wire.constants import Status, StreamEndReason, SystemEventId
+from mirror.wire.constants import Status, StreamEndReason
+from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEventContent
 from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import decode
 from storage.errors import StorageError
@@ -448,7 +449,10 @@ class World:
             if what == "at once":
                 bucket.set(key, self.value(vbid), vbid=vbid, collection=path, durable=True)
             elif what == "never":
-                bucket.documents.abort_durable(vbucket, bucket.wire_key(key, path), b"never")
+                begun = vbucket.high_seqno + 1
+                bucket.prepare(key, "never", vbid=vbid, collection=path)
+                bucket.abort(key, vbid=vbid, collection=path)
+                vbucket.lose_together(begun)
             elif what == "begin":
                 bucket.prepare(key, self.value(vbid) if self.rng.random() < 0.8 else None, vbid=vbid, collection=path)
             elif under_way:
@@ -552,20 +556,11 @@ class World:
         known = set(vbucket.newest)
         gone = sorted(known - manifest.collections.keys())
         new = [manifest.collections[cid] for cid in sorted(manifest.collections.keys() - known)]
-        changes = [
-            ManifestStep(SystemEventId.COLLECTION_END, manifest.uid, self.source.scope_of(vbid, cid), cid)
-            for cid in gone
+        changes: list[SystemEventContent] = [
+            CollectionDropped(manifest.uid, self.source.scope_of(vbid, cid), cid) for cid in gone
         ]
         changes += [
-            ManifestStep(
-                SystemEventId.COLLECTION_BEGIN,
-                manifest.uid,
-                entry.scope_id,
-                entry.collection_id,
-                entry.name,
-                entry.max_ttl,
-            )
-            for entry in new
+            CollectionCreated(manifest.uid, each.scope_id, each.collection_id, each.name, each.max_ttl) for each in new
         ]
         if changes:
             self.source.bucket.documents.apply(vbucket, changes)

@@ -18,7 +18,7 @@ from mirror.document import values
 from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.sandbox.data.documents import SandboxDocuments
 from mirror.sandbox.data.item import EventItem, Item
-from mirror.sandbox.data.manifest import BucketManifest, ManifestError, ManifestStep
+from mirror.sandbox.data.manifest import BucketManifest, ManifestError
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
 from mirror.sandbox.data.users import SandboxUsers
@@ -26,6 +26,7 @@ from mirror.sandbox.data.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole
+from mirror.wire.events import SystemEventContent
 
 DEFAULT_COLLECTION = "_default._default"
 
@@ -228,10 +229,10 @@ class Bucket:
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
     ) -> int:
-        changes = self._change(
+        self._change(
             lambda manifest: manifest.create_collection(scope, name, max_ttl=max_ttl, collection_id=collection_id)
         )
-        return changes[0].collection_id
+        return list(self.manifest.collections)[-1]  # the newest
 
     def drop_collection(self, path: str) -> None:
         self._change(lambda manifest: manifest.drop_collection(path))
@@ -245,7 +246,7 @@ class Bucket:
     def drop_scope(self, name: str) -> None:
         self._change(lambda manifest: manifest.drop_scope(name))
 
-    def _change(self, change: Callable[[BucketManifest], list[ManifestStep]]) -> list[ManifestStep]:
+    def _change(self, change: Callable[[BucketManifest], list[SystemEventContent]]) -> list[SystemEventContent]:
         if not self.profile.collections:
             raise ManifestError(f"a server of {self.profile.name} has no collections")
         changes = change(self.manifest)
@@ -258,9 +259,9 @@ class Bucket:
         Returns the seqno at which the history begins.
         """
         vbucket = self.vbuckets[vbid]
-        before = [item.change for item in vbucket.log if isinstance(item, EventItem)]
+        before = [item.content for item in vbucket.log if isinstance(item, EventItem)]
         base = vbucket.failover(lose)
-        known = [item.change for item in vbucket.log if isinstance(item, EventItem)]
+        known = [item.content for item in vbucket.log if isinstance(item, EventItem)]
         if len(known) < len(before):
             self.documents.apply(vbucket, self.manifest.missed(known, before[len(known) :]))
         return base

@@ -7,19 +7,19 @@ Invariants: a change takes one seqno and a CAS above all earlier ones of its vbu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 
 from mirror.clock import Clock
 from mirror.document import values
 from mirror.sandbox.data.item import NRU, CommitItem, EventItem, Item, mutation_frame
-from mirror.sandbox.data.manifest import BucketManifest, ManifestStep
+from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp, leb128
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.system_events import encode_system_event
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
 """Expiry times up to this are seconds from now, larger ones Unix time."""
@@ -109,7 +109,7 @@ class SandboxDocuments:
         rev_seqno = _next_rev_seqno(vbucket, old)
         if durability:
             self._prepare(vbucket, key, value, rev_seqno, datatype, flags, expiry, durability)
-            return _end(vbucket, key, self.commit)
+            return self._commit_at_once(vbucket, key)
         seqno, new_cas = vbucket.high_seqno + 1, self.next_cas(vbucket)
         frame = mutation_frame(
             vbucket.vbid, key, seqno, rev_seqno, new_cas, value, flags=flags, expiry=expiry, datatype=datatype
@@ -128,7 +128,7 @@ class SandboxDocuments:
         """Delete a document. The tombstone keeps its system xattrs, or has the value and datatype in `leave`."""
         if durability:
             self.prepare_removal(vbucket, key, cas=cas, level=durability)
-            return _end(vbucket, key, self.commit)
+            return self._commit_at_once(vbucket, key)
         old = self.get(vbucket, key)
         self._check_cas(vbucket, old, cas)
         vbucket.locks.pop(key, None)
@@ -210,21 +210,19 @@ class SandboxDocuments:
         prepare, seqno = _pending(vbucket, key), vbucket.high_seqno + 1
         return vbucket.append(Item(seqno, key, codec_dcp.encode(ev.Abort(vbucket.vbid, key, prepare.seqno, seqno))))
 
-    def abort_durable(self, vbucket: Vbucket, key: bytes, value: bytes, *, level: int = 1) -> Item:
-        self.prepare(vbucket, key, value, datatype=values.datatype_of(value), level=level)
-        return _end(vbucket, key, self.abort)
-
-    def apply(self, vbucket: Vbucket, changes: list[ManifestStep]) -> None:
-        for change in changes:
-            id_ = change.scope_id if change.about_scope else change.collection_id
+    def apply(self, vbucket: Vbucket, changes: list[ev.SystemEventContent]) -> None:
+        for content in changes:
+            about_scope = isinstance(content, ev.ScopeCreated | ev.ScopeDropped)
+            id_ = content.scope_id if isinstance(content, ev.ScopeCreated | ev.ScopeDropped) else content.collection_id
+            modified = isinstance(content, ev.CollectionModified)
             seqno = vbucket.high_seqno + 1
-            event = ev.SystemEvent(vbucket.vbid, seqno, change.event, change.version, change.key, change.body())
-            modified = change.event == SystemEventId.COLLECTION_MODIFY
-            key = system_key(about_scope=change.about_scope, id_=id_, modified=modified)
-            item = EventItem(seqno, key, codec_dcp.encode(event), change)
-            if not change.about_scope:
-                (vbucket.without_history.discard if change.history else vbucket.without_history.add)(id_)
-            vbucket.append_event(item, change.event, id_, new_checkpoint=not change.about_scope)
+            event = encode_system_event(content, vbid=vbucket.vbid, seqno=seqno, version=2 if modified else 1)
+            key = system_key(about_scope=about_scope, id_=id_, modified=modified)
+            if not about_scope:
+                kept = isinstance(content, ev.CollectionSettings) and content.history
+                (vbucket.without_history.discard if kept else vbucket.without_history.add)(id_)
+            item = EventItem(seqno, key, codec_dcp.encode(event), content)
+            vbucket.append_event(item, SystemEventId(event.event), id_, new_checkpoint=not about_scope)
 
     # --- rules
 
@@ -247,6 +245,13 @@ class SandboxDocuments:
             vbucket.vbid, key, seqno, rev_seqno, cas, flags, expiry, lock_time, datatype, value, NRU, deleted, level
         )
         return vbucket.append(Item(seqno, key, codec_dcp.encode(prepare)))
+
+    def _commit_at_once(self, vbucket: Vbucket, key: bytes) -> Item:
+        """Commit the prepare that was just made; a failover loses both steps together."""
+        begun = vbucket.high_seqno
+        item = self.commit(vbucket, key)
+        vbucket.lose_together(begun)
+        return item
 
     def _is_due(self, vbucket: Vbucket, item: Item) -> bool:
         return not item.deleted and 0 < item.expiry <= self.now() and item.key not in vbucket.prepared
@@ -301,14 +306,6 @@ class SandboxDocuments:
             raise DocumentError(Status.LOCKED)
         if held is None and cas and cas != old.cas:
             raise DocumentError(Status.KEY_EEXISTS)
-
-
-def _end(vbucket: Vbucket, key: bytes, how: Callable[[Vbucket, bytes], Item]) -> Item:
-    """End a durable write at once; both steps are lost together in a failover."""
-    begun = vbucket.high_seqno
-    item = how(vbucket, key)
-    vbucket.lose_together(begun)
-    return item
 
 
 def _pending(vbucket: Vbucket, key: bytes) -> Item:

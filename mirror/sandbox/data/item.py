@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 
-from mirror.sandbox.data.manifest import ManifestStep
 from mirror.wire import leb128
 from mirror.wire.constants import Magic, Opcode
+from mirror.wire.events import SystemEventContent
 
 MUTATION = int(Opcode.DCP_MUTATION)
 DELETION = int(Opcode.DCP_DELETION)
@@ -123,13 +123,13 @@ class BetweenItem(Item):
 
 
 class EventItem(Item):
-    """A system event with its manifest change, from which its FlatBuffers form is made."""
+    """A system event with its content, from which its FlatBuffers form is made."""
 
-    __slots__ = ("change",)
+    __slots__ = ("content",)
 
-    def __init__(self, seqno: int, key: bytes, frame: bytes, change: ManifestStep) -> None:
+    def __init__(self, seqno: int, key: bytes, frame: bytes, content: SystemEventContent) -> None:
         super().__init__(seqno, key, frame)
-        self.change = change
+        self.content = content
 
 
 def mutation_frame(

@@ -8,88 +8,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from mirror.wire.constants import SystemEventId
 from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
     CollectionModified,
+    CollectionSettings,
     ScopeCreated,
     ScopeDropped,
     SystemEventContent,
 )
-from mirror.wire.system_events import encode_system_event
 
 FIRST_ID = 8
 """Ids below are the server's own."""
 
 DEFAULT = "_default"
-
-
-@dataclass(frozen=True, slots=True)
-class CollectionEntry:
-    collection_id: int
-    scope_id: int
-    name: str
-    max_ttl: int | None = None
-    history: bool = False
-    """Every version is kept if the storage keeps history."""
-    flush_uid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestStep:
-    """One step of a change of the manifest, as it becomes a system event of every vbucket."""
-
-    event: SystemEventId
-    uid: int
-    scope_id: int
-    collection_id: int = 0
-    name: str = ""
-    max_ttl: int | None = None
-    history: bool = False
-    flush_uid: int = 0
-    system: bool = False
-
-    @property
-    def version(self) -> int:
-        """Version byte of `body`: 1 when it carries a maximum time to live."""
-        return 2 if self.event == SystemEventId.COLLECTION_MODIFY else int(self.max_ttl is not None)
-
-    @property
-    def key(self) -> bytes:
-        return self.name.encode()
-
-    @property
-    def about_scope(self) -> bool:
-        return self.event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP)
-
-    def body(self) -> bytes:
-        """The event's value in the fixed shape; a modification has none, and is sent in FlatBuffers alone."""
-        version = 2 if self.event == SystemEventId.COLLECTION_MODIFY else 1
-        return encode_system_event(self._content(), vbid=0, seqno=0, version=version).value
-
-    def flat_body(self) -> bytes:
-        return encode_system_event(self._content(), vbid=0, seqno=0, version=2).value
-
-    def _content(self) -> SystemEventContent:
-        if self.event == SystemEventId.SCOPE_CREATE:
-            return ScopeCreated(self.uid, self.scope_id, self.name)
-        if self.event == SystemEventId.SCOPE_DROP:
-            return ScopeDropped(self.uid, self.scope_id, system_scope=self.system)
-        if self.event == SystemEventId.COLLECTION_END:
-            return CollectionDropped(self.uid, self.scope_id, self.collection_id, system_collection=self.system)
-        kind = CollectionCreated if self.event == SystemEventId.COLLECTION_BEGIN else CollectionModified
-        return kind(
-            self.uid,
-            self.scope_id,
-            self.collection_id,
-            self.name,
-            self.max_ttl,
-            history=self.history,
-            flush_uid=self.flush_uid,
-        )
 
 
 def _is_system(name: str) -> bool:
@@ -102,13 +36,14 @@ class ManifestError(ValueError):
 
 @dataclass(slots=True)
 class BucketManifest:
-    """The manifest as it is now; every change returns the system events that it causes."""
+    """The manifest as it is now; every change returns the contents of the system events that it causes."""
 
     uid: int = 0
     history_default: bool = False
     """True if new collections keep history."""
     scopes: dict[int, str] = field(default_factory=lambda: {0: DEFAULT})
-    collections: dict[int, CollectionEntry] = field(default_factory=lambda: {0: CollectionEntry(0, 0, DEFAULT)})
+    collections: dict[int, CollectionSettings] = field(default_factory=lambda: {0: CollectionCreated(0, 0, 0, DEFAULT)})
+    """With the manifest uid of their last event."""
     system_scopes: set[int] = field(default_factory=set)
     system_collections: set[int] = field(default_factory=set)
     """Ids of all present and former collections whose name begins with an underscore, except the default one."""
@@ -122,7 +57,7 @@ class BucketManifest:
         name_or_default = name or DEFAULT
         return next((scope_id for scope_id, known in self.scopes.items() if known == name_or_default), None)
 
-    def collection(self, path: str) -> CollectionEntry | None:
+    def collection(self, path: str) -> CollectionSettings | None:
         scope, _, name = path.rpartition(".")
         scope_id = self.scope_id(scope)
         name_or_default = name or DEFAULT
@@ -131,7 +66,7 @@ class BucketManifest:
                 return entry
         return None
 
-    def create_scope(self, name: str) -> list[ManifestStep]:
+    def create_scope(self, name: str) -> list[SystemEventContent]:
         if self.scope_id(name) is not None:
             raise ManifestError(f"scope {name} exists")
         self.uid += 1
@@ -139,11 +74,11 @@ class BucketManifest:
         self.scopes[scope_id] = name
         if _is_system(name):
             self.system_scopes.add(scope_id)
-        return [ManifestStep(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)]
+        return [ScopeCreated(self.uid, scope_id, name)]
 
     def create_collection(
         self, scope: str, name: str, *, max_ttl: int | None = None, collection_id: int | None = None
-    ) -> list[ManifestStep]:
+    ) -> list[SystemEventContent]:
         scope_id = self.scope_id(scope)
         if scope_id is None:
             raise ManifestError(f"no scope {scope}")
@@ -153,35 +88,34 @@ class BucketManifest:
             collection_id = self._next_collection_id
         self._next_collection_id = max(self._next_collection_id, collection_id + 1)
         self.uid += 1
-        entry = CollectionEntry(collection_id, scope_id, name, max_ttl, self.history_default)
-        self.collections[collection_id] = entry
         if _is_system(name) or scope_id in self.system_scopes:
             self.system_collections.add(collection_id)
-        return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
+        created = CollectionCreated(self.uid, scope_id, collection_id, name, max_ttl, history=self.history_default)
+        self.collections[collection_id] = created
+        return [created]
 
-    def drop_collection(self, path: str) -> list[ManifestStep]:
+    def drop_collection(self, path: str) -> list[SystemEventContent]:
         entry = self._existing(path)
         del self.collections[entry.collection_id]
         self.uid += 1
         return [self._ended(entry.collection_id, entry.scope_id)]
 
-    def flush_collection(self, path: str) -> list[ManifestStep]:
+    def flush_collection(self, path: str) -> list[SystemEventContent]:
         entry = self._existing(path)
         self.uid += 1
-        entry = self.collections[entry.collection_id] = replace(entry, flush_uid=self.uid)
-        return [self._step_of(SystemEventId.COLLECTION_BEGIN, entry)]
+        return [self._set(CollectionCreated, replace(entry, manifest_uid=self.uid, flush_uid=self.uid))]
 
-    def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[ManifestStep]:
+    def modify_collection(self, path: str, *, max_ttl: int | None, history: bool) -> list[SystemEventContent]:
         entry = self._existing(path)
         self.uid += 1
-        entry = self.collections[entry.collection_id] = replace(entry, max_ttl=max_ttl, history=history)
-        return [self._step_of(SystemEventId.COLLECTION_MODIFY, entry)]
+        changed = replace(entry, manifest_uid=self.uid, max_ttl=max_ttl, history=history)
+        return [self._set(CollectionModified, changed)]
 
-    def drop_scope(self, name: str) -> list[ManifestStep]:
+    def drop_scope(self, name: str) -> list[SystemEventContent]:
         scope_id = self.scope_id(name)
         if scope_id is None or scope_id == 0:
             raise ManifestError(f"no scope {name} to drop")
-        changes = []
+        changes: list[SystemEventContent] = []
         for entry in sorted(self.collections.values(), key=lambda entry: -entry.collection_id):
             if entry.scope_id == scope_id:
                 del self.collections[entry.collection_id]
@@ -190,60 +124,54 @@ class BucketManifest:
         del self.scopes[scope_id]
         return [*changes, self._scope_dropped(scope_id)]
 
-    def missed(self, known: Sequence[ManifestStep], lost: Sequence[ManifestStep]) -> list[ManifestStep]:
+    def missed(
+        self, known: Sequence[SystemEventContent], lost: Sequence[SystemEventContent]
+    ) -> list[SystemEventContent]:
         """Return the changes from the vbucket's manifest, which lost some, to the bucket's (kv_engine
         docs/Collections.md). All but the last one have the uid of the vbucket's manifest.
         """
         scopes, collections = {0}, {0: 0}
         for each in known:
-            if each.event == SystemEventId.SCOPE_CREATE:
-                scopes.add(each.scope_id)
-            elif each.event == SystemEventId.SCOPE_DROP:
-                scopes.discard(each.scope_id)
-            elif each.event == SystemEventId.COLLECTION_END:
-                collections.pop(each.collection_id, None)
-            else:
-                collections[each.collection_id] = each.scope_id
-        begin = SystemEventId.COLLECTION_BEGIN
-        touched: dict[int, SystemEventId] = {}
+            match each:
+                case ScopeCreated():
+                    scopes.add(each.scope_id)
+                case ScopeDropped():
+                    scopes.discard(each.scope_id)
+                case CollectionDropped():
+                    collections.pop(each.collection_id, None)
+                case _:
+                    collections[each.collection_id] = each.scope_id
+        touched: dict[int, type[CollectionCreated | CollectionModified]] = {}
         for each in lost:
-            if not each.about_scope and touched.get(each.collection_id) != begin:
-                touched[each.collection_id] = each.event
-        changes = [
-            ManifestStep(SystemEventId.SCOPE_CREATE, self.uid, scope_id, name=name)
-            for scope_id, name in self.scopes.items()
-            if scope_id not in scopes
+            if not isinstance(each, ScopeCreated | ScopeDropped):
+                modified = isinstance(each, CollectionModified) and touched.get(each.collection_id) != CollectionCreated
+                touched[each.collection_id] = CollectionModified if modified else CollectionCreated
+        changes: list[SystemEventContent] = [
+            ScopeCreated(self.uid, scope_id, name) for scope_id, name in self.scopes.items() if scope_id not in scopes
         ]
-        for collection_id, event in touched.items():
+        for collection_id, kind in touched.items():
             entry = self.collections.get(collection_id)
             if entry is not None:
-                changes.append(self._step_of(event if collection_id in collections else begin, entry))
+                event = kind if collection_id in collections else CollectionCreated
+                changes.append(event(**asdict(entry) | {"manifest_uid": self.uid}))
             elif collection_id in collections:
                 changes.append(self._ended(collection_id, collections[collection_id]))
         changes += map(self._scope_dropped, scopes - set(self.scopes))
-        uid = known[-1].uid if known else 0
-        return [replace(each, uid=uid) for each in changes[:-1]] + changes[-1:]
+        uid = known[-1].manifest_uid if known else 0
+        return [replace(each, manifest_uid=uid) for each in changes[:-1]] + changes[-1:]
 
-    def _step_of(self, event: SystemEventId, entry: CollectionEntry) -> ManifestStep:
-        return ManifestStep(
-            event,
-            self.uid,
-            entry.scope_id,
-            entry.collection_id,
-            entry.name,
-            entry.max_ttl,
-            history=entry.history,
-            flush_uid=entry.flush_uid,
-        )
+    def _set(self, kind: type[CollectionCreated | CollectionModified], entry: CollectionSettings) -> SystemEventContent:
+        event = kind(**asdict(entry))
+        self.collections[entry.collection_id] = event
+        return event
 
-    def _ended(self, collection_id: int, scope_id: int) -> ManifestStep:
-        system = collection_id in self.system_collections
-        return ManifestStep(SystemEventId.COLLECTION_END, self.uid, scope_id, collection_id, system=system)
+    def _ended(self, collection_id: int, scope_id: int) -> CollectionDropped:
+        return CollectionDropped(self.uid, scope_id, collection_id, collection_id in self.system_collections)
 
-    def _scope_dropped(self, scope_id: int) -> ManifestStep:
-        return ManifestStep(SystemEventId.SCOPE_DROP, self.uid, scope_id, system=scope_id in self.system_scopes)
+    def _scope_dropped(self, scope_id: int) -> ScopeDropped:
+        return ScopeDropped(self.uid, scope_id, scope_id in self.system_scopes)
 
-    def _existing(self, path: str) -> CollectionEntry:
+    def _existing(self, path: str) -> CollectionSettings:
         entry = self.collection(path)
         if entry is None:
             raise ManifestError(f"no collection {path}")

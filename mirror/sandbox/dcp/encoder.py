@@ -25,6 +25,7 @@ from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import SystemEventId
 from mirror.wire.frame import HEADER, with_stream_id
+from mirror.wire.system_events import encode_system_event
 
 
 class ItemEncoder:
@@ -64,9 +65,8 @@ class ItemEncoder:
     def _event(self, item: Item) -> bytes:
         if not (self._controls.flat_events and isinstance(item, EventItem)):
             return item.frame
-        value = item.change.flat_body()
-        extras = item.frame[24:36] + b"\x02"
-        return _build(item.frame, SYSTEM_EVENT, extras, item.change.key, value, 0)
+        flat = encode_system_event(item.content, vbid=_vbid(item), seqno=item.seqno, version=2)
+        return codec_dcp.encode(flat)
 
     def _document(self, item: Item, kind: int, *, from_disk: bool) -> bytes:
         value, datatype = self._shape.value(item.value, item.datatype, tombstone=item.deleted or item.deletes)

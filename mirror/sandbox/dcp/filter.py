@@ -73,7 +73,7 @@ def _is_system(item: Item, manifest: BucketManifest) -> bool:
 
 def _scope_of(item: Item) -> int:
     if isinstance(item, EventItem):
-        return item.change.scope_id
+        return item.content.scope_id
     return int.from_bytes(item.value[8:12])
 
 
