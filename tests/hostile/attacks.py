@@ -12,7 +12,6 @@ import socket
 import ssl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -180,26 +179,6 @@ def heads_without_an_end(site: Site) -> None:
 
 
 @attack("http")
-def bodies_without_an_end(site: Site) -> None:
-    token = base64.b64encode(b"ann:wrong").decode()
-    head = f"Host: localhost\r\nAuthorization: Basic {token}\r\nContent-Length: 1000000\r\n\r\n"
-    silence(site.http, f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{head}".encode() + b"{")
-
-
-@attack("http")
-def positions_that_unpack(site: Site) -> None:
-    """8 KiB once stalled everybody for 1.25 s."""
-    packed = base64.urlsafe_b64encode(zlib.compress(b"0:0:0," * 699_050)).rstrip(b"=").decode()
-    over_http(site, lambda client: client.get(f"/v1/changes?since=z{packed}&follow=false"), (400,), 1)
-
-
-@attack("http")
-def parameters_without_number(site: Site) -> None:
-    query = "&".join(["a=b"] * 12_000)
-    over_http(site, lambda client: client.get(f"/v1/collections/0/documents?{query}"), (400,), 1)
-
-
-@attack("http")
 def streams_that_nobody_reads(site: Site) -> None:
     clients = []
     while True:
@@ -286,12 +265,6 @@ def scans_that_are_not_continued(site: Site) -> None:
             client.send(*[frame] * 64)
             for _ in range(64):
                 client.receive()
-
-
-@attack("kv")
-def lists_of_features(site: Site) -> None:
-    """Before a login: 60 KiB in each request."""
-    over_kv(site, *[codec_kv.hello(b"", range(30_000))] * 8, login=False)
 
 
 @attack("kv")
@@ -409,25 +382,6 @@ def connections_that_take_each_others_name(site: Site) -> None:
 
 
 @attack("http")
-def bodies_in_chunks_of_one_byte(site: Site) -> None:
-    """100,000 chunks were once one step of 14 ms."""
-    head = f"POST /v1/collections/0/multi-get HTTP/1.1\r\n{Http(site.http).head}Transfer-Encoding: chunked\r\n\r\n"
-    body = b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n"
-    over_http(site, lambda client: client.ask(head.encode() + body), (200,))
-
-
-@attack("http")
-def heads_in_single_bytes(site: Site) -> None:
-    def trickle() -> None:
-        client = Http(site.http)
-        client.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in f"GET / HTTP/1.1\r\n{client.head}X: {'x' * 50_000}".encode():
-            client.line.send(bytes((byte,)))
-
-    at_once(8, trickle)
-
-
-@attack("http")
 def waits_for_writes(site: Site) -> None:
     """64 tokens in each of 200 requests, which look for them as long as they wait."""
     tokens = "&".join(f"token={vbid % 16}:77:{10**12 + vbid}" for vbid in range(64))
@@ -443,11 +397,6 @@ def streams_that_come_and_go(site: Site) -> None:
         client.close()
 
     at_once(8, ask)
-
-
-@attack("http")
-def pages_that_nobody_waits_for(site: Site) -> None:
-    at_once(8, lambda: begun(site, "/v1/collections/_default/documents?limit=1000").close())
 
 
 @attack("http")

@@ -40,8 +40,6 @@ MIB = 1024 * 1024
 
 
 class Kv:
-    """A KV client that waits for each answer."""
-
     def __init__(self, port: int, *, login: bool = True, user: str = USER, timeout_s: float = LIMIT_S) -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
         self._buffer = FrameBuffer()
@@ -49,7 +47,6 @@ class Kv:
             assert self.log_in(user) == 0
 
     def log_in(self, user: str, password: str = PASSWORD) -> int:
-        """The status of a login."""
         return self.ask(codec_kv.sasl_auth(b"PLAIN", f"\0{user}\0{password}".encode())).status
 
     def send(self, *frames: Frame) -> None:
@@ -68,7 +65,6 @@ class Kv:
         return self.receive()
 
     def read(self) -> None:
-        """Read the small document."""
         assert self.ask(fr.request(Opcode.GET, key=b"small")).value == VALUE
 
     def close(self) -> None:
@@ -76,8 +72,6 @@ class Kv:
 
 
 class Http:
-    """An HTTP client that keeps its connection."""
-
     def __init__(self, port: int, *, login: bool = True, user: str = USER) -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
         token = base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()
@@ -87,12 +81,10 @@ class Http:
         self.line.sendall(f"{method} {path} HTTP/1.1\r\n{self.head}{more}\r\n".encode())
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of one GET."""
         self.send(path)
         return self._answer()
 
     def changes(self, query: str, more: str = "") -> bytes:
-        """A stream of changes to its end."""
         self.send(f"/v1/changes?follow=false{query}", more=more)
         data = bytearray()
         while not data.endswith(b"0\r\n\r\n"):
@@ -100,12 +92,10 @@ class Http:
         return bytes(data)
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of one POST."""
         head = f"POST {path} HTTP/1.1\r\n{self.head}Content-Length: {len(body)}\r\n\r\n"
         return self.ask(head.encode() + body)
 
     def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer to a request."""
         self.line.sendall(request)
         return self._answer()
 
@@ -128,7 +118,6 @@ class Http:
         return data
 
     def read(self) -> None:
-        """Read the small document."""
         assert self.get("/v1/collections/_default/documents/small") == (200, VALUE)
 
     def close(self) -> None:
@@ -137,8 +126,6 @@ class Http:
 
 @dataclass
 class Site:
-    """The service, by its ports."""
-
     service: Service
     kv: int
     kv_tls: int
@@ -151,7 +138,6 @@ class Site:
     closing: ExitStack = field(default_factory=ExitStack)
 
     def servers(self) -> dict[str, psutil.Process]:
-        """The processes of the listeners, by kind."""
         status = self.service.status()
         rows = status["servers"] if status else []
         return {row["kind"]: psutil.Process(row["pid"]) for row in rows}
@@ -161,12 +147,10 @@ class Site:
         return Counter(line for path in self.steps.iterdir() for line in path.read_text().splitlines())
 
     def rss_bytes(self, kind: str) -> int:
-        """Memory of the process of a kind."""
         return int(self.servers()[kind].memory_info().rss)
 
 
 def write_users(folder: Path, *names: str) -> Path:
-    """The users file of the service."""
     users = {name: entry_of(PASSWORD, ("_default._default",) if name == BOB else ("*",)) for name in names}
     path = folder / "users.json"
     path.write_text(json.dumps({"users": users, "salt_key": new_salt_key()}))
@@ -228,7 +212,6 @@ def attacked(folder: Path, *settings: str, **more: Any) -> Iterator[Site]:
 
 
 def connected(site: Site) -> bool:
-    """Whether every port is listened at."""
     for port in (site.kv, site.kv_tls, site.http, site.http_tls, site.dcp, site.dcp_tls):
         try:
             socket.create_connection(("127.0.0.1", port)).close()

@@ -16,12 +16,9 @@ from typing import Any
 from mirror.serve.turns import Turns
 
 STEP_MAX_S = 0.005
-"""No step may take longer."""
 
 
 class Steps:
-    """The longest step of each name."""
-
     def __init__(self) -> None:
         self.longest_s: dict[str, float] = {}
 
@@ -30,7 +27,6 @@ class Steps:
             self.longest_s[name] = seconds
 
     def worst(self) -> tuple[float, str]:
-        """The longest of all, and its name."""
         return max(((seconds, name) for name, seconds in self.longest_s.items()), default=(0.0, "no step"))
 
 
@@ -56,7 +52,6 @@ def name_of(handle: Any) -> str:
 
 @contextmanager
 def timed(thread: threading.Thread | None = None) -> Iterator[Steps]:
-    """Time the steps of every event loop of this process, or of one thread."""
     run = asyncio.Handle._run
     steps = Steps()
 

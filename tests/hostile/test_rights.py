@@ -53,7 +53,6 @@ def kv(port: int, *, user: str = USER, login: bool = True) -> Kv:
 
 
 def web(port: int, *, user: str = USER, login: bool = True) -> Http:
-    """An HTTP client that is closed at the end of its test."""
     client = Http(port, user=user, login=login)
     OPEN.append(client)
     return client

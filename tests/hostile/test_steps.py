@@ -177,7 +177,6 @@ def between(key: bytes | None = None, **more: Any) -> dict[str, Any]:
 
 
 def scan(client: Kv, vbid: int, body: dict[str, Any]) -> None:
-    """Make a scan, and read a page of it."""
     value = json.dumps(body).encode()
     made = client.ask(fr.request(Opcode.RANGE_SCAN_CREATE, vbucket=vbid, value=value, datatype=1))
     assert made.status == 0, made
@@ -187,7 +186,6 @@ def scan(client: Kv, vbid: int, body: dict[str, Any]) -> None:
 
 
 def gets(client: Kv, prefix: bytes) -> None:
-    """Of keys in all vbuckets."""
     keys = [b"q%d" % number for number in range(1000)]
     many(client, *[fr.request(Opcode.GET, key=prefix + key, vbucket=vbid_of(key, VBUCKETS)) for key in keys])
 
@@ -213,7 +211,6 @@ def dcp_streams(ports: Ports) -> None:
 
 
 def large_dcp_stream(features: Iterable[int], flags: DcpOpenFlag) -> Callable[[Ports], None]:
-    """A stream of large documents to its end."""
 
     def read(ports: Ports) -> None:
         client = ports.kv_client("dcp", features=features)
@@ -260,7 +257,6 @@ def changes(ports: Ports, query: str, user: str = USER) -> bytes:
 
 
 def changes_after(ports: Ports) -> None:
-    """From a position in all vbuckets."""
     position = changes(ports, "&since=now").rpartition(b"id: ")[2].split(b"\n")[0].decode()
     head(f"/v1/changes?since={position}")(ports)
     changes(ports, f"&since={position}")
@@ -309,7 +305,6 @@ def pipelined(ports: Ports) -> None:
 
 
 def chunked(ports: Ports) -> None:
-    """A body in chunks of one byte each."""
     client = ports.http()
     head = f"POST /v1/collections/_default/multi-get HTTP/1.1\r\n{client.head}Transfer-Encoding: chunked\r\n\r\n"
     client.ask(head.encode() + b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n")

@@ -47,7 +47,6 @@ async def dcp(store: Store) -> AsyncIterator[DcpEndpoint]:
 
 @pytest.fixture
 def users_file(tmp_path: Path) -> Path:
-    """One user, ann, whose password is pw."""
     return with_users(tmp_path / "users.json", {"ann": "pw"})
 
 

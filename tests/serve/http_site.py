@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import socket
@@ -124,7 +125,6 @@ class Source:
         return found.boundary_seqno
 
     def key_of(self, vbid: int, number: int = 0) -> bytes:
-        """The number-th key of a vbucket."""
         count = 0
         while True:
             key = b"key-%d" % count
@@ -137,8 +137,6 @@ class Source:
 
 @dataclass
 class Site:
-    """The server, seen from outside and inside."""
-
     url: str
     source: Source
     server: HttpServer
@@ -154,7 +152,6 @@ class Site:
         return answer
 
     def stands(self, report: dict[str, Any]) -> None:
-        """Have the status be made of this from now on."""
 
         async def forget() -> None:
             self.reports.append(report)
@@ -165,18 +162,15 @@ class Site:
     def multi_get(
         self, keys: Iterable[bytes | str], status: int = 200, collection: str = "_default", **more: Any
     ) -> Any:
-        """The documents and the missing keys, or the problem."""
         names = [key if isinstance(key, str) else key.decode() for key in keys]
         answer = self.client.post(f"/v1/collections/{collection}/multi-get", json={"keys": names}, **more)
         assert answer.status_code == status, (answer.status_code, answer.text[:500])
         return answer.json()
 
     def scan(self, status: int = 200, collection: str = "_default", **params: Any) -> Any:
-        """A page, or the problem."""
         return self.get(f"/v1/collections/{collection}/documents", status, params=params).json()
 
     def changes(self, auth: Any = None, **params: Any) -> list[dict[str, Any]]:
-        """The events up to now."""
         text = self.get("/v1/changes", auth=auth, params={"follow": "false"} | params).text
         return [event for event in events(text) if "event" in event]
 
@@ -195,6 +189,16 @@ class Site:
     def connect(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return socket.create_connection((host, int(port)), timeout=30)
+
+
+def request(path: str, *headers: str, method: str = "GET", body: str = "", user: str = "") -> bytes:
+    """The bytes of a request; `user` is NAME:PASSWORD."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *headers]
+    if user:
+        lines.append(f"Authorization: Basic {base64.b64encode(user.encode()).decode()}")
+    if body:
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join((*lines, "", body)).encode()
 
 
 def recorded_at_once(site: Site) -> list[bool]:
@@ -253,7 +257,6 @@ async def serving_http(
 
 @contextmanager
 def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
-    """A server over a store, until the test is over."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -280,7 +283,6 @@ def running(data: Path, source: Source, **settings: Any) -> Iterator[Site]:
 
 @contextmanager
 def made(folder: Path, identity: Identity = IDENTITY) -> Iterator[Source]:
-    """A store, empty, with its writers."""
     path = folder / "data"
     directory.create(str(path), identity)
     source = Source(str(path), identity)
@@ -292,7 +294,6 @@ def made(folder: Path, identity: Identity = IDENTITY) -> Iterator[Source]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream's text."""
     found = []
     for block in text.split("\n\n"):
         event: dict[str, Any] = {}

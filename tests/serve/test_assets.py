@@ -31,7 +31,6 @@ FREE, TOTAL = "dcp_mirror_disk_free_bytes", {"dcp_mirror_disk_total_bytes": "100
 
 
 def answers(fast: str, all_of_them: str) -> Series:
-    """Requests that took at most 0.1 s, and all."""
     labels = 'server="kv-0",le='
     return {f'{BUCKET}{{{labels}"0.1"}}': fast, **dict.fromkeys(
         (f'{BUCKET}{{{labels}"1"}}', f'{BUCKET}{{{labels}"+Inf"}}'), all_of_them
@@ -79,7 +78,6 @@ CASES: dict[str, tuple[int, Series, Series]] = {
 
 
 def promtool_test(name: str, minute: int, series: Series, *, fires: bool) -> dict[str, Any]:
-    """One test in promtool's format."""
     expected = [{"labels": "{}", "value": 1}] if fires else []
     firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
     return {
@@ -90,7 +88,6 @@ def promtool_test(name: str, minute: int, series: Series, *, fires: bool) -> dic
 
 
 def whole_report(path: Path) -> dict[str, Any]:
-    """A report in which every figure is known."""
     counters = {"received_documents": 9, "received_bytes": 9, "commits": 9, "stalls": 0, "retries": 1}
     worker = {
         "slot": 0, "phase": "running", "cpu_percent": 1.5, "private_bytes": 7, "uptime_s": 3.0, "restarts": 2,

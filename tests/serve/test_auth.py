@@ -180,7 +180,6 @@ def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> Non
 
 
 def challenge(users: Users, name: str, mechanism: str = "SCRAM-SHA256") -> tuple[bytes, bytes]:
-    """Salt and iterations that a client is sent."""
     _, salt, iterations = scram_server(users, mechanism).challenge(f"n,,n={name},r=abc".encode()).split(b",")
     return salt, iterations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import socket
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from mirror.serve.access.auth import Reader, entry_of
 from mirror.serve.http.requests import Page
@@ -33,11 +31,15 @@ from tests.serve.http_site import (
     events,
     judged,
     recorded_at_once,
+    request,
     running,
     service_report,
 )
 from tests.serve.kv_rig import with_users
+from tests.serve.test_metrics import samples
 from tests.supervise.conftest import eventually_now
+
+DOCUMENTS = "/v1/collections/_default/documents"
 
 
 @pytest.fixture
@@ -239,14 +241,11 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
     file = with_users(tmp_path / "users.json", {"ann": "x"})
     key = source.key_of(4)
     source.put(key, b"1")
-    path = request_line.format(documents="/v1/collections/_default/documents", key=key.decode(), vbuuid=VBUUID)
+    method, path = request_line.format(documents=DOCUMENTS, key=key.decode(), vbuuid=VBUUID).split(" ")
     with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
         body = json.dumps({"keys": [key.decode()]})
-        login = base64.b64encode(b"ann:x").decode()
-        line.sendall(
-            f"{path}&timeout_ms=60000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Authorization: Basic {login}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
+        target = f"{path}&timeout_ms=60000"
+        line.sendall(request(target, "Connection: close", method=method, body=body, user="ann:x"))
         assert waits.wait(20)
         with_users(file, {})
         source.put(key, b'"written after the removal"')
@@ -265,11 +264,7 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
     file = with_users(tmp_path / "users.json", {"ann": "x"})
     source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)
     with running(tmp_path / "data", source, users_file=file) as site, site.connect() as line:
-        login = base64.b64encode(b"ann:x").decode()
-        line.sendall(
-            f"GET /v1/changes?vbid=2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            f"Authorization: Basic {login}\r\n\r\n".encode()
-        )
+        line.sendall(request("/v1/changes?vbid=2", "Connection: close", user="ann:x"))
         (connection,) = eventually_now(lambda: site.server.gate.state.connections)
         eventually_now(lambda: connection.transport.get_write_buffer_size() > 64 * 1024)
         with_users(file, {})
@@ -300,10 +295,9 @@ def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Sit
 
 
 def ask_without_reading(site: Site, receive_buffer_bytes: int = 4096) -> socket.socket:
-    """A stream of everything that nobody reads."""
     line = site.connect()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-    line.sendall(b"GET /v1/changes HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    line.sendall(request("/v1/changes"))
     return line
 
 
@@ -444,19 +438,12 @@ def test_prometheus_gets_what_the_page_shows(site: Site) -> None:
     site.get(site.document("b"), 404)
     answer = site.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    found = {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-    }
-    vbid = str(site.source.vbid_of(b"a"))
-    assert found["dcp_mirror_up", ()] == 1
-    assert found["dcp_mirror_published_seqno", (("vbid", vbid),)] == 1
+    found = samples(answer.content)
+    own = (("route", "get_document"), ("server", "http-0"))
+    for code in ("200", "404"):
+        assert found["dcp_mirror_http_requests_total", (("code", code), *own)] == 1
+    assert found["dcp_mirror_published_seqno", (("vbid", str(site.source.vbid_of(b"a"))),)] == 1
     assert found["dcp_mirror_vbucket_states", (("state", "streaming"),)] == VBUCKETS
-    labels = {"route": "get_document", "server": "http-0"}
-    assert found["dcp_mirror_http_requests_total", tuple(sorted((labels | {"code": "200"}).items()))] == 1
-    assert found["dcp_mirror_http_requests_total", tuple(sorted((labels | {"code": "404"}).items()))] == 1
-    assert found["dcp_mirror_http_documents_total", (("server", "http-0"),)] == 1
     assert found["dcp_mirror_store_bytes", ()] > 0
 
 

@@ -16,20 +16,17 @@ import pytest
 from mirror.serve.turns import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
-from tests.serve.http_site import VBUCKETS, Site
+from tests.serve.http_site import VBUCKETS, Site, request
 from tests.supervise.conftest import eventually_now
 
 
 class Listener:
-    """A reader of a stream, line by line."""
-
     def __init__(self, response: Any) -> None:
         self.lines = response.iter_lines()
         self.last_id = ""
         self.comments = 0
 
     def event(self) -> dict[str, Any]:
-        """The next event with data."""
         found: dict[str, Any] = {}
         for line in self.lines:
             name, _, value = line.partition(": ")
@@ -225,7 +222,7 @@ def test_a_reader_that_takes_nothing_holds_one_batch_and_is_hung_up_on(site: Sit
     service = site.server.service
     with site.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        line.sendall(b"GET /v1/changes?vbid=2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        line.sendall(request("/v1/changes?vbid=2"))
         eventually_now(lambda: service.requests.streams.total() == 1)
 
         async def unsent() -> int:
@@ -330,7 +327,7 @@ def test_streams_begin_one_in_each_turn(site: Site) -> None:
     steps: list[Any] = []
     site.server.service.turns.call = steps.append  # type: ignore[method-assign,assignment]
     with site.connect() as line:
-        line.sendall(b"HEAD /v1/changes?since=now HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        line.sendall(request("/v1/changes?since=now", method="HEAD"))
         eventually_now(lambda: steps)
         assert not select.select([line], [], [], 0)[0]
         site.loop.call_soon_threadsafe(steps.pop())

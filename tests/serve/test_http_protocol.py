@@ -17,7 +17,7 @@ from mirror.serve.http import protocol as http_protocol
 from mirror.serve.http import requests as http_requests
 from mirror.serve.http.protocol import FRAMING_BYTES_MAX, HEAD_BYTES_MAX, HEADERS_MAX, SLICE_BYTES, BoundedProtocol
 from mirror.serve.http.service import BUDGETED_BYTES
-from tests.serve.http_site import Site, recorded_at_once
+from tests.serve.http_site import Site, recorded_at_once, request
 from tests.supervise.conftest import eventually_now
 
 LIVEZ, HOST = b"GET /livez HTTP/1.1\r\n", b"Host: localhost\r\n"
@@ -34,10 +34,6 @@ def read_one(line: socket.socket) -> bytes:
     for _ in range(int(length[1]) if length else 0):
         found += line.recv(1)
     return re.sub(rb"date: [^\r]*\r\n", b"", found)
-
-
-def request_bytes(path: str, headers: str = "Host: localhost\r\n") -> bytes:
-    return f"GET {path} HTTP/1.1\r\n{headers}".encode()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +55,7 @@ def test_what_is_answered_at_once_is_what_the_application_answers(
 ) -> None:
     """A body, even of no bytes, is for the application."""
     site.source.put("a", b'{"v":1}', flags=7, expiry=2**32 - 1)
-    sent = request_bytes(site.document(key), f"Host: localhost\r\n{headers}")
+    sent = f"GET {site.document(key)} HTTP/1.1\r\nHost: localhost\r\n{headers}".encode()
     at_once, answers = recorded_at_once(site), site.server.service.requests.answers
     with site.connect() as line:
         line.sendall(sent + b"\r\n")
@@ -68,7 +64,7 @@ def test_what_is_answered_at_once_is_what_the_application_answers(
         line.sendall(sent + b"Content-Length: 0\r\n\r\n")
         assert read_one(line) == answer
         assert answer.startswith(b"HTTP/1.1 %d " % status)
-        line.sendall(LIVEZ + HOST + b"\r\n")
+        line.sendall(request("/livez"))
         read_one(line)  # what was before is counted
     assert answers[once[0]] == 2 * once[1] == 2
     assert at_once == [True, False]
@@ -92,7 +88,7 @@ def test_one_of_the_requests_that_came_together_is_answered_at_once(site: Site) 
     site.source.put("a", b"1")
     at_once = recorded_at_once(site)
     with site.connect() as line:
-        line.sendall((request_bytes(site.document("a")) + b"\r\n") * 3)
+        line.sendall(request(site.document("a")) * 3)
         assert len({read_one(line) for _ in range(3)}) == 1
     assert at_once == [True]
 
@@ -100,7 +96,7 @@ def test_one_of_the_requests_that_came_together_is_answered_at_once(site: Site) 
 def test_half_a_request_behind_one_that_was_answered_at_once_has_its_time(site: Site) -> None:
     site.server.gate.request_timeout_s = 0.1
     with contextlib.suppress(ConnectionResetError):
-        assert site.raw(request_bytes(site.document("a")) + b"\r\nGET /liv").startswith(b"HTTP/1.1 404 ")
+        assert site.raw(request(site.document("a")) + b"GET /liv").startswith(b"HTTP/1.1 404 ")
 
 
 def test_garbage_behind_a_request_that_was_answered_at_once_is_hung_up_on(
@@ -108,7 +104,7 @@ def test_garbage_behind_a_request_that_was_answered_at_once_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
     with site.connect() as line:
-        line.sendall(request_bytes(site.document("a")) + b"\r\n\x00garbage\r\n\r\n")
+        line.sendall(request(site.document("a")) + b"\x00garbage\r\n\r\n")
         assert [part[:3] for part in line.makefile("rb").read().split(b"HTTP/1.1 ")[1:]] == [b"404", b"400"]
         eventually_now(lambda: connections(site) == 0)
 
@@ -122,7 +118,7 @@ def test_the_time_of_an_idle_connection_begins_with_its_last_answer(site: Site) 
         return protocol.transport.is_closing()
 
     with site.connect() as line:
-        line.sendall(request_bytes(site.document("a")) + b"\r\n")
+        line.sendall(request(site.document("a")))
         assert read_one(line)
         idle_max_s = site.server._config.timeout_keep_alive
         assert not site.call(ask(idle_max_s - 1))
@@ -136,7 +132,7 @@ def connections(site: Site) -> int:
 
 def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site: Site) -> None:
     site.server.admission.settings = Settings(reader_connections_max=2)
-    sent = request_bytes(site.document("a")) + b"\r\n"
+    sent = request(site.document("a"))
     with site.connect() as one, site.connect() as two:
         for line in (one, two):
             line.sendall(sent)
@@ -144,7 +140,7 @@ def test_more_connections_than_allowed_are_turned_away_and_the_others_go_on(site
         answer = site.raw(b"")
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"urn:dcp-mirror:too-busy" in answer
-        one.sendall(LIVEZ + HOST + b"Connection: close\r\n\r\n")
+        one.sendall(request("/livez", "Connection: close"))
         assert b"alive" in one.makefile("rb").read()
     eventually_now(lambda: connections(site) == 0)
     assert site.server.admission.rejected_count == 1
@@ -192,14 +188,14 @@ def test_a_byte_now_and_then_is_no_progress(site: Site, said: bytes, monkeypatch
 def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(site: Site) -> None:
     site.server.admission.settings = Settings(reader_login_timeout_s=0.3)
     with site.connect() as probe, site.connect() as reader:
-        reader.sendall(f"HEAD {site.document('a')} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        reader.sendall(request(site.document("a"), method="HEAD"))
         assert b" 404 " in reader.recv(65536)
         with contextlib.suppress(ConnectionError):
             while True:
-                probe.sendall(LIVEZ + HOST + b"\r\n")
+                probe.sendall(request("/livez"))
                 if not probe.recv(65536):
                     break
-        reader.sendall(b"HEAD /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reader.sendall(request("/livez", method="HEAD"))
         assert b" 200 " in reader.recv(65536)
         assert site.server.admission.evicted_count == 1
 
@@ -207,7 +203,7 @@ def test_a_connection_without_a_login_is_closed_in_the_end_and_one_with_stays(si
 @pytest.mark.parametrize("path", ["/livez", "/v1/collections/_default/documents/a"])
 def test_an_idle_connection_is_closed_in_the_end(site: Site, path: str) -> None:
     site.server._config.timeout_keep_alive = 0  # what `reader_idle_timeout_s` sets
-    assert site.raw(request_bytes(path) + b"\r\n").startswith(b"HTTP/1.1 ")
+    assert site.raw(request(path)).startswith(b"HTTP/1.1 ")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +263,7 @@ def test_a_reader_that_takes_nothing_of_a_large_document_is_hung_up_on(site: Sit
     budget = site.server.service.budget
     with site.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        line.sendall(request_bytes(site.document("big")) + b"\r\n")
+        line.sendall(request(site.document("big")))
         eventually_now(lambda: budget.out_bytes == 16 << 20)
         eventually_now(lambda: budget.out_bytes == 0)
     eventually_now(lambda: connections(site) == 0)
@@ -279,7 +275,7 @@ def test_slow_readers_together_hold_no_more_than_the_budget(site: Site) -> None:
     site.server.service.budget._bytes_max = 20 << 20
     with site.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        line.sendall(request_bytes(site.document("big")) + b"\r\n")
+        line.sendall(request(site.document("big")))
         eventually_now(lambda: site.server.service.budget.out_bytes)
         assert site.get(site.document("big"), 503).json()["type"] == "urn:dcp-mirror:too-busy"
         site.get("/livez")
@@ -313,8 +309,8 @@ def test_what_a_page_holds_counts_before_it_is_whole(site: Site, monkeypatch: py
 
 def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
     site.source.put("a", b"1")
-    one = request_bytes(site.document("a")) + b"\r\n"
-    last = LIVEZ + HOST + b"Connection: close\r\n\r\n"
+    one = request(site.document("a"))
+    last = request("/livez", "Connection: close")
     answer = site.raw(one * 50 + last)
     assert answer.count(b"HTTP/1.1 200 OK") == 51
     assert answer.endswith(b'{"status":"alive"}')
@@ -323,7 +319,7 @@ def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
 def test_requests_that_come_ahead_of_their_answers_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 clients that pipelined once kept others waiting for 0.4 s."""
     site.source.put("a", b"1")
-    one = request_bytes(site.document("a")) + b"\r\n"
+    one = request(site.document("a"))
     last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     turns = site.server.gate.turns
     assert turns is site.server.service.turns, "large answers take them too"
@@ -348,7 +344,7 @@ def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(sit
     sent = 5_000
     site.server.admission.settings = Settings(reader_login_timeout_s=600)  # nobody logs in
     one = LIVEZ + HOST + b"X: " + b"x" * 1000 + b"\r\n\r\n"
-    last = LIVEZ + HOST + b"Connection: close\r\n\r\n"
+    last = request("/livez", "Connection: close")
     held: list[tuple[int, int]] = []
 
     async def look() -> None:
@@ -372,7 +368,7 @@ def test_what_is_requested_far_ahead_waits_as_bytes_and_is_answered_in_order(sit
 
 
 def test_garbage_after_requests_is_reported_once_they_are_answered(site: Site) -> None:
-    answer = site.raw((LIVEZ + HOST + b"\r\n") * 3 + b"\x00garbage\r\n\r\n")
+    answer = site.raw(request("/livez") * 3 + b"\x00garbage\r\n\r\n")
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200", b"400"]
     assert b"urn:dcp-mirror:bad-request" in answer
 

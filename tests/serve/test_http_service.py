@@ -20,7 +20,7 @@ from mirror.serve.turns import Turns
 from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View
 from storage.read.wait import MutationToken
-from tests.serve.http_site import VBUUID, Site, Source
+from tests.serve.http_site import VBUUID, Site, Source, request
 from tests.supervise.conftest import eventually_now
 
 
@@ -76,14 +76,14 @@ def test_bulk_reads_run_next_to_the_event_loop_and_one_at_a_time(site: Site) -> 
 
 
 @pytest.mark.parametrize(
-    ("request_line", "read"),
+    ("method", "path", "read"),
     [
-        ("GET /v1/collections/_default/documents?limit=10", "scan_page"),
-        ("POST /v1/collections/_default/multi-get", "get_many"),
+        ("GET", "/v1/collections/_default/documents?limit=10", "scan_page"),
+        ("POST", "/v1/collections/_default/multi-get", "get_many"),
     ],
 )
 def test_no_document_is_read_for_a_client_that_is_gone(
-    site: Site, monkeypatch: pytest.MonkeyPatch, request_line: str, read: str
+    site: Site, monkeypatch: pytest.MonkeyPatch, method: str, path: str, read: str
 ) -> None:
     """Pages of 20 MiB documents, requested and abandoned, once took 2 GiB. They leave the line at once: thousands of
     them once made each garbage collection a step of 0.2 s."""
@@ -93,8 +93,7 @@ def test_no_document_is_read_for_a_client_that_is_gone(
     monkeypatch.setattr(View, read, lambda *_args, **_more: reads.append(read))
     site.call(one_at_a_time.acquire())
     with site.connect() as line:
-        head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n"
-        line.sendall(head.encode() + b'{"keys": ["a"]}')
+        line.sendall(request(path, method=method, body='{"keys": ["a"]}'))
         eventually_now(lambda: one_at_a_time._waiters)
     eventually_now(lambda: not state.connections)
     eventually_now(lambda: not state.tasks)
@@ -116,7 +115,7 @@ def test_a_read_that_waits_for_a_write_ends_with_its_client(site: Site, monkeypa
     monkeypatch.setattr(site.server.service.clock, "sleep", sleep)
     with site.connect() as line:
         path = f"/v1/collections/_default/documents/a?token=4:{VBUUID}:1000&timeout_ms=60000"
-        line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        line.sendall(request(path))
         eventually_now(lambda: site.server.gate.state.tasks)
     eventually_now(lambda: not site.server.gate.state.tasks)
 

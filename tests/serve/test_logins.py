@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gc
 import threading
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from mirror.wire.sasl import SaslError, ScramClient
 from tests.manual_clock import ManualClock
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import until
-from tests.serve.http_site import Source, running
+from tests.serve.http_site import Source, request, running
 from tests.serve.kv_rig import ALL_FEATURES, Store, serving, with_users
 from tests.supervise.conftest import eventually_now
 
@@ -262,8 +261,7 @@ def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tm
             logins.failed("ann", LOCAL)
         site.call(logins._line.acquire())
         with site.connect() as line:
-            token = base64.b64encode(b"ann:pw").decode()
-            line.sendall(f"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nAuthorization: Basic {token}\r\n\r\n".encode())
+            line.sendall(request("/v1/status", user="ann:pw"))
             eventually_now(lambda: logins._line._waiters)
         eventually_now(lambda: not state.tasks)
         assert not logins._line._waiters

@@ -56,7 +56,6 @@ class Ports:
         return self.kv, self.dcp, self.http
 
     async def connect(self, port: int, context: ssl.SSLContext) -> Client:
-        """A client that is closed with the listeners."""
         self.clients.append(Client(*await asyncio.open_connection("127.0.0.1", port, ssl=context)))
         return self.clients[-1]
 
