@@ -24,7 +24,7 @@ from mirror.wire.frame import Frame
 from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until
-from tests.serve.certificates import make_certificate
+from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import DEFAULT, Store
 
 USER, PASSWORD = "ann", "a good password"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,20 +51,16 @@ def name_of(handle: Any) -> str:
 
 
 @contextmanager
-def timed(thread: threading.Thread | None = None) -> Iterator[Steps]:
+def timed(thread: threading.Thread) -> Iterator[Steps]:
+    """Time the steps of one thread's event loop."""
     run = asyncio.Handle._run
     steps = Steps()
 
-    def measured(handle: Any) -> None:
-        if thread is not None and threading.current_thread() is not thread:
-            run(handle)
-            return
-        name = name_of(handle)
-        began = time.thread_time()
-        run(handle)
-        steps.add(name, time.thread_time() - began)
+    def add(name: str, seconds: float) -> None:
+        if threading.current_thread() is thread:
+            steps.add(name, seconds)
 
-    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]
+    measure(add)
     try:
         yield steps
     finally:
@@ -73,15 +69,22 @@ def timed(thread: threading.Thread | None = None) -> Iterator[Steps]:
 
 def write_long_steps(path: Path) -> None:
     """From now on, write each step of this process that is longer than `STEP_MAX_S` to a file."""
-    run = asyncio.Handle._run
     file = path.open("a", buffering=1)
+
+    def write(name: str, seconds: float) -> None:
+        if seconds > STEP_MAX_S:
+            file.write(f"{seconds * 1000:.1f} ms: {name}\n")
+
+    measure(write)
+
+
+def measure(note: Callable[[str, float], None]) -> None:
+    run = asyncio.Handle._run
 
     def measured(handle: Any) -> None:
         name = name_of(handle)
         began = time.thread_time()
         run(handle)
-        seconds = time.thread_time() - began
-        if seconds > STEP_MAX_S:
-            file.write(f"{seconds * 1000:.1f} ms: {name}\n")
+        note(name, time.thread_time() - began)
 
     asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]

@@ -228,56 +228,58 @@ def large_dcp_stream(features: Iterable[int], flags: DcpOpenFlag) -> Callable[[P
     return read
 
 
-def get(path: str, user: str = USER) -> Callable[[Ports], None]:
-    def ask(ports: Ports) -> None:
+def web(act: Callable[[Http], object], user: str = USER) -> Callable[[Ports], object]:
+    def ask(ports: Ports) -> object:
         client = ports.http(user)
+        found = act(client)
+        client.close()
+        return found
+
+    return ask
+
+
+def get(path: str, user: str = USER) -> Callable[[Ports], object]:
+    def ask(client: Http) -> None:
         status, _ = client.get(path)
         assert status in (200, 400), status
-        client.close()
 
-    return ask
+    return web(ask, user)
 
 
-def head(path: str) -> Callable[[Ports], None]:
-    def ask(ports: Ports) -> None:
-        client = ports.http()
+def head(path: str) -> Callable[[Ports], object]:
+    def ask(client: Http) -> None:
         client.send(path, method="HEAD")
         assert client.more().startswith(b"HTTP/1.1 200")
-        client.close()
 
-    return ask
+    return web(ask)
 
 
-def changes(ports: Ports, query: str, user: str = USER) -> bytes:
-    client = ports.http(user)
-    data = client.changes(query)
-    client.close()
-    assert b"event: end" in data
-    return data
+def changes(query: str, user: str = USER) -> Callable[[Ports], object]:
+    def ask(client: Http) -> bytes:
+        data = client.changes(query)
+        assert b"event: end" in data
+        return data
+
+    return web(ask, user)
 
 
 def changes_after(ports: Ports) -> None:
-    position = changes(ports, "&since=now").rpartition(b"id: ")[2].split(b"\n")[0].decode()
+    seen = changes("&since=now")(ports)
+    assert isinstance(seen, bytes)
+    position = seen.rpartition(b"id: ")[2].split(b"\n")[0].decode()
     head(f"/v1/changes?since={position}")(ports)
-    changes(ports, f"&since={position}")
+    changes(f"&since={position}")(ports)
 
 
-def multi_get(value: bytes, count: int) -> Callable[[Ports], None]:
-    def ask(ports: Ports) -> None:
-        client = ports.http()
-        client.post("/v1/collections/_default/multi-get", BODY % b",".join([value] * count))
-        client.close()
-
-    return ask
+def multi_get(value: bytes, count: int) -> Callable[[Ports], object]:
+    return web(lambda client: client.post("/v1/collections/_default/multi-get", BODY % b",".join([value] * count)))
 
 
-def query(sql: str, status: int = 200) -> Callable[[Ports], None]:
-    def ask(ports: Ports) -> None:
-        client = ports.http()
+def query(sql: str, status: int = 200) -> Callable[[Ports], object]:
+    def ask(client: Http) -> None:
         assert client.post("/v1/query", json.dumps({"sql": sql}).encode())[0] == status
-        client.close()
 
-    return ask
+    return web(ask)
 
 
 def queries_of_clients_that_hang_up(ports: Ports) -> None:
@@ -292,23 +294,19 @@ def queries_of_clients_that_hang_up(ports: Ports) -> None:
     query("SELECT 1")(ports)
 
 
-def pipelined(ports: Ports) -> None:
+def pipelined(client: Http) -> None:
     """One that logs in, and then as many as fit into what is parsed at a time."""
-    client = ports.http()
     client.get("/livez")
     client.get("/v1/status/samples")
     client.line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600)
     data = b""
     while data.count(b"alive") < 600:
         data += client.more()
-    client.close()
 
 
-def chunked(ports: Ports) -> None:
-    client = ports.http()
+def chunked(client: Http) -> None:
     head = f"POST /v1/collections/_default/multi-get HTTP/1.1\r\n{client.head}Transfer-Encoding: chunked\r\n\r\n"
     client.ask(head.encode() + b"1\r\n \r\n" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n")
-    client.close()
 
 
 def features(ports: Ports) -> None:
@@ -381,26 +379,26 @@ REQUESTS: dict[str, Callable[[Ports], object]] = {
     "2,000 parameters": get("/v1/collections/_default/documents?" + "&".join(["prefix=a"] * 2000)),
     "HEAD of changes": head("/v1/changes"),
     "HEAD of changes from now on": head("/v1/changes?since=now"),
-    "changes of all vbuckets": lambda p: changes(p, USUAL),
-    "changes of a collection": lambda p: changes(p, USUAL + "&collection=s00.c0000", POLY),
+    "changes of all vbuckets": changes(USUAL),
+    "changes of a collection": changes(USUAL + "&collection=s00.c0000", POLY),
     "changes after a position": changes_after,
     "a multi-get of objects": multi_get(b"{}", 349_500),
     "a multi-get of empty strings": multi_get(b'""', 349_500),
     "a multi-get of a string of escapes": multi_get(b'"' + b'\\"' * 520_000 + b'"', 1),
-    "a multi-get of 1,000 keys": lambda p: multi_get(b'"%0240d"' % 7, 1000)(p),
+    "a multi-get of 1,000 keys": multi_get(b'"%0240d"' % 7, 1000),
     "a query of all vbuckets": query("SELECT count(*) FROM documents"),
     "a query of many rows": query("SELECT * FROM range(1000000)"),
     "a query of 60 KiB": query(f"SELECT {'1, ' * 20_000}1"),
     "a query that is refused": query("SELECT * FROM read_csv('/etc/passwd')", 400),
     "queries of clients that hang up": queries_of_clients_that_hang_up,
-    "pipelined requests": pipelined,
-    "a body of chunks of one byte": chunked,
+    "pipelined requests": web(pipelined),
+    "a body of chunks of one byte": web(chunked),
     "HELLO with 32,000 features": features,
     "scans that wait": scans_that_wait,
     "DCP of large documents": large_dcp_stream(FEATURES, DcpOpenFlag.INCLUDE_XATTRS),
     "DCP of large documents, plain": large_dcp_stream([Feature.COLLECTIONS, Feature.SELECT_BUCKET], DcpOpenFlag(0)),
     "DCP of large documents, without values": large_dcp_stream(FEATURES, DcpOpenFlag.NO_VALUE),
-    "changes with large documents": lambda p: changes(p, f"&vbid={LARGE_VBID}"),
+    "changes with large documents": changes(f"&vbid={LARGE_VBID}"),
     "a page of large documents": get(f"/v1/collections/_default/documents?limit=1000&vbid={LARGE_VBID}"),
     "a multi-get of large documents": multi_get(b",".join(b'"%b"' % key for key in LARGE_KEYS[:2]), 1),
     "a large document": get(f"/v1/collections/_default/documents/{LARGE_KEYS[1].decode()}"),
@@ -426,7 +424,7 @@ def test_the_timer_names_a_long_step() -> None:
         await asyncio.sleep(0)
         sum(range(500_000))
 
-    with timed() as steps:
+    with timed(threading.current_thread()) as steps:
         asyncio.run(outer())
     seconds, name = steps.worst()
     assert seconds > 0.001

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import trustme
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
@@ -304,3 +305,14 @@ def events(text: str) -> list[dict[str, Any]]:
         if event:
             found.append(event)
     return found
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Files with a certificate for localhost, its authority behind it, and its key: clients may trust the first."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    certificate.cert_chain_pems[0].write_to_path(str(cert))
+    authority.cert_pem.write_to_path(str(cert), append=True)
+    certificate.private_key_pem.write_to_path(str(key))
+    return cert, key

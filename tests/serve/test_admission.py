@@ -33,8 +33,8 @@ from mirror.serve.access.tls import server_tls
 from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 from tests.oracle import kv_client
-from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import until
+from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import WAIT_S, Client, Endpoint, NoStrangers, Store, serving
 
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]

@@ -11,8 +11,8 @@ from mirror.wire import events as ev
 from mirror.wire.constants import Status
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
-from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import serving_dcp, system_event, until
+from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import DEFAULT, Store, with_users
 
 VBUCKETS = 1

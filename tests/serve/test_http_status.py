@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from mirror.serve.http.view import Mirror
 from mirror.serve.objects import dumps
 from mirror.supervise.listeners.control import ControlServer
 from mirror.supervise.status import stored_status
+from storage.env import directory
 from storage.errors import NotAMirror
 from tests.manual_clock import ManualClock
-from tests.serve.http_site import Source, service_report
+from tests.serve.http_site import IDENTITY, Source, service_report
 
 
 def status_of(data: Path, clock: ManualClock, reads: Any = lambda: 0) -> StatusReporter:
@@ -71,24 +73,16 @@ async def test_what_is_made_of_a_report_is_made_once(source: Source) -> None:
     assert len(threads) == 2
 
 
-@pytest.mark.parametrize("said", [b"", b"garbage\n", b"[]\n", b'{"ok": false}\n', b'{"ok": true, "status": 1}\n'])
-async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path, said: bytes) -> None:
+async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(said)
+        writer.write(b'{"ok": true, "status": 1}\n')
         writer.close()
 
     server = await asyncio.start_unix_server(answer, tmp_path / "control.sock")
-    try:
-        assert await ask_service(tmp_path) is None
-    finally:
-        server.close()
+    assert await ask_service(tmp_path) is None
+    server.close()
     assert await ask_service(tmp_path / "nowhere") is None
-
-
-async def test_no_mirror_is_an_error_of_the_store(tmp_path: Path) -> None:
-    with pytest.raises(NotAMirror):
-        await status_of(tmp_path, ManualClock()).report()
 
 
 async def test_read_rates_are_over_all_server_processes_and_survive_a_replacement(source: Source) -> None:
@@ -152,3 +146,33 @@ async def test_rollbacks_resyncs_history_and_disk(source: Source) -> None:
     assert whole["history"]["floor_oldest_ms"] is not None
     assert 0 < whole["disk"]["mirror_bytes"] < whole["disk"]["total_bytes"]
     assert whole["lag_limit_s"] == 30
+
+
+async def test_no_mirror_yet(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path)
+    with pytest.raises(NotAMirror):
+        await status_of(tmp_path, ManualClock()).report()
+    mirror.refresh()
+    directory.create(str(tmp_path), IDENTITY)
+    assert mirror.view.identity == IDENTITY
+    mirror.close()
+
+
+def test_a_group_that_was_recreated_is_read_again(source: Source) -> None:
+    mirror = Mirror(Path(source.path))
+    key = source.key_of(1)
+    source.put(key)
+    before = mirror.view
+    assert before.exists(key)
+    mirror.refresh()
+    assert mirror.view is before
+    source.writers.pop(1).close()
+    path = directory.group_path(source.path, 1)
+    os.rename(path, path + ".damaged")
+    os.mkdir(path + ".new")
+    directory.create_environment(path + ".new", 1, directory.group_vbids(IDENTITY, 1), IDENTITY, time_ms=1)
+    os.rename(path + ".new", path)
+    mirror.refresh()
+    assert mirror.view is not before
+    assert not mirror.view.exists(key)
+    mirror.close()

@@ -20,7 +20,7 @@ from mirror.wire.sasl import HASHES, ScramClient
 from storage.format.keys import vbid_of
 from storage.model import Collection, Seqno
 from tests.oracle import kv_client
-from tests.serve.certificates import make_certificate
+from tests.serve.http_site import make_certificate
 from tests.serve.kv_rig import ALL_FEATURES, DEFAULT, Client, Endpoint, Store, serving
 
 VBUCKETS = 4

@@ -28,9 +28,8 @@ from mirror.serve.listener import Address
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from tests.feed.authority import Authority
-from tests.serve.certificates import make_certificate
 from tests.serve.dcp_rig import serving_dcp
-from tests.serve.http_site import serving_http
+from tests.serve.http_site import make_certificate, serving_http
 from tests.serve.kv_rig import WAIT_S, Client, Store, serving, with_users
 
 NAMES = ("localhost", "127.0.0.1")
