@@ -156,7 +156,8 @@ class Site:
 
         async def forget() -> None:
             self.reports.append(report)
-            await self.server.service.status.forget()
+            status = self.server.service.status
+            status._report, status._disk_and_history_s = None, float("-inf")
 
         self.call(forget())
 

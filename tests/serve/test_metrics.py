@@ -54,7 +54,7 @@ def test_a_process_counts_its_own() -> None:
     requests = Requests("http-3")
     requests.answered("get_document", 200, 0.002, 100)
     requests.answered("get_changes", 200, None, 50)
-    requests.gave(4)
+    requests.document_total += 4
     requests.streams["user ann"] += 1
     found = samples(own_exposition(requests))
     own = ("server", "http-3")

@@ -162,25 +162,13 @@ def _keeper(service: Service, reader: Reader, only: int | None) -> Keep | None:
 class EventBatch:
     """Events of one vbucket, as text. No document is kept."""
 
-    events: list[LargePieces] = field(default_factory=list)
-    """The text of each, empty if the reader does not get the event."""
+    events: list[tuple[LargePieces, Token]] = field(default_factory=list)
+    """The text of each, empty if the reader does not get the event, and its position."""
     size: int = 0
-    last: Token | None = None
-    before_last: Token | None = None
-
-    @property
-    def taken(self) -> int:
-        return len(self.events)
-
-    def add(self, event: LargePieces, change: Change) -> None:
-        self.events.append(event)
-        self.size += sum(map(len, event))
-        self.before_last, self.last = self.last, change.token
 
     def leave_last(self) -> int:
-        size = sum(map(len, self.events.pop()))
+        size = sum(map(len, self.events.pop()[0]))
         self.size -= size
-        self.last = self.before_last
         return size
 
 
@@ -307,13 +295,13 @@ class ChangeStream:
                 kept = batch.size if batch.size > BUDGETED_BYTES else 0
                 budget.give_back(held - kept)
                 held = kept
-                if requested and not batch.taken:
+                if requested and not batch.events:
                     async with contextlib.aclosing(self._budget_for(requested)) as beats:
                         async for beat in beats:
                             yield beat
                     held = requested
                     continue
-                finished = not batch.taken
+                finished = not batch.events
                 parts = self._text_of(batch)
                 del batch
                 for text in merged(parts, BUDGETED_BYTES):  # each waits until those before are taken
@@ -351,18 +339,20 @@ class ChangeStream:
                 parts: LargePieces = [head, *change_parts(change), b"\n\n"]
                 is_small = sum(map(len, parts)) <= BUDGETED_BYTES
                 event = [b"".join(parts)] if is_small else list(merged(parts, BUDGETED_BYTES))
-            batch.add(event, change)
+            batch.events.append((event, change.token))
+            batch.size += sum(map(len, event))
             if batch.size >= bytes_max:
                 break
         return batch
 
     def _text_of(self, batch: EventBatch) -> LargePieces:
         """Return a batch's text in parts, and move the position behind its last event."""
-        if batch.last is None:
+        if not batch.events:
             return []
-        self._position[batch.last.vbid] = batch.last
-        events = [event for event in batch.events if event]
-        self._service.requests.gave(len(events))
+        last = batch.events[-1][1]
+        self._position[last.vbid] = last
+        events = [event for event, _ in batch.events if event]
+        self._service.requests.document_total += len(events)
         if len(self._vbids) > 1 or not events:
             events.append([b"id: " + self._text().encode() + b"\n\n"])
         return [piece for event in events for piece in event]

@@ -135,7 +135,7 @@ class DocumentRequest(NamedTuple):
         tag = entity_tag(document, self.form)
         if matches(self.tag, tag):
             return Plain(304, headers_of(document, tag, document.datatype))
-        service.requests.gave(1)
+        service.requests.document_total += 1
         plain = self.form == "body" and document.datatype & DATATYPE_JSON
         media_type = JSON if plain else b"application/octet-stream"
         if isinstance(found, LargeDocument):
@@ -198,7 +198,7 @@ async def get_documents(request: Request) -> Response:
         return _documents(rows, tail), len(found)
 
     answer, count = await service.after(request, tokens, timeout_s, read, in_bulk=True)
-    service.requests.gave(count)
+    service.requests.document_total += count
     return Budgeted(service, answer, PRIVATE, JSON)
 
 
@@ -279,14 +279,16 @@ async def _answer_page(service: Service, request: Request, reader: Reader, page:
                     break
                 unread = (pin.vbid + 1,)
                 service.refuse_unavailable(unread)
-                pin = _next_pin(view, page, pin.vbid + 1)
+                pin = view.pin(pin.vbid + 1, page.as_of)
+                if page.as_of is None:
+                    pin = replace(pin, now_ms=page.now_ms)
             if len(rows) >= limit or byte_count >= PAGE_BYTES_MAX:
                 break
         following = replace(page, pin=pin, start=start)
         at = {"vbid": page.pin.vbid, "branch": page.pin.branch, "seqno": page.pin.seqno}
         tail = dumps({"next": following.text() if more else None, "at": at})
         make = partial(_documents, rows, tail[1:])
-        service.requests.gave(len(rows))
+        service.requests.document_total += len(rows)
         body = make() if byte_count <= LARGE_BYTES else await service.read_in_bulk(request, make)
     except BaseException:
         service.budget.give_back(taken_bytes)
@@ -305,11 +307,6 @@ def _documents(rows: list[bytes], tail: bytes) -> Pieces:
     parts += (b"],", tail)
     rows.clear()
     return list(merged(parts, BUDGETED_BYTES))
-
-
-def _next_pin(view: View, page: Page, vbid: int) -> Pin:
-    found = view.pin(vbid, page.as_of)
-    return found if page.as_of is not None else replace(found, now_ms=page.now_ms)
 
 
 def _read_page(

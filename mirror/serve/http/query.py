@@ -43,7 +43,7 @@ class QueryAnswer(Response):
                 try:
                     with leaves_line(self._request):
                         head = await child.ask(self._query)
-                    self._request.state.service.requests.gave(head["rows"])
+                    self._request.state.service.requests.document_total += head["rows"]
                     await send({"type": "http.response.start", "status": 200, "headers": self._head(head)})
                     began = True
                     async for piece in child.pieces():

@@ -165,9 +165,7 @@ class Service:
         self.logins = Logins(self.users, clock)
         self.requests = Requests(name)
         self.mirror = Mirror(settings.data, verify_reads=settings.verify_reads)
-        self.status = StatusReporter(
-            self.mirror, stored, lambda: self.requests.document_total, clock, lag_limit_s=settings.ready_lag_limit_s
-        )
+        self.status = StatusReporter(self.mirror, stored, clock, lag_limit_s=settings.ready_lag_limit_s)
         self.stale_reads = settings.resync_reads == "stale"
         self.turns = Turns()
         self.budget = Budget(settings.reader_unsent_bytes_max)

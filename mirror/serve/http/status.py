@@ -114,15 +114,13 @@ class StatusReporter:
         self,
         mirror: Mirror,
         stored: Callable[[Path], Report],
-        own_reads: Callable[[], int],
         clock: Clock,
         *,
         lag_limit_s: float,
     ) -> None:
-        """`stored` makes the report from the store alone; `own_reads` counts this process's requests."""
+        """`stored` makes the report from the store alone."""
         self._mirror = mirror
         self._stored = stored
-        self._own_reads = own_reads
         self._clock = clock
         self.lag_limit_s = lag_limit_s
         self._reading, self._rendering = asyncio.Lock(), asyncio.Lock()
@@ -146,11 +144,6 @@ class StatusReporter:
                     kept = await asyncio.to_thread(self._stored, data)
                 self._report, self._report_s = kept, self._clock.monotonic()
             return kept
-
-    async def forget(self) -> None:
-        async with self._reading:
-            self._report = None
-            self._disk_and_history_s = float("-inf")
 
     async def rendered(self, render: Callable[[Report], bytes]) -> bytes:
         """Return what `render` makes of the report with disk, history and lag limit: in a thread, once for each."""
@@ -233,9 +226,9 @@ class StatusReporter:
 
     def _read_rate(self, report: Report) -> float | None:
         now = self._clock.monotonic()
-        reads = reads_of(report) or {"own": self._own_reads()}
+        reads = reads_of(report)
         before, self._reads = self._reads, (now, reads)
-        if before is None or now <= before[0]:
+        if before is None or now <= before[0] or not reads:
             return None
         risen = sum(max(0, count - before[1][name]) for name, count in reads.items() if name in before[1])
         return round(risen / (now - before[0]), 1)
