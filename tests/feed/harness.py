@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,14 @@ from mirror.feed.follow.status import ConsumerStatus
 from mirror.ingest.selection import Selection
 from mirror.messages import ProcessReport, Resync, RollBack
 from mirror.sandbox.cluster import SandboxCluster
+from storage.admin.check import check
 from storage.env import directory
 from storage.model import Identity
+from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
+from tests.sandbox.past import state_at
 
+VBUCKETS = 8
 WAIT_S = 30.0
 
 
@@ -33,6 +37,9 @@ class ReportingConsumer(Consumer):
 
 class Mirror:
     """A data directory and, between `start` and `stop`, the consumer that fills it."""
+
+    consumer: ReportingConsumer
+    task: asyncio.Task[None]
 
     def __init__(
         self,
@@ -72,8 +79,7 @@ class Mirror:
         )
         self.own_groups = own_groups if own_groups is not None else list(range(groups))
         self.writers: list[GroupWriter] = []
-        self.consumer: ReportingConsumer | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.cluster: SandboxCluster | None = None
 
     def start(self, connection_string: str, **more: Any) -> ReportingConsumer:
         clock = SystemClock()
@@ -102,8 +108,6 @@ class Mirror:
         return self.consumer
 
     async def stop(self) -> None:
-        assert self.consumer is not None
-        assert self.task is not None
         await self.consumer.stop()
         try:
             await self.task
@@ -117,7 +121,6 @@ class Mirror:
 
     async def fails(self) -> BaseException:
         """Wait for the consumer to give up; return why."""
-        assert self.task is not None
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([self.task])
         self.close()
@@ -125,13 +128,14 @@ class Mirror:
         assert error is not None, "the consumer ended without an error"
         return error
 
+    def status(self) -> ProcessReport:
+        return self.consumer.status()
+
     def row(self, vbid: int) -> dict[str, Any]:
-        assert self.consumer is not None
-        return next(row for row in self.consumer.status()["vbuckets"] if row["vbid"] == vbid)
+        return next(row for row in self.status()["vbuckets"] if row["vbid"] == vbid)
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
         """Wait until something holds; fail with the status if it does not, or if the consumer ended."""
-        assert self.task is not None
         try:
             async with asyncio.timeout(WAIT_S):
                 while not holds():
@@ -140,8 +144,7 @@ class Mirror:
                         raise AssertionError(f"the consumer ended before {what}")
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            assert self.consumer is not None
-            status = self.consumer.status()
+            status = self.status()
             rows = [row for row in status["vbuckets"] if row["state"] != "no-active-node"]
             raise AssertionError(f"not reached: {what}; {rows[:4]} {status['nodes']} {status['error']}") from None
 
@@ -151,17 +154,85 @@ class Mirror:
     async def until_state(self, vbid: int, *states: str) -> None:
         await self.until(lambda: self.row(vbid)["state"] in states, f"vb {vbid} in {states}")
 
+    async def follow(self) -> None:
+        """Wait until everything that the cluster has now is published, and nothing else."""
+        assert self.cluster is not None
+        vbuckets = self.cluster.vbuckets
+        targets = {vbid: vbuckets[vbid].high_seqno for writer in self.writers for vbid in writer.vbids}
+        await self.until(lambda: self.consumer.caught_up(targets), "caught up")
 
-def mirror_of(cluster: SandboxCluster, path: Path, *, own_groups: list[int] | None = None, **options: Any) -> Mirror:
-    """A mirror of the cluster's bucket; `groups` and `selection` are the mirror's, the other options settings."""
-    return Mirror(
-        path,
-        bucket=cluster.bucket.name,
-        bucket_uuid=cluster.bucket.map.bucket_uuid,
-        vbuckets=len(cluster.vbuckets),
-        password="demo",
-        groups=options.pop("groups", 1),
-        own_groups=own_groups,
-        selection=options.pop("selection", None),
-        settings=options,
-    )
+        def is_there(row: dict[str, Any]) -> bool:
+            vbuuid = vbuckets[row["vbid"]].vbuuid if row["published_seqno"] else row["vbuuid"]
+            return (row["published_seqno"], row["vbuuid"]) == (targets[row["vbid"]], vbuuid)
+
+        await self.until(lambda: all(map(is_there, self.status()["vbuckets"])), "exactly there")
+
+
+class Mirrors:
+    """Mirrors of one cluster, in one folder. At the end they are stopped and compared with it."""
+
+    def __init__(self, cluster: SandboxCluster, path: Path, *, compares: bool = True, **options: Any) -> None:
+        """`options` are those of every mirror; see `make`. Without `compares`, only check the store."""
+        self.compares = compares
+        self._cluster = cluster
+        self._path = path
+        self._options = {"noop_interval_s": 0.5, "connection_buffer_size": 64 * 1024, "groups": 2, **options}
+        self._made: list[Mirror] = []
+
+    async def __aenter__(self) -> Mirrors:
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        for mirror in self._made:
+            if mirror.writers:
+                await mirror.stop()
+        if kind is None:
+            for mirror in self._made:
+                self._compare(mirror)
+
+    def make(self, **options: Any) -> Mirror:
+        """Make one that is not started. Options other than the parameters of `Mirror` are settings."""
+        options = {"password": "demo", **self._options, **options}
+        own = {name: options.pop(name) for name in ("password", "groups", "own_groups", "selection") if name in options}
+        mirror = Mirror(
+            self._path,
+            bucket=self._cluster.bucket.name,
+            bucket_uuid=self._cluster.bucket.map.bucket_uuid,
+            vbuckets=len(self._cluster.vbuckets),
+            settings=options,
+            **own,
+        )
+        mirror.cluster = self._cluster
+        self._made.append(mirror)
+        return mirror
+
+    def start(self, url: str = "", *, run: Mapping[str, Any] | None = None, **options: Any) -> Mirror:
+        """Make and start one; `run` are options of the consumer."""
+        mirror = self.make(**options)
+        mirror.start(url or self._cluster.connection_string, **(run or {}))
+        return mirror
+
+    async def follow(self, url: str = "", *, run: Mapping[str, Any] | None = None, **options: Any) -> Mirror:
+        """Start one, and wait until it has everything."""
+        mirror = self.start(url, run=run, **options)
+        await mirror.follow()
+        return mirror
+
+    def _compare(self, mirror: Mirror) -> None:
+        assert check(mirror.path).problems == []
+        if not self.compares:
+            return
+        with open_view(mirror.path) as view:
+            for vbid, vbucket in enumerate(self._cluster.vbuckets):
+                source = state_at(vbucket, view.state(vbid).published_seqno)
+                seen = {
+                    b"\0" + document.key: (document.seqno, document.cas, document.rev_seqno, document.flags)
+                    for document in view.scan(vbid, now=0)
+                }
+                expected = {key: (item.seqno, item.cas, item.rev_seqno, item.flags) for key, item in source.items()}
+                assert seen == expected, f"vb {vbid}"
+
+
+def write(cluster: SandboxCluster, count: int, name: str = "doc") -> None:
+    for number in range(count):
+        cluster.set(f"{name}-{number}", {"name": name, "number": number})

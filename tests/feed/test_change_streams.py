@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
-from storage.admin.check import check
 from storage.read.view import open_view
-from tests.feed.harness import Mirror, mirror_of
+from tests.feed.harness import Mirror, Mirrors
 from tests.storage.model import events
 
 VBUCKETS = 1
@@ -24,20 +23,19 @@ def versions(mirror: Mirror) -> list[int]:
 async def test_every_version_that_the_source_kept_is_there_where_it_is_requested(
     tmp_path: Path, requested: bool
 ) -> None:
-    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, keeps_history=True) as cluster:
+    cluster = SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, keeps_history=True)
+    async with cluster, Mirrors(cluster, tmp_path, compares=False, groups=1) as mirrors:
         for number in range(6):
             cluster.set("hot", {"n": number})
             cluster.set(f"cold-{number}", {"n": number})
         cluster.bucket.discard_history(0, 5)  # retention has passed the first ones
         cluster.bucket.to_disk()
-        mirror = mirror_of(cluster, tmp_path, change_streams=requested)
-        consumer = mirror.start(cluster.connection_string)
+        mirror = mirrors.start(change_streams=requested)
         await mirror.until_published(0, cluster.vbucket(0).high_seqno)
         cluster.set("hot", {"n": 6})
         await mirror.until_published(0, cluster.vbucket(0).high_seqno)
-        assert bool(consumer.status()["nodes"][0]["controls"].get("change_streams")) is requested
-        assert consumer.status()["warnings"] == []
-        await mirror.stop()
+        assert bool(mirror.status()["nodes"][0]["controls"].get("change_streams")) is requested
+        assert mirror.status()["warnings"] == []
         found = versions(mirror)
         assert found[-2:] == [11, 13]
         assert (len(found) > 2) is requested, found
@@ -45,15 +43,13 @@ async def test_every_version_that_the_source_kept_is_there_where_it_is_requested
             hot = view.get("hot")
             assert hot is not None
             assert hot.seqno == 13
-    assert check(mirror.path).problems == []
 
 
 async def test_a_bucket_that_keeps_none_goes_on_without_and_that_is_said(tmp_path: Path) -> None:
-    async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1) as cluster:
+    cluster = SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1)
+    async with cluster, Mirrors(cluster, tmp_path, compares=False, groups=1) as mirrors:
         cluster.set("hot", {"n": 1})
-        mirror = mirror_of(cluster, tmp_path, change_streams=True)
-        consumer = mirror.start(cluster.connection_string)
+        mirror = mirrors.start(change_streams=True)
         await mirror.until_published(0, 1)
-        (warning,) = consumer.status()["warnings"]
+        (warning,) = mirror.status()["warnings"]
         assert "does not offer change_streams" in warning
-        await mirror.stop()

@@ -22,17 +22,16 @@ from mirror.wire.constants import Status, StreamEndReason
 from storage.admin.check import check
 from storage.errors import UnknownCollection
 from storage.read.view import open_view
-from tests.feed import harness
-from tests.feed.harness import Mirror
+from tests.feed.harness import Mirror, Mirrors
 
 VBUCKETS = 4
 AIRLINE = Selection.of(None, ["inventory.airline"])
 TWO = Selection.of(None, ["inventory.airline", "inventory.route"])
 
 
-def mirror_of(cluster: SandboxCluster, path: Path, selection: Selection) -> Mirror:
-    options: dict[str, Any] = {"noop_interval_s": 0.5, "map_poll_interval_s": 0.05}
-    return harness.mirror_of(cluster, path, groups=2, selection=selection, **options)
+@pytest.fixture
+def options(short_pauses: None) -> dict[str, Any]:
+    return {"map_poll_interval_s": 0.05, "compares": False}
 
 
 @pytest.fixture
@@ -73,24 +72,21 @@ async def until_holds(mirror: Mirror, collection: str, expected: set[bytes]) -> 
 
 
 async def until_caught_up(mirror: Mirror) -> None:
-    assert mirror.consumer is not None
-    consumer = mirror.consumer
     await mirror.until(
-        lambda: all(row["lag_seqnos"] == 0 and row["state"] == "streaming" for row in consumer.status()["vbuckets"]),
+        lambda: all(row["lag_seqnos"] == 0 and row["state"] == "streaming" for row in mirror.status()["vbuckets"]),
         "caught up by the seqnos of its collections",
     )
 
 
-async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 40)
-    mirror = mirror_of(cluster, tmp_path, AIRLINE)
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=AIRLINE)
     await until_holds(mirror, "inventory.airline", keys(40))
     write(cluster, 30, "other", "inventory.route", "_default._default")
     write(cluster, 5, "late", "inventory.airline")
     await until_holds(mirror, "inventory.airline", keys(40) | keys(5, "late"))
     await until_caught_up(mirror)
-    status = consumer.status()
+    status = mirror.status()
     assert status["selection"] == "collections inventory.airline"
     assert status["warnings"] == []
     assert status["counters"]["received_documents"] == 45, "nothing else came over the wire"
@@ -101,26 +97,23 @@ async def test_one_collection_alone_is_mirrored_and_followed(cluster: SandboxClu
     assert check(mirror.path).problems == []
 
 
-async def test_a_restart_goes_on_where_it_was(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_restart_goes_on_where_it_was(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 40)
-    mirror = mirror_of(cluster, tmp_path, TWO)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(40))
     await until_caught_up(mirror)
     await mirror.stop()
     write(cluster, 5, "late")
-    consumer = mirror.start(cluster.connection_string)
+    mirror.start(cluster.connection_string)
     await until_holds(mirror, "inventory.airline", keys(40) | keys(5, "late"))
     await until_holds(mirror, "inventory.route", keys(40) | keys(5, "late"))
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    assert consumer.status()["counters"]["received_documents"] == 10
-    await mirror.stop()
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
+    assert mirror.status()["counters"]["received_documents"] == 10
 
 
-async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path, Selection.of("inventory", None))
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=Selection.of("inventory", None))
     await until_holds(mirror, "inventory.route", keys(20))
     cluster.bucket.create_collection("inventory", "hotel")
     write(cluster, 7, "new", "inventory.hotel")
@@ -129,9 +122,7 @@ async def test_a_scope_gets_its_new_collections_by_itself(cluster: SandboxCluste
     cluster.bucket.flush_collection("inventory.airline")
     await until_holds(mirror, "inventory.airline", set())
     await mirror.until(lambda: gone(mirror, "inventory.route"), "the dropped collection gone")
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    await mirror.stop()
-    assert check(mirror.path).problems == []
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 def gone(mirror: Mirror, collection: str) -> bool:
@@ -143,26 +134,24 @@ def gone(mirror: Mirror, collection: str) -> bool:
 
 
 async def test_a_collection_that_does_not_exist_yet_is_waited_for_and_said(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
-    mirror = mirror_of(cluster, tmp_path, Selection.of(None, ["inventory.hotel"]))
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=Selection.of(None, ["inventory.hotel"]))
     await mirror.until(lambda: "no collection inventory.hotel" in mirror.row(0)["text"], "said")
-    assert {row["state"] for row in consumer.status()["vbuckets"]} == {"waiting"}
-    (warning,) = consumer.status()["warnings"]
+    assert {row["state"] for row in mirror.status()["vbuckets"]} == {"waiting"}
+    (warning,) = mirror.status()["warnings"]
     assert "waiting for it to be created" in warning
     cluster.bucket.create_collection("inventory", "hotel")
     write(cluster, 9, "doc", "inventory.hotel")
     await until_holds(mirror, "inventory.hotel", keys(9))
-    assert consumer.status()["warnings"] == []
-    await mirror.stop()
+    assert mirror.status()["warnings"] == []
 
 
-async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """The others were streamed beyond its creation: what it got till then would never come."""
-    mirror = mirror_of(cluster, tmp_path, Selection.of(None, ["inventory.airline", "inventory.hotel"]))
+    mirror = mirrors.make(selection=Selection.of(None, ["inventory.airline", "inventory.hotel"]))
     write(cluster, 20, "doc", "inventory.airline")
-    consumer = mirror.start(cluster.connection_string)
+    mirror.start(cluster.connection_string)
     await until_holds(mirror, "inventory.airline", keys(20))
     cluster.bucket.create_collection("inventory", "hotel")
     write(cluster, 9, "doc", "inventory.hotel")
@@ -170,54 +159,45 @@ async def test_one_of_several_that_comes_later_is_fetched_whole(cluster: Sandbox
     await until_holds(mirror, "inventory.hotel", keys(9))
     await until_holds(mirror, "inventory.airline", keys(20) | keys(9, "more"))
     await until_caught_up(mirror)
-    assert {row["rollback_count"] for row in consumer.status()["vbuckets"]} == {0}
-    await mirror.stop()
-    assert check(mirror.path).problems == []
+    assert {row["rollback_count"] for row in mirror.status()["vbuckets"]} == {0}
 
 
 async def test_one_of_several_that_is_dropped_leaves_and_the_rest_goes_on(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path, TWO)
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(20))
     cluster.bucket.drop_collection("inventory.route")
     write(cluster, 5, "late", "inventory.airline")
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
     await mirror.until(lambda: gone(mirror, "inventory.route"), "the dropped collection gone")
-    await mirror.until(lambda: bool(consumer.status()["warnings"]), "said")
+    await mirror.until(lambda: bool(mirror.status()["warnings"]), "said")
     cluster.bucket.create_collection("inventory", "route")  # another one of that name
     write(cluster, 3, "again", "inventory.route")
     await until_holds(mirror, "inventory.route", keys(3, "again"))
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
-    await mirror.stop()
-    assert check(mirror.path).problems == []
 
 
-async def test_after_a_drop_a_stream_that_ends_requests_what_is_left(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_after_a_drop_a_stream_that_ends_requests_what_is_left(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path, TWO)
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(20))
     cluster.bucket.drop_collection("inventory.route")
     await mirror.until(lambda: gone(mirror, "inventory.route"), "the dropped collection gone")
-    await mirror.until(lambda: len(consumer.status()["warnings"]) == 1, "the manifest without it")
+    await mirror.until(lambda: len(mirror.status()["warnings"]) == 1, "the manifest without it")
     assert cluster.faults.end_streams(StreamEndReason.CLOSED) == VBUCKETS
     write(cluster, 5, "late", "inventory.airline")
     await until_holds(mirror, "inventory.airline", keys(20) | keys(5, "late"))
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    await mirror.stop()
-    assert check(mirror.path).problems == []
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next_of_that_name(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """End code 7: not requested again and again, and not stopped for ever."""
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path, AIRLINE)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=AIRLINE)
     await until_holds(mirror, "inventory.airline", keys(20))
     cluster.bucket.drop_collection("inventory.airline")
     for vbid in range(VBUCKETS):
@@ -228,16 +208,13 @@ async def test_when_its_only_collection_is_dropped_it_says_so_and_takes_the_next
     write(cluster, 4, "again", "inventory.airline")
     await until_holds(mirror, "inventory.airline", keys(4, "again"))
     await until_caught_up(mirror)
-    await mirror.stop()
-    assert check(mirror.path).problems == []
 
 
 async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_one(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path, TWO)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=TWO)
     await until_holds(mirror, "inventory.route", keys(20))
     await until_holds(mirror, "inventory.airline", keys(20))
     await mirror.stop()
@@ -247,35 +224,29 @@ async def test_what_was_dropped_and_made_again_while_nobody_listened_is_the_new_
     mirror.start(cluster.connection_string)
     await until_holds(mirror, "inventory.route", keys(3, "again"))
     await until_holds(mirror, "inventory.airline", keys(20))
-    await mirror.stop()
-    assert check(mirror.path).problems == []
 
 
 @pytest.mark.parametrize("status", [Status.UNKNOWN_COLLECTION, Status.UNKNOWN_SCOPE])
 async def test_a_node_whose_manifest_is_older_is_queried_again(
-    cluster: SandboxCluster, tmp_path: Path, status: Status
+    cluster: SandboxCluster, mirrors: Mirrors, status: Status
 ) -> None:
     write(cluster, 20)
     cluster.bucket.stream_faults.refuse(status, [1], times=2)
-    mirror = mirror_of(cluster, tmp_path, AIRLINE)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=AIRLINE)
     await until_holds(mirror, "inventory.airline", keys(20))
     assert "manifest is older" in mirror.row(1)["last_error"]
-    await mirror.stop()
 
 
 async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -> None:
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, profile="6.6") as old:
-        mirror = mirror_of(old, tmp_path, AIRLINE)
-        mirror.start(old.connection_string)
-        error = await mirror.fails()
+        error = await Mirrors(old, tmp_path).start(selection=AIRLINE).fails()
         assert isinstance(error, NotSupported)
         assert "knows no collections" in str(error)
         assert "7.0 or newer" in str(error)
 
 
 async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is_missing(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """Its streams leave them out without a word, and lag by the bucket's seqnos would never end."""
     cluster.bucket.create_scope("_system")
@@ -284,16 +255,14 @@ async def test_a_user_who_may_not_see_the_servers_own_collections_learns_what_is
     cluster.bucket.map_changed()
     cluster.add_user("demo", "demo", ALL_PRIVILEGES - {SYSTEM_COLLECTIONS})
     write(cluster, 10)
-    mirror = mirror_of(cluster, tmp_path, Selection())
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(selection=Selection())
     await until_holds(mirror, "inventory.route", keys(10))
-    await mirror.until(lambda: consumer.status()["warnings"] == [HIDDEN], "explained")
+    await mirror.until(lambda: mirror.status()["warnings"] == [HIDDEN], "explained")
     write(cluster, 30, "hidden", "_system._query")
     write(cluster, 3, "seen", "inventory.route")
     await until_holds(mirror, "inventory.route", keys(10) | keys(3, "seen"))
     await until_caught_up(mirror)
     assert gone(mirror, "_system._query")
-    await mirror.stop()
 
 
 def manifest(uid: int, **collections: int) -> SourceManifest:

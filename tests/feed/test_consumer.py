@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,96 +11,72 @@ from mirror.errors import AuthRejected, BucketChanged, BucketMissing, ConfigErro
 from mirror.sandbox.cluster import SandboxCluster
 from storage.admin.check import check
 from storage.read.view import open_view
-from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
+from tests.feed.harness import VBUCKETS, Mirrors, write
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[SandboxCluster]:
-    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
-        yield running
-
-
-async def test_everything_is_mirrored_and_followed(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_everything_is_mirrored_and_followed(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 300)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     write(cluster, 200)
     for number in range(0, 300, 3):
         cluster.delete(f"doc-{number}")
-    await follow(mirror, cluster)
-    status = consumer.status()
+    await mirror.follow()
+    status = mirror.status()
     assert status["counters"]["received_documents"] >= 500
     assert status["counters"]["requested_again_bytes"] == 0
     assert {row["state"] for row in status["vbuckets"]} <= {"streaming", "backfilling"}
     assert len(status["nodes"]) == 2
     assert status["map"]["rev"] == cluster.bucket.map.rev
-    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in consumer.status()["vbuckets"]), "no lag")
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in mirror.status()["vbuckets"]), "no lag")
 
 
-async def test_restart_asks_for_nothing_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_restart_asks_for_nothing_again(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 300)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     await mirror.stop()
     published = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
     write(cluster, 50, "new")
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    assert consumer.status()["counters"]["received_documents"] == 50
+    mirror.start(cluster.connection_string)
+    await mirror.follow()
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
+    assert mirror.status()["counters"]["received_documents"] == 50
     for vbid, seqno in published.items():
         assert [request.start_seqno for request in cluster.sent(vbid).stream_requests] == [0, seqno]
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
-async def test_killed_node_that_comes_back_is_found_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_killed_node_that_comes_back_is_found_again(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     await cluster.kill_node(1)
-    await mirror.until(lambda: not all(node["ready"] for node in consumer.status()["nodes"]), "node missed")
+    await mirror.until(lambda: not all(node["ready"] for node in mirror.status()["nodes"]), "node missed")
     write(cluster, 100, "while-down")
     here = [vbid for vbid in range(VBUCKETS) if vbid % 2 == 0]
     for vbid in here:
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert {mirror.row(vbid)["state"] for vbid in range(VBUCKETS) if vbid not in here} == {"waiting"}
     await cluster.restart_node(1)
-    await follow(mirror, cluster)
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.follow()
 
 
-async def test_vbuckets_are_followed_to_where_they_move(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_vbuckets_are_followed_to_where_they_move(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     await cluster.add_node()
     await cluster.rebalance()
     write(cluster, 100, "after-rebalance-in")
-    await follow(mirror, cluster)
-    assert len({row["node"] for row in consumer.status()["vbuckets"]}) == 3
+    await mirror.follow()
+    assert len({row["node"] for row in mirror.status()["vbuckets"]}) == 3
     await cluster.rebalance([0])
     write(cluster, 100, "after-rebalance-out")
-    await follow(mirror, cluster)
-    await mirror.until(lambda: len(consumer.status()["nodes"]) == 1, "old nodes let go")
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    assert sum(row["rollback_count"] for row in consumer.status()["vbuckets"]) == 0
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.follow()
+    await mirror.until(lambda: len(mirror.status()["nodes"]) == 1, "old nodes let go")
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
+    assert sum(row["rollback_count"] for row in mirror.status()["vbuckets"]) == 0
 
 
-async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 200)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     for round_ in range(10):  # boundaries of their own
         cluster.set(f"lost-{round_}", {"round": round_}, vbid=3)
         await mirror.until_published(3, cluster.vbucket(3).high_seqno)
@@ -111,20 +85,16 @@ async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster
     await mirror.until(lambda: mirror.row(3)["rollback_count"] == 1, "rollback")
     await mirror.until(lambda: mirror.row(3)["published_seqno"] == cluster.vbucket(3).high_seqno, "the new history")
     assert [request.start_seqno for request in cluster.sent(3).stream_requests][-1] == base
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    assert {row["rollback_count"] for row in consumer.status()["vbuckets"] if row["vbid"] != 3} == {0}
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
+    assert {row["rollback_count"] for row in mirror.status()["vbuckets"] if row["vbid"] != 3} == {0}
     assert mirror.row(3)["last_rollback"] == (base + 6, base)
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
-async def test_whole_node_fails_over_with_loss(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_whole_node_fails_over_with_loss(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 200)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     write(cluster, 40, "perhaps-lost")
-    await follow(mirror, cluster)
+    await mirror.follow()
     await cluster.failover_node(1, lose=2)
     write(cluster, 40, "after")
     await mirror.until(
@@ -135,75 +105,58 @@ async def test_whole_node_fails_over_with_loss(cluster: SandboxCluster, tmp_path
         ),
         "everything on the new history",
     )
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
 @pytest.mark.parametrize("fault", ["cut", "truncate", "silence", "stop_mid_snapshot"])
-async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, tmp_path: Path, fault: str) -> None:
+async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, mirrors: Mirrors, fault: str) -> None:
     """Also in the middle of snapshots, with more to come than a window."""
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     getattr(cluster.faults, fault)()
     for vbid in range(VBUCKETS):
         cluster.multi_write(vbid, [(f"many-{vbid}-{number}", {"pad": "x" * 200}) for number in range(100)])
-    await follow(mirror, cluster)
-    status = consumer.status()
+    await mirror.follow()
+    status = mirror.status()
     assert sum(node["reconnects"] for node in status["nodes"]) >= 1
     assert status["counters"]["requested_again_bytes"] == 0
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
-async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """What is damaged in a value cannot be noticed; what is damaged elsewhere ends the connection, never the mirror."""
     write(cluster, 200)
+    mirrors.compares = False
     cluster.faults.garble(3, future=True)
-    mirror = mirror_of(cluster, tmp_path, settings={"request_timeout_s": 0.5})
-    consumer = mirror.start(cluster.connection_string)
-    await mirror.until(lambda: sum(node["reconnects"] for node in consumer.status()["nodes"]) >= 3, "tried again")
+    mirror = mirrors.start(request_timeout_s=0.5)
+    await mirror.until(lambda: sum(node["reconnects"] for node in mirror.status()["nodes"]) >= 3, "tried again")
     cluster.faults.clear()
     cluster.faults.cut()
     write(cluster, 20, "after")
     await mirror.until(
         lambda: all(
-            row["state"] in ("streaming", "backfilling", "resyncing", "refused")
-            for row in consumer.status()["vbuckets"]
+            row["state"] in ("streaming", "backfilling", "resyncing", "refused") for row in mirror.status()["vbuckets"]
         ),
         "streams again",
     )
-    await mirror.stop()
-    assert check(mirror.path).problems == []
 
 
 async def test_node_that_falls_silent_is_not_waited_for_when_its_vbuckets_are_elsewhere(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """No FIN, and the noop interval is long: the map of the other node is enough."""
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path, settings={"noop_interval_s": 600})
-    mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(noop_interval_s=600)
     cluster.faults.silence(node=1)
     for vbid in range(1, VBUCKETS, 2):
         cluster.move(vbid, 0)
     write(cluster, 100, "moved")
-    await follow(mirror, cluster)
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.follow()
 
 
-async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 500)
-    mirror = mirror_of(cluster, tmp_path, settings={"connection_buffer_size": 4096})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    for node in consumer.status()["nodes"]:
+    mirror = await mirrors.follow(connection_buffer_size=4096)
+    for node in mirror.status()["nodes"]:
         assert node["received_bytes"] - node["acked_bytes"] == node["unacked_bytes"] < 4096
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +169,12 @@ async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, tmp_
     ids=["wrong password", "no such bucket", "no privilege for DCP"],
 )
 async def test_what_the_source_refuses_at_the_start_is_exit_4(
-    cluster: SandboxCluster, tmp_path: Path, password: str, user: str, bucket: str, kinds: Any
+    cluster: SandboxCluster, mirrors: Mirrors, password: str, user: str, bucket: str, kinds: Any
 ) -> None:
     cluster.add_user("reader", "demo", frozenset({"Read"}))
-    mirror = mirror_of(cluster, tmp_path, password=password)
-    mirror.start(cluster.connection_string.replace("demo@", f"{user}@").removesuffix("demo") + bucket)
+    mirror = mirrors.start(
+        cluster.connection_string.replace("demo@", f"{user}@").removesuffix("demo") + bucket, password=password
+    )
     error = await mirror.fails()
     assert isinstance(error, kinds)
     assert error.exit_code == 4
@@ -228,29 +182,26 @@ async def test_what_the_source_refuses_at_the_start_is_exit_4(
     assert bucket == "demo" or bucket in error.what
 
 
-async def test_changed_password_needs_no_restart(cluster: SandboxCluster, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_pauses")
+async def test_changed_password_needs_no_restart(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     cluster.add_user("demo", "rotated")
     cluster.faults.cut()
     await mirror.until(
-        lambda: any("refused user" in (node["error"] or "") for node in consumer.status()["nodes"]), "refusal shown"
+        lambda: any("refused user" in (node["error"] or "") for node in mirror.status()["nodes"]), "refusal shown"
     )
     mirror.password_file.write_text("rotated\n")
     write(cluster, 20, "after")
-    await follow(mirror, cluster)
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.follow()
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 async def test_missing_password_and_missing_user_are_exit_2(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DCP_MIRROR_PASSWORD", raising=False)
-    mirror = mirror_of(cluster, tmp_path)
+    mirror = mirrors.make()
     mirror.password_file.unlink()
     mirror.start(cluster.connection_string)
     error = await mirror.fails()
@@ -262,70 +213,61 @@ async def test_missing_password_and_missing_user_are_exit_2(
     assert error.setting == "source"
 
 
-async def test_unreachable_source_is_waited_for_or_given_up_by_setting(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_unreachable_source_is_waited_for_or_given_up_by_setting(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"couchbase://demo@127.0.0.1:{unused.getsockname()[1]}/demo"
-    mirror = mirror_of(cluster, tmp_path, settings={"bootstrap_timeout_s": 0.05})
-    mirror.start(nowhere)
+    mirror = mirrors.start(nowhere, bootstrap_timeout_s=0.05)
     error = await mirror.fails()
     assert isinstance(error, ConnectFailed)
     assert error.exit_code == 1
-    patient = mirror_of(cluster, tmp_path)
-    consumer = patient.start(nowhere)
-    await patient.until(lambda: "cannot be reached" in (consumer.status()["error"] or ""), "error shown")
-    await patient.stop()
+    patient = mirrors.start(nowhere)
+    await patient.until(lambda: "cannot be reached" in (patient.status()["error"] or ""), "error shown")
 
 
-async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 20)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string.replace("@", "@127.0.0.1:1,"))
-    await follow(mirror, cluster)
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirrors.follow(cluster.connection_string.replace("@", "@127.0.0.1:1,"))
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_the_old_one_is_back(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string, ends_on_refusal=False)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(cluster.connection_string, ends_on_refusal=False)
     uuid, vbuckets = cluster.bucket.map.bucket_uuid, list(cluster.vbuckets)
+    mirrors.compares = False
     await cluster.recreate_bucket()
     await mirror.until(lambda: {mirror.row(vbid)["state"] for vbid in range(VBUCKETS)} == {"refused"}, "refused")
     assert f"uuid {uuid} is now {cluster.bucket.map.bucket_uuid}" in mirror.row(0)["text"]
     cluster.bucket.map.bucket_uuid, cluster.bucket.vbuckets = uuid, vbuckets
     cluster.bucket.map_changed()
     write(cluster, 100, "later")
-    await follow(mirror, cluster)
-    await mirror.stop()
+    await mirror.follow()
 
 
-async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: SandboxCluster, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string, ends_on_refusal=False)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(cluster.connection_string, ends_on_refusal=False)
     privileges = cluster.user.privileges
     cluster.add_user("demo", "demo", frozenset({"Read"}))
     cluster.faults.cut()
     await mirror.until(lambda: mirror.row(0)["state"] == "refused", "refused")
     cluster.add_user("demo", "demo", privileges)
     write(cluster, 100, "later")
-    await follow(mirror, cluster)
-    await mirror.stop()
+    await mirror.follow()
 
 
-async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     with open_view(mirror.path) as view:
         before = {vbid: view.state(vbid).published_seqno for vbid in range(VBUCKETS)}
+    mirrors.compares = False
     await cluster.recreate_bucket()
     error = await mirror.fails()
     assert isinstance(error, BucketChanged)
@@ -336,43 +278,33 @@ async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxClust
     assert check(mirror.path).problems == []
 
 
-async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """Staged in bounded batches, cut in the middle, resumed where it stood, visible in one instant."""
     cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(8000)), vbid=1)
-    mirror = mirror_of(cluster, tmp_path, settings={"batch_bytes_max": 64 * 1024, "connection_buffer_size": 32768})
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start(batch_bytes_max=64 * 1024, connection_buffer_size=32768)
     await mirror.until(lambda: mirror.row(1)["staged_seqno"] > 2000, "part of the snapshot")
     with open_view(mirror.path) as view:
         assert view.state(1).published_seqno == 0
         assert list(view.scan(1, now=0)) == []
     staged = mirror.row(1)["staged_seqno"]
     cluster.faults.cut()
-    await follow(mirror, cluster)
+    await mirror.follow()
     assert [request.start_seqno for request in cluster.sent(1).stream_requests][-1] >= staged
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in consumer.status()["groups"])
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
+    assert all(group["pending_bytes"] < 2 * 64 * 1024 for group in mirror.status()["groups"])
 
 
-async def test_two_workers_share_a_bucket_by_groups(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_two_workers_share_a_bucket_by_groups(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    first = mirror_of(cluster, tmp_path, own_groups=[0])
-    second = mirror_of(cluster, tmp_path, own_groups=[1])
-    one, other = first.start(cluster.connection_string), second.start(cluster.connection_string)
-    targets = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
-    await first.until(lambda: one.caught_up(targets), "first half")
-    await second.until(lambda: other.caught_up(targets), "second half")
-    assert {row["vbid"] for row in one.status()["vbuckets"]} == {0, 2, 4, 6}
-    await second.stop()
-    await first.stop()
-    assert_equal(first, cluster)
+    first, second = (mirrors.start(own_groups=[group]) for group in (0, 1))
+    await first.follow()
+    await second.follow()
+    assert {row["vbid"] for row in first.status()["vbuckets"]} == {0, 2, 4, 6}
 
 
-async def test_stop_before_anything_began_returns(cluster: SandboxCluster, tmp_path: Path) -> None:
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await consumer.stop()
+async def test_stop_before_anything_began_returns(cluster: SandboxCluster, mirrors: Mirrors) -> None:
+    mirror = mirrors.start()
+    await mirror.consumer.stop()
     assert mirror.task is not None
     await mirror.task
     mirror.close()

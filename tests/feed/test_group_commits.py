@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -21,22 +19,14 @@ from storage.errors import CorruptedError, DeviceFailed, Full
 from storage.history.purge import Window
 from storage.write import commit
 from storage.write.background import Background
-from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[SandboxCluster]:
-    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
-        yield running
+from tests.feed.harness import Mirrors, write
 
 
 async def test_damaged_group_stops_and_the_others_go_on(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 50)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
 
     def damaged(_work: Any) -> Any:
         raise CorruptedError("page 7 is not a page", path="group-0001")
@@ -46,20 +36,17 @@ async def test_damaged_group_stops_and_the_others_go_on(
     await mirror.until_state(1, "damaged")
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    assert "page 7" in consumer.status()["groups"][1]["error"]
+    assert "page 7" in mirror.status()["groups"][1]["error"]
     with pytest.raises(CorruptedError):
-        consumer.request(RollBack(1, 0))
+        mirror.consumer.request(RollBack(1, 0))
     monkeypatch.undo()
-    await mirror.stop()
 
 
 async def test_full_disk_stops_one_group_and_it_goes_on_later(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     writer = mirror.writers[1]
     write_down = writer.owner.write
 
@@ -69,25 +56,21 @@ async def test_full_disk_stops_one_group_and_it_goes_on_later(
 
     monkeypatch.setattr(writer.owner, "write", no_space)
     write(cluster, 100, "while-full")
-    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    await mirror.until(lambda: mirror.status()["groups"][1]["error"] is not None, "error shown")
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "No space left" in mirror.row(1)["last_error"]
     monkeypatch.setattr(writer.owner, "write", write_down)
-    await follow(mirror, cluster)
-    assert consumer.status()["groups"][1]["error"] is None
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    await mirror.follow()
+    assert mirror.status()["groups"][1]["error"] is None
 
 
 @pytest.mark.parametrize("reopening_fails", [0, 1, 3])
 async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened_at_once(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch, reopening_fails: int
 ) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path, settings={"storage_retry_interval_s": 0.05})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(storage_retry_interval_s=0.05)
     writer = mirror.writers[1]
     left = [1, reopening_fails]
     put, really_open = commit.put, writer.owner.open
@@ -107,20 +90,16 @@ async def test_a_group_whose_device_failed_comes_back_though_it_cannot_be_opened
     monkeypatch.setattr(commit, "put", failing)
     monkeypatch.setattr(writer.owner, "open", failing_to_open)
     write(cluster, 100, "while-failing")
-    await follow(mirror, cluster)
+    await mirror.follow()
     assert left == [0, 0]
-    assert [group["error"] for group in consumer.status()["groups"]] == [None, None]
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+    assert [group["error"] for group in mirror.status()["groups"]] == [None, None]
 
 
 async def test_whatever_a_groups_store_raises_stops_that_group_alone(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(cluster, 100)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow()
     writer = mirror.writers[1]
 
     def led_astray(*_: Any) -> Any:
@@ -128,22 +107,19 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
 
     monkeypatch.setattr(writer.background.purger, "plan", led_astray)
     monkeypatch.setattr(writer.background, "window", Window(time_ms=1))
-    await mirror.until(lambda: consumer.status()["groups"][1]["error"] is not None, "error shown")
+    await mirror.until(lambda: mirror.status()["groups"][1]["error"] is not None, "error shown")
     write(cluster, 100, "afterwards")
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
     assert mirror.row(1)["state"] == "damaged"
     directory.GroupLock(writer.path).release()  # given up
-    await mirror.stop()
 
 
 async def test_groups_that_always_have_something_to_commit_take_turns(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = mirror_of(cluster, tmp_path, groups=4, settings={"commit_interval_ms": 0})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(groups=4, commit_interval_ms=0)
     order: list[int] = []
 
     def commit(group: Group) -> None:
@@ -152,17 +128,16 @@ async def test_groups_that_always_have_something_to_commit_take_turns(
             group.schedule()
 
     monkeypatch.setattr(Group, "commit", commit)
-    for group in consumer.commits.groups:
+    for group in mirror.consumer.commits.groups:
         group.schedule()
     await mirror.until(lambda: len(order) >= 12, "twelve commits")
     assert set(order[:4]) == {0, 1, 2, 3}
     assert order[4:12] == order[:8]
     monkeypatch.undo()
-    await mirror.stop()
 
 
 async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_made(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each commit would look at every vbucket of the worker."""
     steps: list[int] = []
@@ -176,14 +151,10 @@ async def test_a_commit_begins_background_work_only_where_key_rows_are_to_be_mad
     monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", 0)
     monkeypatch.setattr(group_commits, "STEP_IDLE_S", 3600.0)
     cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(1000)), vbid=1)
-    mirror = mirror_of(cluster, tmp_path, settings={"batch_bytes_max": 64 * 1024, "connection_buffer_size": 32768})
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
+    mirror = await mirrors.follow(batch_bytes_max=64 * 1024, connection_buffer_size=32768)
     assert max(steps) > 0
-    step_count, commit_count = len(steps), sum(group.count for group in consumer.commits.groups)
+    step_count, commit_count = len(steps), sum(group.count for group in mirror.consumer.commits.groups)
     for number in range(20):
         write(cluster, 5, f"small-{number}")
-        await follow(mirror, cluster)
-    assert len(steps) - step_count < 20 <= sum(group.count for group in consumer.commits.groups) - commit_count
-    await mirror.stop()
-    assert_equal(mirror, cluster)
+        await mirror.follow()
+    assert len(steps) - step_count < 20 <= sum(group.count for group in mirror.consumer.commits.groups) - commit_count

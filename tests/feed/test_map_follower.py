@@ -16,12 +16,10 @@ from mirror.errors import MirrorError, OlderMap
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
-from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
-from tests.feed.consumer_rig import VBUCKETS, write
-from tests.feed.harness import Mirror, mirror_of
+from tests.feed.harness import VBUCKETS, write
 from tests.feed.scripted_node import ScriptedNode, refuse, silent
 from tests.feed.test_bootstrap import access_to
 from tests.feed.test_discovery import map_of
@@ -149,105 +147,89 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
 # -- a consumer that is connected to a stale node alone --------------------------------------------------------------
 
 
-async def followed(mirror: Mirror, cluster: SandboxCluster) -> None:
-    highs = {vbid: cluster.vbucket(vbid) for vbid in range(1, VBUCKETS, 2)}
-    await mirror.until(
-        lambda: all(
-            mirror.row(vbid)["published_seqno"] == vbucket.high_seqno and mirror.row(vbid)["vbuuid"] == vbucket.vbuuid
-            for vbid, vbucket in highs.items()
-        ),
-        "what the cluster has",
-    )
-
-
 @pytest.mark.parametrize("profile", ["6.6", "7.2", "8.0"])
 async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
     """It is the only node that the consumer is connected to; the other one is queried all the same."""
-    async with source_of(profile=profile) as cluster:
+    async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
-        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
+        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         mirror.start(cluster.connection_string)
-        await followed(mirror, cluster)
+        await mirror.follow()
         alone = cluster.split_off(1)
         await cluster.failover_node(1)
         for vbid in range(1, VBUCKETS, 2):
             alone.set("stale", {}, vbid=vbid)
         write(cluster, 100, "good")
-        await followed(mirror, cluster)
+        await mirror.follow()
         streams = [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)]
         for vbid in range(1, VBUCKETS, 2):
             alone.set("stale again", {}, vbid=vbid)
         write(cluster, 100, "later")
-        await followed(mirror, cluster)
+        await mirror.follow()
         assert [len(alone.sent[vbid].stream_requests) for vbid in range(VBUCKETS)] == streams
-        await mirror.stop()
 
 
 async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_path: Path) -> None:
     """The consumer has no session at all, and the nodes that announce maps are none of its own."""
-    async with source_of(profile="8.0") as cluster:
+    async with source_of(tmp_path, profile="8.0") as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        consumer = mirror.start(cluster.connection_string)
-        await followed(mirror, cluster)
+        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
+        mirror.start(cluster.connection_string)
+        await mirror.follow()
         ours = range(1, VBUCKETS, 2)
         for vbid in ours:
             cluster.bucket.map.owners[vbid] = -1
         cluster.bucket.map_changed(*ours)
-        await mirror.until(lambda: not consumer.connections.ready_sessions(), "no session")
-        await asyncio.sleep(0.5)  # the requests for a map that this led to are over
+        await mirror.until(lambda: not mirror.consumer.connections.ready_sessions(), "no session")
+        await asyncio.sleep(0.2)  # the requests for a map that this led to are over
         for vbid in ours:
             cluster.bucket.map.owners[vbid] = 0
         cluster.bucket.map.bump()  # silently
         write(cluster, 50, "after")
-        await followed(mirror, cluster)
-        assert consumer.connections.ready_sessions()
-        await mirror.stop()
+        await mirror.follow()
+        assert mirror.consumer.connections.ready_sessions()
 
 
 async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_path: Path) -> None:
     """It was taken out of the cluster, and has a bucket of that name of its own; it is still named as a host."""
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
         url = cluster.connection_string
-        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
+        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         mirror.start(url)
-        await followed(mirror, cluster)
+        await mirror.follow()
         alone = cluster.split_off(1)
         await cluster.failover_node(1)
         write(cluster, 50, "good")
-        await followed(mirror, cluster)
+        await mirror.follow()
         alone.map.rev += 1000
         alone.recreate()
-        for number in range(20):
+        for number in range(10):
             write(cluster, 5, f"later-{number}")
-            await followed(mirror, cluster)
+            await mirror.follow()
             await asyncio.sleep(0.05)
         assert mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno > alone.vbuckets[1].high_seqno
-        await mirror.stop()
 
 
 async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tmp_path: Path) -> None:
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1], bootstrap_timeout_s=0.3)
-        consumer = mirror.start(cluster.connection_string)
-        consumer.map_follower.maps.floor = (1, 1000)
+        mirror = mirrors.start(groups=2, own_groups=[1], bootstrap_timeout_s=0.3)
+        mirror.consumer.map_follower.maps.floor = (1, 1000)
         error = await mirror.fails()
         assert isinstance(error, OlderMap)
         assert "--accept-older-map" in str(error)
 
 
 async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path, groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        consumer = mirror.start(cluster.connection_string)
+        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
+        mirror.start(cluster.connection_string)
         shared: list[ClusterMap] = []
-        consumer._share_map = shared.append
+        mirror.consumer._share_map = shared.append
         await mirror.until(lambda: bool(shared), "a map to share")
-        assert consumer.map_follower.current is None
-        consumer.follow(shared[0])
-        await followed(mirror, cluster)
+        assert mirror.consumer.map_follower.current is None
+        mirror.consumer.follow(shared[0])
+        await mirror.follow()
         assert parse(cluster.connection_string).bucket == shared[0].bucket_name
-        await mirror.stop()

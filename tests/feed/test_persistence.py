@@ -27,16 +27,15 @@ from storage.model import Seqno, Vbuuid
 from storage.read import wait
 from storage.read.view import Change, Token, open_view
 from storage.read.wait import MutationToken
-from tests.feed import harness
 from tests.feed.gated_rig import GatedVbucket
-from tests.feed.harness import Mirror
-from tests.sandbox.past import state_at
+from tests.feed.harness import Mirrors
 
 VBUCKETS = 4
 
 
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return harness.mirror_of(cluster, path, publish="persisted", persistence_poll_interval_ms=5, **settings)
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return {"publish": "persisted", "persistence_poll_interval_ms": 5, "groups": 1}
 
 
 # --- the gate
@@ -54,17 +53,6 @@ def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> 
     assert gate.waiting == 1
     assert gate.drop()
     assert not gate.drop()
-
-
-def test_an_answer_counts_for_what_waited_when_it_came() -> None:
-    """Every copy had persisted 500 of the old history; of the new one, an end at 300 was published unasked."""
-    gate = PersistenceGate()
-    gate.hold(100, 1, None)
-    assert gate.release(500) == (100, 1, None)
-    gate.hold(300, 201, None)
-    assert gate.waiting == 1
-    assert gate.release(299) is None
-    assert gate.release(300) == (300, 201, None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -108,23 +96,13 @@ def replica_of(cluster: SandboxCluster, vbid: int) -> int:
     return cluster.bucket.map.replicas[vbid][0]
 
 
-def assert_equal(mirror: Mirror, cluster: SandboxCluster) -> None:
-    assert check(mirror.path).problems == []
-    with open_view(mirror.path) as view:
-        for vbid in range(VBUCKETS):
-            source = state_at(cluster.vbucket(vbid), view.state(vbid).published_seqno)
-            seen = {b"\0" + document.key: document.seqno for document in view.scan(vbid, now=0)}
-            assert seen == {key: item.seqno for key, item in source.items()}, f"vb {vbid}"
-
-
 @pytest.mark.parametrize("copy", ["active", "replica"])
 async def test_what_one_copy_has_not_persisted_stays_invisible(
-    cluster: SandboxCluster, tmp_path: Path, copy: str
+    cluster: SandboxCluster, mirrors: Mirrors, copy: str
 ) -> None:
     node = cluster.bucket.map.owners[1] if copy == "active" else replica_of(cluster, 1)
     first = write(cluster, 1, 20)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     await mirror.until_published(1, first)
     cluster.bucket.persistence_holds[1, node] = first + 5
     other = write(cluster, 2, 10)
@@ -142,14 +120,11 @@ async def test_what_one_copy_has_not_persisted_stays_invisible(
     del cluster.bucket.persistence_holds[1, node]
     await mirror.until_published(1, high)
     assert mirror.row(1)["held_snapshots"] == 0
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
-async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     first = write(cluster, 1, 20)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     await mirror.until_published(1, first)
     cluster.bucket.persistence_holds[1, replica_of(cluster, 1)] = first
     high = write(cluster, 1, 10, "lost")
@@ -159,20 +134,17 @@ async def test_a_failover_takes_nothing_back_that_readers_have_seen(cluster: San
     write(cluster, 1, 3, "after")
     await mirror.until_published(1, first + 3)
     assert mirror.row(1)["rollback_count"] == 0
-    await mirror.stop()
-    assert_equal(mirror, cluster)
     with open_view(mirror.path) as view:
         assert view.rollbacks(1) == []
         assert view.boundaries(1)[0].seqno == first + 3
 
 
 async def test_what_waits_is_on_the_disk_and_a_restart_does_not_let_it_out(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """Small batches, so that waiting snapshots are written down; then a new process finds them there."""
     first = write(cluster, 1, 5)
-    mirror = mirror_of(cluster, tmp_path, batch_bytes_max=64 * 1024)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start(batch_bytes_max=64 * 1024)
     await mirror.until_published(1, first)
     cluster.bucket.persistence_holds[1, replica_of(cluster, 1)] = first
     for number in range(100):
@@ -191,15 +163,12 @@ async def test_what_waits_is_on_the_disk_and_a_restart_does_not_let_it_out(
     assert mirror.row(1)["published_seqno"] == first
     cluster.bucket.persistence_holds.clear()
     await mirror.until_published(1, high)
-    await mirror.stop()
-    assert_equal(mirror, cluster)
 
 
-async def test_an_ephemeral_bucket_is_refused_by_name(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_an_ephemeral_bucket_is_refused_by_name(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     cluster.bucket.map.ephemeral = True
     cluster.bucket.map.bump()
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     error = await mirror.fails()
     assert isinstance(error, NotSupported)
     assert "ephemeral" in str(error)
@@ -207,11 +176,10 @@ async def test_an_ephemeral_bucket_is_refused_by_name(cluster: SandboxCluster, t
 
 
 async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_it(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     here = next(vbid for vbid in range(VBUCKETS) if cluster.bucket.map.owners[vbid] == 0)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     await mirror.until_published(here, write(cluster, here, 5))
     await cluster.kill_node(1)
     high = write(cluster, here, 5, "while-away")
@@ -219,15 +187,13 @@ async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_i
     assert mirror.row(here)["published_seqno"] < high
     await cluster.restart_node(1)
     await mirror.until_published(here, high)
-    await mirror.stop()
 
 
 async def test_a_server_that_cannot_say_is_refused(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sandbox_node.OPERATIONS, Opcode.OBSERVE_SEQNO)
-    mirror = mirror_of(cluster, tmp_path)
-    mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     write(cluster, 1, 1)
     error = await mirror.fails()
     assert isinstance(error, NotSupported)
@@ -235,7 +201,7 @@ async def test_a_server_that_cannot_say_is_refused(
 
 
 async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     class Away:
         def copies_of(self, vbid: int) -> list[NodeAddress]:
@@ -245,7 +211,7 @@ async def test_answers_that_say_nothing_hold_and_another_place_refreshes_the_map
             refreshed.append(vbid)
 
     refreshed: list[int] = []
-    mirror = mirror_of(cluster, tmp_path)
+    mirror = mirrors.make()
     access = Access.of(parse(cluster.connection_string), mirror.settings)
     away: Any = Away()
     poller = PersistencePoller(access, away, SystemClock())
@@ -298,7 +264,7 @@ def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_n
 
 @pytest.mark.parametrize("moves", [True, False])
 async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothing(
-    cluster: SandboxCluster, tmp_path: Path, moves: bool
+    cluster: SandboxCluster, mirrors: Mirrors, moves: bool
 ) -> None:
     """A replica that joined while the question was under way was not queried."""
 
@@ -323,7 +289,7 @@ async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothi
 
     received: list[int] = []
     high = write(cluster, 0, 3)
-    access = Access.of(parse(cluster.connection_string), mirror_of(cluster, tmp_path).settings)
+    access = Access.of(parse(cluster.connection_string), mirrors.make().settings)
     copies: Any = Moving()
     waiting: Any = Waiting()
     task = asyncio.create_task(PersistencePoller(access, copies, SystemClock()).run([waiting]))

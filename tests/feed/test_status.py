@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.server.cluster_config import NOWHERE
-from tests.feed.consumer_rig import VBUCKETS, follow, mirror_of, write
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[SandboxCluster]:
-    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
-        yield running
+from tests.feed.harness import VBUCKETS, Mirrors, write
 
 
 async def test_a_wall_clock_that_is_set_is_a_warning(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    assert consumer.status()["warnings"] == []
+    mirror = await mirrors.follow()
+    assert mirror.status()["warnings"] == []
     clock = mirror.writers[0].owner.clock
     right = clock._wall_ms
     monkeypatch.setattr(clock, "_wall_ms", lambda: right() + 3_600_000)
     write(cluster, 1, "later")
-    await follow(mirror, cluster)
-    (warning,) = consumer.status()["warnings"]
+    await mirror.follow()
+    (warning,) = mirror.status()["warnings"]
     assert "the wall clock was set 1 times since this worker began, the last time by +3,600 s" in warning
-    await mirror.stop()
 
 
-async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """It is no lag of 0: what the lost node said last says nothing of what it has now."""
     write(cluster, 50)
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await follow(mirror, cluster)
-    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in consumer.status()["vbuckets"]), "no lag")
+    mirror = await mirrors.follow()
+    await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in mirror.status()["vbuckets"]), "no lag")
     await cluster.kill_node(1)
     theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
 
@@ -49,11 +35,10 @@ async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxClu
         return mirror.row(vbid)["source_high_seqno"], mirror.row(vbid)["lag_seqnos"]
 
     await mirror.until(lambda: all(figures(vbid) == (None, None) for vbid in theirs), "unknown figures")
-    assert set(consumer.source_high_seqnos()) == set(range(VBUCKETS)) - set(theirs)
+    assert set(mirror.consumer.source_high_seqnos()) == set(range(VBUCKETS)) - set(theirs)
     # A vbucket that has no node any more is not as far as its last node said, either.
     cluster.bucket.map.owners[0] = NOWHERE
     cluster.bucket.map_changed(0)
     await mirror.until(lambda: figures(0) == (None, None), "an unknown figure of a vbucket without a node")
     await cluster.restart_node(1)
     await mirror.until(lambda: all(figures(vbid)[1] == 0 for vbid in theirs), "known figures")
-    await mirror.stop()

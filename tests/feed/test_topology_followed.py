@@ -6,6 +6,8 @@ Polling for maps is off (ten minutes) wherever an announcement is what is tried.
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import pytest
 
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.feed.follow.consumer import Consumer
 from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.data.clustermap import SandboxMap
@@ -23,38 +24,36 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Magic, Status, VbucketRole
 from tests.feed.authority import Authority
-from tests.feed.consumer_rig import VBUCKETS, assert_equal, follow, mirror_of, write
-from tests.feed.harness import Mirror
+from tests.feed.harness import VBUCKETS, Mirror, Mirrors, write
 from tests.feed.name_server import NameServer
 
-NO_POLLING = {"map_poll_interval_s": 600}
+NO_POLLING: dict[str, Any] = {"map_poll_interval_s": 600}
 
 
-def source_of(**options: Any) -> SandboxCluster:
-    return SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1, **options)
+@asynccontextmanager
+async def source_of(path: Path, **options: Any) -> AsyncIterator[tuple[SandboxCluster, Mirrors]]:
+    cluster = SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1, **options)
+    async with cluster, Mirrors(cluster, path) as mirrors:
+        yield cluster, mirrors
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
 async def test_a_rebalance_is_followed_by_what_the_nodes_announce(profile: str, tmp_path: Path) -> None:
     """Version 7.2 sends the map along, 8.0 says only that there is another."""
-    async with source_of(profile=profile) as cluster:
+    async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
-        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow(**NO_POLLING)
         added = await cluster.add_node()
         await cluster.rebalance([0, added])
         write(cluster, 100, "after")
-        await follow(mirror, cluster)
+        await mirror.follow()
         # The node that is out is let go of, the new one is in; nothing that was published came again.
         ports = {cluster.nodes[0].port, cluster.nodes[added].port}
         await mirror.until(
-            lambda: {int(str(node["address"]).rpartition(":")[2]) for node in consumer.status()["nodes"]} == ports,
+            lambda: {int(str(node["address"]).rpartition(":")[2]) for node in mirror.status()["nodes"]} == ports,
             "only the nodes of the map",
         )
-        assert consumer.status()["counters"]["requested_again_bytes"] == 0
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -64,11 +63,9 @@ async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_
     profile: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Nobody streams what has no node, so only the map says where it is."""
-    async with source_of(profile=profile) as cluster:
+    async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path, settings=settings)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow(**settings)
         owners = cluster.bucket.map.owners
         home, owners[3] = owners[3], NOWHERE
         cluster.bucket.map_changed(3)
@@ -76,13 +73,12 @@ async def test_a_vbucket_that_has_a_node_again_is_found_by_announcement_or_else_
         owners[3] = home
         cluster.bucket.map_changed(3)
         write(cluster, 50, "after")
-        await follow(mirror, cluster)
-        assert consumer.status()["map"]["rev"] == cluster.bucket.map.rev
-        await mirror.stop()
+        await mirror.follow()
+        assert mirror.status()["map"]["rev"] == cluster.bucket.map.rev
 
 
-def has_map(consumer: Consumer, rev: int) -> bool:
-    followed = consumer.map_follower.current
+def has_map(mirror: Mirror, rev: int) -> bool:
+    followed = mirror.consumer.map_follower.current
     return followed is not None and followed.rev == rev
 
 
@@ -90,10 +86,8 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node may have a map before the others have it (SDK RFC 75)."""
-    async with source_of() as cluster:
-        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+    async with source_of(tmp_path) as (cluster, mirrors):
+        mirror = await mirrors.follow(**NO_POLLING)
         current = SandboxMap.to_json
         old = cluster.bucket.map.to_json(0, with_bucket=True)
 
@@ -107,19 +101,16 @@ async def test_an_announced_map_is_looked_for_at_every_node_until_it_is_found(
             notice = fr.encode(codec_kv.clustermap_notification(cluster.bucket.map.epoch, rev, b""))
             for connection in cluster.faults.connections(node=1):
                 connection.link.send(notice)
-            await mirror.until(partial(has_map, consumer, rev), "the announced map")
+            await mirror.until(partial(has_map, mirror, rev), "the announced map")
         cluster.set("after", {}, vbid=0)
-        await follow(mirror, cluster)
-        assert consumer.status()["counters"]["requested_again_bytes"] == 0
-        await mirror.stop()
+        await mirror.follow()
+        assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> None:
-    async with source_of() as cluster:
-        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
-        before = consumer.status()["map"]
+    async with source_of(tmp_path) as (cluster, mirrors):
+        mirror = await mirrors.follow(**NO_POLLING)
+        before = mirror.status()["map"]
         nonsense = [
             codec_kv.clustermap_notification(9, 9, b"another-bucket"),
             codec_kv.clustermap_notification(9, 9, b"", b"{not json"),
@@ -131,27 +122,22 @@ async def test_announcements_that_make_no_sense_harm_nobody(tmp_path: Path) -> N
         for connection in cluster.faults.connections():
             connection.link.send(b"".join(map(fr.encode, nonsense)))
         write(cluster, 50)
-        await follow(mirror, cluster)
-        assert consumer.status()["map"] == before
-        assert all(node["reconnects"] == 0 for node in consumer.status()["nodes"])
-        await mirror.stop()
+        await mirror.follow()
+        assert mirror.status()["map"] == before
+        assert all(node["reconnects"] == 0 for node in mirror.status()["nodes"])
 
 
 @pytest.mark.parametrize("profile", ["7.2", "8.0"])
 async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_requested_again(profile: str, tmp_path: Path) -> None:
     """NOT_MY_VBUCKET with the map that we have (7.2), and without one (8.0, which knows that we have it)."""
-    async with source_of(profile=profile) as cluster:
-        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
-        mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+    async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
+        mirror = await mirrors.follow(**NO_POLLING)
         cluster.set_vbucket_state(5, VbucketRole.DEAD)
         await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
         write(cluster, 50)
         await mirror.until_published(4, cluster.vbucket(4).high_seqno)
         cluster.set_vbucket_state(5, VbucketRole.ACTIVE)
-        await follow(mirror, cluster)
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
 
 
 def waits_for_its_node(mirror: Mirror, vbid: int) -> bool:
@@ -162,22 +148,19 @@ def waits_for_its_node(mirror: Mirror, vbid: int) -> bool:
 
 async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_else_up(tmp_path: Path) -> None:
     """As while it warms up: it lets us in, has its map, and says of each stream that it is too early."""
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         theirs = [vbid for vbid, owner in enumerate(cluster.bucket.map.owners) if owner == 1]
         cluster.faults.streams.refuse(Status.ETMPFAIL, theirs)
-        mirror = mirror_of(cluster, tmp_path)
-        consumer = mirror.start(cluster.connection_string)
+        mirror = mirrors.start()
         write(cluster, 100)
         for vbid in set(range(VBUCKETS)) - set(theirs):
             await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
         for vbid in theirs:
             await mirror.until(partial(waits_for_its_node, mirror, vbid), "the reason")
             assert mirror.row(vbid)["published_seqno"] == 0
-        assert all(node["ready"] for node in consumer.status()["nodes"])
+        assert all(node["ready"] for node in mirror.status()["nodes"])
         cluster.faults.clear()
-        await follow(mirror, cluster)
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
 
 
 async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
@@ -189,12 +172,11 @@ async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
     """
 
     monkeypatch.setattr(MapFollower, "wake", lambda _follower: None)
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path, settings=NO_POLLING)
-        mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow(**NO_POLLING)
         requested = [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
+        mirrors.compares = False
         await cluster.recreate_bucket()
         assert isinstance(await mirror.fails(), BucketChanged)
         assert [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)] == requested
@@ -202,14 +184,11 @@ async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
 
 async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_path: Path) -> None:
     """Every node that was known is gone; the name in DNS leads to where the cluster is now."""
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
         record = "_couchbase._tcp.db.invalid"
         with NameServer({record: [f"0 0 {cluster.nodes[0].port} localhost."]}) as server:
-            settings = {"dns_server": server.address}
-            mirror = mirror_of(cluster, tmp_path, settings=settings)
-            mirror.start("couchbase://demo@db.invalid/demo")
-            await follow(mirror, cluster)
+            mirror = await mirrors.follow("couchbase://demo@db.invalid/demo", dns_server=server.address)
             added = await cluster.add_node()
             for number in (0, 1):
                 await cluster.kill_node(number)
@@ -217,41 +196,34 @@ async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_pat
                 cluster.move(vbid, added)
             server.records[record] = [f"0 0 {cluster.nodes[added].port} localhost."]
             write(cluster, 50, "after")
-            await follow(mirror, cluster)
-            await mirror.stop()
-    assert_equal(mirror, cluster)
+            await mirror.follow()
 
 
 async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_another_port(tmp_path: Path) -> None:
     """The cluster was restarted: the same bucket, the same revision, another address."""
-    async with source_of() as cluster:
+    async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path)
-        mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow()
         await cluster.kill_node(1)
         node = cluster.nodes[1]
         await node.start("127.0.0.1", 0)
         cluster.bucket.map.nodes[1] = node.address
         cluster.bucket.map._cache.clear()
         write(cluster, 50, "after")
-        await follow(mirror, cluster)
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
 
 
 async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> None:
-    async with source_of(advertised_host="node.internal.invalid", external_host="127.0.0.1") as cluster:
+    async with source_of(tmp_path, advertised_host="node.internal.invalid", external_host="127.0.0.1") as (
+        cluster,
+        mirrors,
+    ):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow()
         cluster.move(0, 1)
         write(cluster, 50, "after")
-        await follow(mirror, cluster)
-        assert {str(node["address"]).rpartition(":")[0] for node in consumer.status()["nodes"]} == {"127.0.0.1"}
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
+        assert {str(node["address"]).rpartition(":")[0] for node in mirror.status()["nodes"]} == {"127.0.0.1"}
 
 
 async def test_one_node_without_an_alternate_address_does_not_change_the_others(
@@ -266,60 +238,46 @@ async def test_one_node_without_an_alternate_address_does_not_change_the_others(
         return json.dumps(config).encode()
 
     monkeypatch.setattr(SandboxMap, "to_json", mixed)
-    async with source_of(advertised_host="127.0.0.1", external_host="localhost") as cluster:
+    async with source_of(tmp_path, advertised_host="127.0.0.1", external_host="localhost") as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path)
-        consumer = mirror.start(f"couchbase://demo@localhost:{cluster.nodes[0].port}/demo")
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow(f"couchbase://demo@localhost:{cluster.nodes[0].port}/demo")
         for number in range(4):  # node 1 sends maps, too
             cluster.bucket.map_changed(number)
             cluster.faults.cut(node=1)
             write(cluster, 50, f"after-{number}")
-            await follow(mirror, cluster)
+            await mirror.follow()
         expected = {f"localhost:{cluster.nodes[0].port}", f"127.0.0.1:{cluster.nodes[1].port}"}
-        assert {str(node["address"]) for node in consumer.status()["nodes"]} == expected
-        await mirror.stop()
+        assert {str(node["address"]) for node in mirror.status()["nodes"]} == expected
 
 
 async def test_ipv6(tmp_path: Path) -> None:
-    async with source_of(host="::1") as cluster:
+    async with source_of(tmp_path, host="::1") as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirror_of(cluster, tmp_path)
-        mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirrors.follow()
 
 
-def secured(cluster: SandboxCluster, path: Path, authority: Authority, **settings: Any) -> Mirror:
-    return mirror_of(cluster, path, settings={"tls_ca_file": authority.ca_file, **settings})
-
-
+@pytest.mark.usefixtures("short_pauses")
 async def test_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> None:
     """The nodes get another certificate of another authority; the mirror's CA file is exchanged a while later."""
     first = Authority(tmp_path)
     (tmp_path / "second").mkdir()
     second = Authority(tmp_path / "second")
     tls = NodeTls(*first.sign("127.0.0.1"))
-    async with source_of(tls=tls, tls_only=True) as cluster:
+    async with source_of(tmp_path, tls=tls, tls_only=True) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = secured(cluster, tmp_path, first)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+        mirror = await mirrors.follow(tls_ca_file=first.ca_file)
         tls.rotate(*second.sign("127.0.0.1"))
         write(cluster, 50, "rotated")
-        await follow(mirror, cluster)  # open connections go on
+        await mirror.follow()  # open connections go on
         cluster.faults.cut()
         await mirror.until(
-            lambda: all("authorities" in str(node["error"]) for node in consumer.status()["nodes"]), "refusal"
+            lambda: all("authorities" in str(node["error"]) for node in mirror.status()["nodes"]), "refusal"
         )
         write(cluster, 50, "cut")
         first.ca_file.write_bytes(first.ca_file.read_bytes() + second.ca_file.read_bytes())
-        await follow(mirror, cluster)
-        assert consumer.status()["counters"]["requested_again_bytes"] == 0
-        await mirror.until(lambda: consumer.status()["error"] is None, "no word of what is over")
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
+        assert mirror.status()["counters"]["requested_again_bytes"] == 0
+        await mirror.until(lambda: mirror.status()["error"] is None, "no word of what is over")
 
 
 async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Path) -> None:
@@ -327,47 +285,43 @@ async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Pat
     nodes = authority.sign("127.0.0.1")
     tls = NodeTls(*nodes, client_ca_file=authority.ca_file, clients_need_certificate=True)
     cert, key = authority.sign(into="client", common_name="demo")
-    async with source_of(tls=tls) as cluster:
-        ours = {"tls_client_cert_file": cert, "tls_client_key_file": key}
-        mirror = secured(cluster, tmp_path, authority, **ours)
-        consumer = mirror.start(cluster.connection_string.replace("demo@", ""))
-        await follow(mirror, cluster)
+    async with source_of(tmp_path, tls=tls) as (cluster, mirrors):
+        mirror = await mirrors.follow(
+            cluster.connection_string.replace("demo@", ""),
+            tls_ca_file=authority.ca_file,
+            tls_client_cert_file=cert,
+            tls_client_key_file=key,
+        )
         cert.write_text("half a file")  # as somebody writes it just now
         cluster.faults.cut()
         await mirror.until(
-            lambda: all("client.pem cannot be used" in str(node["error"]) for node in consumer.status()["nodes"]),
+            lambda: all("client.pem cannot be used" in str(node["error"]) for node in mirror.status()["nodes"]),
             "the file to be complained of",
         )
         write(cluster, 50)
         authority.sign(into="client", common_name="demo")
-        await follow(mirror, cluster)
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
 
 
 async def test_refusals_at_the_start_end_it(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     tls = NodeTls(*authority.sign("127.0.0.1"))
-    async with source_of(tls=tls) as cluster:
+    async with source_of(tmp_path, tls=tls) as (cluster, mirrors):
         cases: list[tuple[str, dict[str, Any], type[Exception]]] = [
             (cluster.connection_string, {"tls_ca_file": stranger.ca_file}, TlsFailed),
             (cluster.connection_string, {"tls_ca_file": tmp_path / "absent.pem"}, ConfigError),
             (cluster.plain_connection_string.replace("demo@", "nobody@"), {}, AuthRejected),
         ]
-        for number, (url, settings, kind) in enumerate(cases):
-            (path := tmp_path / str(number)).mkdir()
-            mirror = mirror_of(cluster, path, settings=settings)
-            mirror.start(url)
+        for url, settings, kind in cases:
+            mirror = mirrors.start(url, **settings)
             assert isinstance(await mirror.fails(), kind)
 
 
 async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tmp_path: Path) -> None:
     """A node joins that offers no TLS: its vbuckets wait, with the reason."""
     authority = Authority(tmp_path)
-    async with source_of(tls=NodeTls(*authority.sign("127.0.0.1"))) as cluster:
-        mirror = secured(cluster, tmp_path, authority)
-        consumer = mirror.start(cluster.connection_string)
-        await follow(mirror, cluster)
+    async with source_of(tmp_path, tls=NodeTls(*authority.sign("127.0.0.1"))) as (cluster, mirrors):
+        mirror = await mirrors.follow(tls_ca_file=authority.ca_file)
         cluster.tls, kept = None, cluster.tls
         added = await cluster.add_node()
         cluster.tls = kept
@@ -376,20 +330,17 @@ async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tm
         write(cluster, 50)
         await mirror.until(lambda: mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno, "the others")
         cluster.move(5, 0)
-        await follow(mirror, cluster)
-        assert consumer.status()["error"] is None
-        await mirror.stop()
-        assert_equal(mirror, cluster)
+        await mirror.follow()
+        assert mirror.status()["error"] is None
 
 
 async def test_a_source_that_offers_only_tls_is_named_to_clients_without(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    async with source_of(tls=NodeTls(*authority.sign("127.0.0.1"))) as cluster:
+    async with source_of(tmp_path, tls=NodeTls(*authority.sign("127.0.0.1"))) as (cluster, mirrors):
         # The plain port still answers, as for a moment while an operator changes it, and the map has it no more.
         cluster.bucket.map.nodes = [type(node)(node.number, None, node.tls_port) for node in cluster.bucket.map.nodes]
         cluster.bucket.map.bump()
         rendered = parse_cluster_map(cluster.bucket.map.to_json(0, with_bucket=True), "127.0.0.1")
         assert all(node.kv_port is None for node in rendered.nodes)
-        mirror = mirror_of(cluster, tmp_path)
-        mirror.start(f"couchbase://demo@127.0.0.1:{cluster.nodes[0].port}/demo")
+        mirror = mirrors.start(f"couchbase://demo@127.0.0.1:{cluster.nodes[0].port}/demo")
         assert isinstance(await mirror.fails(), NotSupported)

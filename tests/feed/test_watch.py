@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +18,15 @@ from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.supervise.status import reported_row
-from tests.feed import harness
-from tests.feed.harness import Mirror
+from tests.feed.harness import Mirrors
 from tests.manual_clock import ManualClock
 
 VBUCKETS = 4
 
 
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
-    return harness.mirror_of(cluster, path, **{"stall_timeout_s": 1, **settings})
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return {"stall_timeout_s": 1, "groups": 1}
 
 
 @pytest.fixture
@@ -40,20 +39,14 @@ def write(cluster: SandboxCluster, vbid: int, name: str) -> None:
     cluster.set(name, {"a": 1}, vbid=vbid)
 
 
-async def follow(mirror: Mirror, cluster: SandboxCluster, *vbids: int) -> None:
-    for vbid in vbids or range(VBUCKETS):
-        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-
-
 async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_costs_the_connection(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """The node answers, its noops come, every other stream is well: only this one brings nothing."""
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
+    mirror = mirrors.start()
     for vbid in range(VBUCKETS):
         write(cluster, vbid, f"first-{vbid}")
-    await follow(mirror, cluster)
+    await mirror.follow()
     requested = len(cluster.sent(2).stream_requests)
     cluster.bucket.stream_faults.mute([2])
     write(cluster, 2, "unheard")
@@ -65,45 +58,43 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     assert health.state == "degraded"
     assert health.reasons[0].startswith("1 of 1 vbuckets stalled: the source has more and sends nothing")
     await mirror.until(lambda: len(cluster.sent(2).stream_requests) > requested, "requested again")
-    await mirror.until(lambda: consumer.status()["nodes"][0]["reconnects"] >= 1, "another connection")
-    await mirror.until(lambda: consumer.status()["counters"]["stalls"] >= 2, "twice")
+    await mirror.until(lambda: mirror.status()["nodes"][0]["reconnects"] >= 1, "another connection")
+    await mirror.until(lambda: mirror.status()["counters"]["stalls"] >= 2, "twice")
     write(cluster, 0, "others go on")
-    await follow(mirror, cluster, 0, 1, 3)
+    for vbid in (0, 1, 3):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     cluster.bucket.stream_faults.clear()
-    await follow(mirror, cluster)
+    await mirror.follow()
     await mirror.until_state(2, "streaming")
-    assert consumer.status()["counters"]["requested_again_bytes"] == 0
-    await mirror.stop()
+    assert mirror.status()["counters"]["requested_again_bytes"] == 0
 
 
 async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tried_again(
-    cluster: SandboxCluster, tmp_path: Path
+    cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     for vbid in range(VBUCKETS):
         write(cluster, vbid, f"first-{vbid}")
     cluster.bucket.stream_faults.mute()
-    mirror = mirror_of(cluster, tmp_path)
-    consumer = mirror.start(cluster.connection_string)
-    await mirror.until(lambda: {row["state"] for row in consumer.status()["vbuckets"]} == {"stalled"}, "all stalled")
-    await mirror.until(lambda: "does not stream" in (consumer.status()["nodes"][0]["error"] or ""), "said")
+    mirror = mirrors.start()
+    await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"stalled"}, "all stalled")
+    await mirror.until(lambda: "does not stream" in (mirror.status()["nodes"][0]["error"] or ""), "said")
     cluster.bucket.stream_faults.clear()
-    await follow(mirror, cluster)
-    assert {row["state"] for row in consumer.status()["vbuckets"]} == {"streaming"}
-    await mirror.stop()
+    await mirror.follow()
+    assert {row["state"] for row in mirror.status()["vbuckets"]} == {"streaming"}
 
 
-async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: SandboxCluster, tmp_path: Path) -> None:
+async def test_how_far_the_source_is_does_not_wait_for_the_next_poll(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """A start, or a connection that is open again, would otherwise be "of unknown lag" for an interval."""
     write(cluster, 2, "first")
-    mirror = mirror_of(cluster, tmp_path, seqno_poll_interval_s=600)
-    consumer = mirror.start(cluster.connection_string)
-    await mirror.until(lambda: consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
-    await follow(mirror, cluster)
+    mirror = mirrors.start(seqno_poll_interval_s=600)
+    await mirror.until(lambda: mirror.consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 1, 3: 0}, "known at the start")
+    await mirror.follow()
     write(cluster, 2, "second")
     for connection in list(cluster.nodes[0].connections):
         connection.link.cut()
-    await mirror.until(lambda: consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 2, 3: 0}, "known of the new connection")
-    await mirror.stop()
+    await mirror.until(
+        lambda: mirror.consumer.source_high_seqnos() == {0: 0, 1: 0, 2: 2, 3: 0}, "known of the new connection"
+    )
 
 
 def watch_of(keepers: Any, vbuckets_at: Any, settings: dict[str, Any], clock: ManualClock | None = None) -> SourceWatch:
@@ -193,7 +184,7 @@ class Proxy:
 
 @pytest.mark.parametrize("noops_taken", [True, False])
 async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_interval(
-    cluster: SandboxCluster, tmp_path: Path, noops_taken: bool
+    cluster: SandboxCluster, mirrors: Mirrors, noops_taken: bool
 ) -> None:
     """No FIN, no RST, and the node behind it is well. Also where the source does not take our interval of noops."""
     node = cluster.nodes[0]
@@ -203,27 +194,25 @@ async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_in
         cluster.bucket.map_changed()
         if not noops_taken:
             cluster.bucket.stream_faults.noops_withheld = True
-        settings = {"noop_interval_s": 1.0, "stall_timeout_s": 600, "request_timeout_s": 600}
-        mirror = mirror_of(cluster, tmp_path, **settings)
-        consumer = mirror.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}")
+        settings: dict[str, Any] = {"noop_interval_s": 0.5, "stall_timeout_s": 600, "request_timeout_s": 600}
+        mirror = mirrors.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}", **settings)
         write(cluster, 1, "first")
-        await follow(mirror, cluster)
+        await mirror.follow()
         if not noops_taken:
-            session = consumer.connections.ready_sessions()[0]
+            session = mirror.consumer.connections.ready_sessions()[0]
             session.controls["set_noop_interval"] = False
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(1.2)
             assert session.ready, "our own noops keep a sound connection"
         silenced, proxy.deaf = proxy.deaf, asyncio.Event()  # connections from now on are sound
         silenced.set()
         write(cluster, 1, "second")
-        await mirror.until(lambda: "was silent for 2." in str(consumer.status()["nodes"][0]["error"]), "noticed")
-        await follow(mirror, cluster)
-        assert consumer.status()["nodes"][0]["reconnects"] >= 1
-        await mirror.stop()
+        await mirror.until(lambda: "was silent for 1." in str(mirror.status()["nodes"][0]["error"]), "noticed")
+        await mirror.follow()
+        assert mirror.status()["nodes"][0]["reconnects"] >= 1
 
 
 async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
-    cluster: SandboxCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.feed.connection.session.SILENCE_MAX_S", 0.5)
     node = cluster.nodes[0]
@@ -231,8 +220,12 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
     async with Proxy(node.port) as proxy:
         cluster.bucket.map.nodes = [replace(each, port=proxy.port) for each in cluster.bucket.map.nodes]
         cluster.bucket.map_changed()
-        mirror = mirror_of(cluster, tmp_path, noop_interval_s=60, request_timeout_s=60, seqno_poll_interval_s=0.1)
-        consumer = mirror.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}")
+        mirror = mirrors.start(
+            f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}",
+            noop_interval_s=60,
+            request_timeout_s=60,
+            seqno_poll_interval_s=0.1,
+        )
         await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
         address = mirror.row(1)["node"]
         assert address == f"127.0.0.1:{proxy.port}"
@@ -242,14 +235,13 @@ async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connectio
         assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
         assert row["last_error"] == f"{address} does not answer"
         assert row["silent_ms"] > 500
-        assert consumer.connections.ready_sessions()
+        assert mirror.consumer.connections.ready_sessions()
         reported = reported_row(row, 0) | {"lag_s": 0.6}
         health = assess([reported], 1, lag_limit_s=30)
         assert (health.state, *health.reasons) == (
             "source unreachable",
             f"no contact with the source: {address} does not answer",
         )
-        await mirror.stop()
 
 
 # --- the judgement, without a source ---

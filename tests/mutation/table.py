@@ -239,8 +239,8 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/feed/read/spool_sink.py",
-        "        self.discard()\n        return StagingRefused(",
-        "        return StagingRefused(",
+        "self.discard()\n                    return StagingRefused(",
+        "return StagingRefused(",
         "tests/feed/test_spool_sink.py -k refused",
     ),
     Mutation(

@@ -1,0 +1,37 @@
+"""A cluster and its mirrors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mirror.sandbox.cluster import SandboxCluster
+from tests.feed.harness import VBUCKETS, Mirrors
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[SandboxCluster]:
+    async with SandboxCluster(nodes=2, vbuckets=VBUCKETS, seed=1) as running:
+        yield running
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    """Options of all mirrors of a file's tests, which may give others."""
+    return {}
+
+
+@pytest.fixture
+async def mirrors(cluster: SandboxCluster, tmp_path: Path, options: dict[str, Any]) -> AsyncIterator[Mirrors]:
+    async with Mirrors(cluster, tmp_path, **options) as made:
+        yield made
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was refused is tried again at once."""
+    for module in ("stream.host", "cluster.connections"):
+        monkeypatch.setattr(f"mirror.feed.{module}.delay_s", lambda reason, attempt, jitter: 0.01)
