@@ -37,7 +37,6 @@ def roll_back_offline(settings: Settings, path: Path, vbid: int, to_seqno: int) 
         directory.group_path(str(path), group),
         WriterOptions(
             group=group,
-            vbids=directory.group_vbids(identity, group),
             identity=identity,
             sync="full",
             clock_ms=SystemClock().wall_ms,

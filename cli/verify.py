@@ -17,9 +17,10 @@ from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror import client
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ConfigError, ExitCode
+from mirror.errors import ConfigError, ExitCode
 from mirror.feed.read.reader import SourceReader
 from mirror.ingest.selection import Selection
+from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S
@@ -90,7 +91,7 @@ def verify(
 
         def look(vbids: list[int] | None) -> list[VbucketResult]:
             with open_view(str(path), stale_reads=True) as view:
-                same_bucket(view, reader)
+                check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
                 selected = selected_vbuckets(view, vbids)
                 return compare(str(path), view, reader, service=service, vbids=selected, wait_s=wait, progress=progress)
 
@@ -131,16 +132,6 @@ def selected(path: Path, url: str, settings: Settings) -> list[str] | None:
     if selection.scope is not None:
         return [selection.scope] if any(name.startswith(f"{selection.scope}.") for name in known) else None
     return sorted(known & set(selection.collections)) or None
-
-
-def same_bucket(view: View, reader: SourceReader) -> None:
-    identity = view.identity
-    if identity.bucket_uuid and reader.bucket_uuid and identity.bucket_uuid != reader.bucket_uuid:
-        raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, reader.bucket_uuid)
-    if identity.vbucket_count != reader.vbucket_count:
-        raise BucketChanged(
-            f"the source has {reader.vbucket_count} vbuckets, the data directory {identity.vbucket_count}"
-        )
 
 
 def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:

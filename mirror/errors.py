@@ -145,12 +145,6 @@ class BucketChanged(ClusterError):
     retryable = False
     default_hint = "mirror it into a new data directory, or have the old one set aside by `run --replace-bucket`"
 
-    @staticmethod
-    def of(name: str, mirrored_uuid: str, found_uuid: str | None) -> BucketChanged:
-        """Return the error for two uuids of the same name."""
-        what = f"bucket {name} was recreated, or is another one: uuid {mirrored_uuid} is now {found_uuid}"
-        return BucketChanged(what)
-
 
 class QueryFailed(MirrorError):
     """SQL that cannot be answered; `what` is DuckDB's first line."""

@@ -385,3 +385,9 @@ class Identity:
         if self.held is None:
             return range(self.vbucket_count)
         return range(self.held[0], self.held[1] + 1)
+
+    def group_vbids(self, group: int) -> range:
+        """Return the vbuckets of a group that the mirror holds, rising."""
+        first = self.vbids.start
+        first += (group - first) % self.group_count
+        return range(first, self.vbids.stop, self.group_count)

@@ -19,6 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
+from mirror.errors import BucketChanged
+from storage.model import Identity
+
 NO_NODE = -1
 """In `active`: the map names no active node for the vbucket."""
 
@@ -181,6 +184,19 @@ class NewestMap:
         if not found.of_mirror:
             self.floor = found.revision
         return True
+
+
+def check_bucket(mirrored: Identity, uuid: str | None, vbucket_count: int) -> None:
+    """Raise BucketChanged if the source's bucket, with this uuid (None: unknown), is not the mirrored one."""
+    name = mirrored.bucket_name
+    if mirrored.bucket_uuid and uuid and uuid != mirrored.bucket_uuid:
+        raise BucketChanged(
+            f"bucket {name} was recreated, or is another one: uuid {mirrored.bucket_uuid} is now {uuid}"
+        )
+    if vbucket_count != mirrored.vbucket_count:
+        raise BucketChanged(
+            f"bucket {name} at the source has {vbucket_count} vbuckets, the data directory has {mirrored.vbucket_count}"
+        )
 
 
 def newest_of(maps: Sequence[ClusterMap], bucket_uuid: str | None = None) -> ClusterMap:

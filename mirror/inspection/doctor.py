@@ -48,7 +48,7 @@ from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
 from mirror.ingest.selection import StreamFilter
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, check_bucket
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
@@ -286,16 +286,13 @@ class Doctor:
             self._judge("map", not without, text, remedy)
         if view is None:
             return False
-        identity = view.identity
-        if identity.bucket_uuid and found.bucket_uuid and identity.bucket_uuid != found.bucket_uuid:
-            self._fail("identity", BucketChanged.of(identity.bucket_name, identity.bucket_uuid, found.bucket_uuid))
-        elif identity.vbucket_count != found.vbucket_count:
-            text = f"the data directory has {identity.vbucket_count} vbuckets"
-            self._say("identity", FAIL, text, "take another data directory", _OfData(""))
-        else:
-            self._say("identity", OK, "the data directory mirrors this bucket")
-            return True
-        return False
+        try:
+            check_bucket(view.identity, found.bucket_uuid, found.vbucket_count)
+        except BucketChanged as error:
+            self._fail("identity", error)
+            return False
+        self._say("identity", OK, "the data directory mirrors this bucket")
+        return True
 
     def _judge_revisions(self, found: Survey, view: View | None) -> None:
         """Report nodes with an older map, and a map older than the one that the mirror followed."""

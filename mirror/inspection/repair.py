@@ -86,7 +86,6 @@ async def _resync_here(
                 directory.group_path(path, group),
                 WriterOptions(
                     group=group,
-                    vbids=directory.group_vbids(identity, group),
                     identity=identity,
                     sync=settings.sync,
                     clock_ms=clock.wall_ms,

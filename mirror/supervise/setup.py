@@ -12,11 +12,12 @@ from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.config import Settings, vbucket_range
-from mirror.errors import BucketChanged, ClusterError, ConfigError
+from mirror.errors import ClusterError, ConfigError
 from mirror.feed.cluster.discovery import Source, find_source
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.ingest.selection import Selection
+from mirror.ingest.topology import check_bucket
 from mirror.log import get_logger
 from mirror.ownership import readers_gid
 from mirror.serve.kv.map import check_nodes, named_nodes
@@ -94,7 +95,7 @@ class Setup:
                 known = context.identity
                 source = await self._look_up(context.settings, None if known is None else known.bucket_uuid)
                 if known is not None:
-                    self._compare(source, known)
+                    check_bucket(known, source.bucket_uuid, source.vbucket_count)
                 if context.maps is not None and source.cluster_map is not None:
                     context.maps.check(source.cluster_map)
                 return source
@@ -156,15 +157,6 @@ class Setup:
                 f"{data} was made to hold vbuckets {held[0]}-{held[1]}, not {vbuckets}",
                 hint="leave the setting vbuckets out, or as it was; another range needs a new directory",
                 setting="vbuckets",
-            )
-
-    def _compare(self, source: Source, identity: Identity) -> None:
-        data = self._context.data
-        if source.bucket_uuid != identity.bucket_uuid:
-            raise BucketChanged.of(identity.bucket_name, identity.bucket_uuid, source.bucket_uuid)
-        if source.vbucket_count != identity.vbucket_count:
-            raise BucketChanged(
-                f"{data} mirrors {identity.vbucket_count} vbuckets, and the source has {source.vbucket_count}"
             )
 
 

@@ -127,7 +127,7 @@ def _group_parts(
     view: View, group: int, as_of_ms: int | None, published: dict[int, int], rollbacks: dict[int, int]
 ) -> Iterator[bytes]:
     """Yield the compacted copy of a group in parts; fill in the positions of its vbuckets in that transaction."""
-    vbids = directory.group_vbids(view.identity, group)
+    vbids = view.identity.group_vbids(group)
     if not vbids:
         return
     environment = view.groups.environment(vbids[0])
@@ -310,7 +310,7 @@ def _compare(manifest: dict[str, Any], found: dict[str, tuple[int, str]]) -> Non
 
 def _check(work: str, identity: Identity, group: int) -> None:
     report = CheckReport()
-    if directory.group_vbids(identity, group):
+    if identity.group_vbids(group):
         check_group(work, group, identity, report)
     if report.problems:
         raise CorruptedError(
@@ -326,12 +326,10 @@ def _open_once(
     """Give a copied group a history of its own, as every writer does on opening (FORMAT.md, "Positions"), and go back
     to the requested boundaries.
     """
-    path, vbids = directory.group_path(work, group), directory.group_vbids(identity, group)
+    path, vbids = directory.group_path(work, group), identity.group_vbids(group)
     if not vbids:
         return
-    writer = GroupWriter(
-        path, WriterOptions(group=group, vbids=vbids, identity=identity, sync="full", clock_ms=clock_ms)
-    )
+    writer = GroupWriter(path, WriterOptions(group=group, identity=identity, sync="full", clock_ms=clock_ms))
     try:
         for vbid in vbids:
             if vbid in rollbacks:

@@ -69,7 +69,7 @@ def check_group(
 
 
 def _check_group(folder: str, group: int, identity: Identity, report: CheckReport, progress: Progress | None) -> None:
-    vbids = directory.group_vbids(identity, group)
+    vbids = identity.group_vbids(group)
     environment = SHARED.acquire(folder, vbids, MAP_SIZE)
     try:
         with environment.read():  # so that no page is reused meanwhile

@@ -13,7 +13,6 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
 import msgpack
@@ -56,7 +55,7 @@ def create(path: str, identity: Identity, *, time_ms: int = 0) -> None:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             if os.path.exists(os.path.join(folder, DATA_FILE)):  # left by a creation that did not reach mirror.json
                 os.unlink(os.path.join(folder, DATA_FILE))
-            create_environment(folder, group, group_vbids(identity, group), identity, time_ms=time_ms)
+            create_environment(folder, group, identity, time_ms=time_ms)
         write_description(path, identity)
     except OSError as error:
         raise storage_error(error, path) from error
@@ -114,8 +113,9 @@ def description(identity: Identity) -> dict[str, object]:
     return {"format": FORMAT, **_fields(identity)}
 
 
-def create_environment(path: str, group: int, vbids: Sequence[int], identity: Identity, *, time_ms: int = 0) -> None:
+def create_environment(path: str, group: int, identity: Identity, *, time_ms: int = 0) -> None:
     """Create an environment whose vbuckets are empty: branch 1, nothing published."""
+    vbids = identity.group_vbids(group)
     environment = Environment(path, vbids, writable=True, create=True, sync="full")
     try:
         environment.open_all()
@@ -284,13 +284,6 @@ def group_files(path: str, count: int) -> list[tuple[int, int]]:
         except OSError:
             found.append((0, 0))
     return found
-
-
-def group_vbids(identity: Identity, group: int) -> range:
-    """Return the vbuckets of a group that the mirror holds, rising."""
-    first = identity.vbids.start
-    first += (group - first) % identity.group_count
-    return range(first, identity.vbids.stop, identity.group_count)
 
 
 class GroupLock:

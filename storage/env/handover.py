@@ -32,7 +32,7 @@ def pack(folder: str, group: int, identity: Identity, target: str) -> int:
     try:
         os.mkdir(unfinished, mode=0o700)
         path = os.path.join(unfinished, DATA_FILE)
-        environment = Environment(folder, directory.group_vbids(identity, group), writable=False)
+        environment = Environment(folder, identity.group_vbids(group), writable=False)
         try:
             with (
                 open(path, "xb") as file,

@@ -17,7 +17,7 @@ it. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -73,7 +73,7 @@ class Purger:
     """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
 
     def __init__(
-        self, environment: Environment, vbids: list[int], window: Window, leases: Leases | None = None
+        self, environment: Environment, vbids: Sequence[int], window: Window, leases: Leases | None = None
     ) -> None:
         self.environment = environment
         self.window = window

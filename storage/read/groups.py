@@ -67,7 +67,7 @@ class Groups:
 
     def _open(self, group: int) -> Environment:
         path = directory.group_path(self.path, group)
-        environment = SHARED.acquire(path, directory.group_vbids(self.identity, group), self._map_size)
+        environment = SHARED.acquire(path, self.identity.group_vbids(group), self._map_size)
         try:
             environment.open_all()
             with environment.read() as txn:

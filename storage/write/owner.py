@@ -8,7 +8,7 @@ and the states are read from disk, before the error is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter
@@ -42,7 +42,6 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
     group: int
-    vbids: Sequence[int]
     identity: Identity
     clock_ms: Callable[[], int]
     monotonic_ms: Callable[[], int] | None = None
@@ -110,7 +109,7 @@ class GroupOwner:
         """
         self.path = path
         self.options = options
-        self.vbids = list(options.vbids)
+        self.vbids = options.identity.group_vbids(options.group)
         self.at_work: MutableSequence[int] | memoryview[int] = [0]
         """Holds the group's number and 1 while a `contained` method works."""
         self.commit_count = 0

@@ -45,7 +45,7 @@ class GroupWriter:
         self.path = path
         self.options = options
         self.group = options.group
-        self.vbids = list(options.vbids)
+        self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
         """The writer of each vbucket, the same object for the life of this one."""
         self._bytes = PendingBytes()

@@ -139,7 +139,6 @@ async def consuming(
             directory.group_path(path, group),
             WriterOptions(
                 group=group,
-                vbids=directory.group_vbids(identity, group),
                 identity=identity,
                 sync=sync,
                 clock_ms=clock.wall_ms,

@@ -57,7 +57,7 @@ def store(path: str, rows: Mapping[int, list[Row]], groups: int = 1) -> None:
     directory.create(path, identity)
     for group in range(groups):
         with _writing(path, identity, group) as writer:
-            for vbid in directory.group_vbids(identity, group):
+            for vbid in identity.group_vbids(group):
                 writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(7, 0)]))
                 _store_snapshot(writer, vbid, rows[vbid])
 
@@ -67,7 +67,7 @@ def append(path: str, rows: Mapping[int, list[Row]]) -> None:
     identity = directory.load(path)
     for group in range(identity.group_count):
         with _writing(path, identity, group) as writer:
-            for vbid in directory.group_vbids(identity, group):
+            for vbid in identity.group_vbids(group):
                 if rows[vbid]:
                     _store_snapshot(writer, vbid, rows[vbid])
 
@@ -84,7 +84,6 @@ def _writing(path: str, identity: Identity, group: int) -> Iterator[GroupWriter]
         directory.group_path(path, group),
         WriterOptions(
             group=group,
-            vbids=list(directory.group_vbids(identity, group)),
             identity=identity,
             clock_ms=lambda: int(time.time() * 1000),
         ),

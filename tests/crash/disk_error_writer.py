@@ -45,7 +45,6 @@ class Run:
             directory.group_path(self.path, 0),
             WriterOptions(
                 group=0,
-                vbids=range(VBUCKETS),
                 identity=IDENTITY,
                 sync=sync,
                 clock_ms=lambda: self.now_ms,

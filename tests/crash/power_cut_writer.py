@@ -44,7 +44,6 @@ def write(path: str, seed: int) -> None:
         directory.group_path(path, 0),
         WriterOptions(
             group=0,
-            vbids=range(4),
             identity=IDENTITY,
             clock_ms=lambda: now[0],
             map_size=1 << 19,

@@ -148,7 +148,6 @@ def open_writer(data: str, window: Window = KEEP_ALL) -> GroupWriter:
         directory.group_path(data, 0),
         WriterOptions(
             group=0,
-            vbids=directory.group_vbids(IDENTITY, 0),
             identity=IDENTITY,
             sync="unsafe",
             clock_ms=lambda: NOW_MS,
@@ -302,11 +301,11 @@ CASES = {
 
 def dump(data: str) -> list[tuple[bytes, bytes, bytes]]:
     """Every keyspace, sorted, without what belongs to one owner: its fencing number, history ids and chain ids."""
-    environment = Environment(directory.group_path(data, 0), directory.group_vbids(IDENTITY, 0))
+    environment = Environment(directory.group_path(data, 0), IDENTITY.group_vbids(0))
     try:
         environment.open_all()
         names = [*keys.SHARED_DBS]
-        for vbid in directory.group_vbids(IDENTITY, 0):
+        for vbid in IDENTITY.group_vbids(0):
             names += [keys.rows_db(vbid), keys.keys_db(vbid)]
         found = []
         with environment.read() as txn:

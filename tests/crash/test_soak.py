@@ -74,7 +74,7 @@ def figures(service: Service) -> Figures:
     for group in range(GROUPS):
         path = directory.group_path(str(service.data), group)
         file_bytes += os.path.getsize(f"{path}/data.mdb")
-        environment = SHARED.acquire(path, directory.group_vbids(identity, group), MAP_SIZE)
+        environment = SHARED.acquire(path, identity.group_vbids(group), MAP_SIZE)
         try:
             environment.open_all()
             with environment.read() as txn:

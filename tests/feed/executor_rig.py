@@ -84,7 +84,7 @@ def open_writer(path: Path) -> GroupWriter:
     directory.create(data, identity)
     return GroupWriter(
         directory.group_path(data, 0),
-        WriterOptions(group=0, vbids=[0], identity=identity, sync="unsafe", clock_ms=lambda: 1000),
+        WriterOptions(group=0, identity=identity, sync="unsafe", clock_ms=lambda: 1000),
     )
 
 

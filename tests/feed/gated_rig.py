@@ -103,7 +103,6 @@ class GatedVbucket:
             directory.group_path(self.path, 0),
             WriterOptions(
                 group=0,
-                vbids=[VBID],
                 identity=self.identity,
                 sync="unsafe",
                 clock_ms=lambda: self.now_ms,

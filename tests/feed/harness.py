@@ -88,7 +88,6 @@ class Mirror:
                 directory.group_path(self.path, group),
                 WriterOptions(
                     group=group,
-                    vbids=directory.group_vbids(self.identity, group),
                     identity=self.identity,
                     sync="unsafe",
                     clock_ms=clock.wall_ms,

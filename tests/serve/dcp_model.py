@@ -95,7 +95,6 @@ class World:
             directory.group_path(self.path, 0),
             WriterOptions(
                 group=0,
-                vbids=directory.group_vbids(identity, 0),
                 identity=identity,
                 sync="unsafe",
                 clock_ms=lambda: self.now_ms,

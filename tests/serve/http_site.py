@@ -53,13 +53,12 @@ class Source:
 
     def open(self) -> None:
         for group in range(GROUPS):
-            vbids = directory.group_vbids(self.identity, group)
+            vbids = self.identity.group_vbids(group)
             path = directory.group_path(self.path, group)
             writer = GroupWriter(
                 path,
                 WriterOptions(
                     group=group,
-                    vbids=vbids,
                     identity=self.identity,
                     sync="unsafe",
                     clock_ms=self.clock,

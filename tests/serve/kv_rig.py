@@ -95,7 +95,6 @@ class Store:
             directory.group_path(self.path, 0),
             WriterOptions(
                 group=0,
-                vbids=directory.group_vbids(self.identity, 0),
                 identity=self.identity,
                 sync="unsafe",
                 **{"clock_ms": SystemClock().wall_ms, **options},

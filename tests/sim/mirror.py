@@ -388,7 +388,6 @@ class Mirror:
             path,
             WriterOptions(
                 group=group,
-                vbids=directory.group_vbids(self.identity, group),
                 identity=self.identity,
                 sync=self.sync,
                 clock_ms=self.wall_ms,

@@ -95,9 +95,7 @@ class OtherReader:
     def _read(self, commands: int, answers: int) -> None:
         identity = directory.load(self.path)
         groups = [
-            Environment(
-                directory.group_path(self.path, group), directory.group_vbids(identity, group), map_size=MAP_SIZE
-            )
+            Environment(directory.group_path(self.path, group), identity.group_vbids(group), map_size=MAP_SIZE)
             for group in range(identity.group_count)
         ]
         for environment in groups:

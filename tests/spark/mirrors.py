@@ -33,7 +33,6 @@ class SmallMirror:
                 directory.group_path(str(self.path), group),
                 WriterOptions(
                     group=group,
-                    vbids=directory.group_vbids(IDENTITY, group),
                     identity=IDENTITY,
                     clock_ms=lambda: self.now_ms,
                     map_size=1 << 30,

@@ -39,7 +39,6 @@ def opened_writer(path: str, first_ms: int) -> GroupWriter:
         directory.group_path(path, 0),
         WriterOptions(
             group=0,
-            vbids=directory.group_vbids(IDENTITY, 0),
             identity=IDENTITY,
             clock_ms=lambda: next(clock),
             sync="unsafe",

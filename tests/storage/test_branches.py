@@ -147,7 +147,7 @@ def test_positions_of_a_group_that_was_set_aside_are_not_those_of_the_new_one(pa
     folder = directory.group_path(path, 0)
     os.rename(folder, folder + ".damaged")
     os.mkdir(folder)
-    directory.create_environment(folder, 0, directory.group_vbids(IDENTITY, 0), IDENTITY)
+    directory.create_environment(folder, 0, IDENTITY)
     fill(path, range(1, 4))
     assert refused(path, *tokens) == [True] * 3
     with open_view(path) as view:

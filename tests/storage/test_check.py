@@ -129,7 +129,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_found_and_named(path: str, name: str) -> None:
     damage, expected = DAMAGE[name]
-    environment = Environment(directory.group_path(path, 0), directory.group_vbids(IDENTITY, 0), writable=True)
+    environment = Environment(directory.group_path(path, 0), IDENTITY.group_vbids(0), writable=True)
     environment.open_all()
     with environment.begin(write=True) as txn:
         damage(environment, txn)

@@ -49,10 +49,7 @@ def test_groups_without_a_description_are_left_alone_and_the_error_says_how_to_m
     path = str(tmp_path / "a b")
     identity = replace(IDENTITY, held=held, selection=selection)
     directory.create(path, identity)
-    vbids = directory.group_vbids(identity, 1)
-    GroupWriter(
-        directory.group_path(path, 1), WriterOptions(group=1, vbids=vbids, identity=identity, clock_ms=int)
-    ).close()
+    GroupWriter(directory.group_path(path, 1), WriterOptions(group=1, identity=identity, clock_ms=int)).close()
     os.unlink(os.path.join(path, "mirror.json"))
     for read in (directory.check_unused, directory.load, lambda path: directory.create(path, identity)):
         with pytest.raises(CorruptedError, match=r"mirror.json is missing, .* hold a mirror") as caught:
@@ -85,9 +82,9 @@ def test_what_was_selected_is_part_of_the_identity(tmp_path: Path) -> None:
 
 def test_every_vbucket_is_in_one_group() -> None:
     identity = Identity("", "b", "u", 10, 4)
-    vbids = [vbid for group in range(4) for vbid in directory.group_vbids(identity, group)]
+    vbids = [vbid for group in range(4) for vbid in identity.group_vbids(group)]
     assert sorted(vbids) == list(range(10))
-    assert list(directory.group_vbids(identity, 3)) == [3, 7]
+    assert list(identity.group_vbids(3)) == [3, 7]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: p
         program = (
             "import os, sys; from storage.env import directory; from tests.storage.model import *;"
             "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
-            "directory.create_environment(sys.argv[2], 0, directory.group_vbids(IDENTITY, 0), IDENTITY);"
+            "directory.create_environment(sys.argv[2], 0, IDENTITY);"
             "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"
         )
         subprocess.run([sys.executable, "-c", program, path, folder], check=True)

@@ -19,12 +19,12 @@ from tests.storage.test_writer import publish
 
 def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTITY) -> int:
     """A group made by itself, as on a machine of its own, with two documents in each vbucket."""
-    vbids = directory.group_vbids(identity, group)
+    vbids = identity.group_vbids(group)
     scratch.mkdir(parents=True, exist_ok=True)
-    directory.create_environment(str(scratch), group, vbids, identity)
+    directory.create_environment(str(scratch), group, identity)
     writer = GroupWriter(
         str(scratch),
-        WriterOptions(group=group, vbids=vbids, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30),
+        WriterOptions(group=group, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30),
     )
     for vbid in vbids:
         writer.vbuckets[vbid].save_failover_log(log())

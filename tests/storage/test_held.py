@@ -32,13 +32,12 @@ def path(tmp_path: Path) -> str:
             directory.group_path(path, group),
             WriterOptions(
                 group=group,
-                vbids=directory.group_vbids(IDENTITY, group),
                 identity=IDENTITY,
                 sync="unsafe",
                 clock_ms=lambda: 1,
             ),
         )
-        for vbid in directory.group_vbids(IDENTITY, group):
+        for vbid in IDENTITY.group_vbids(group):
             writer.vbuckets[vbid].save_failover_log(log())
             frame = records.encode_mutation(keys_in(vbid), b"v", 7)
             writer.vbuckets[vbid].stage([(writer.vbuckets[vbid].prefix + (7).to_bytes(8), frame)], 0, span(7, 7))
@@ -55,7 +54,7 @@ def view(path: str) -> View:
 
 def test_what_is_held_is_dealt_into_the_groups(path: str) -> None:
     assert directory.load(path) == IDENTITY
-    assert [list(directory.group_vbids(IDENTITY, group)) for group in range(2)] == [[4, 6], [3, 5]]
+    assert [list(IDENTITY.group_vbids(group)) for group in range(2)] == [[4, 6], [3, 5]]
     whole = Identity("cluster", "bucket", "uuid", 8, 2)
     assert directory.identity_bytes(whole, 0) != directory.identity_bytes(IDENTITY, 0)
     with pytest.raises(WrongBucket):

@@ -28,7 +28,7 @@ def test_any_complete_end_may_be_published_later(
     def open_writer() -> GroupWriter:
         return GroupWriter(
             directory.group_path(path, 0),
-            WriterOptions(group=0, vbids=directory.group_vbids(IDENTITY, 0), identity=IDENTITY, clock_ms=lambda: 1),
+            WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: 1),
         )
 
     rng = Random(seed)

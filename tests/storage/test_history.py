@@ -19,7 +19,7 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
     now = 1_000
     writer = GroupWriter(
         directory.group_path(path, 0),
-        WriterOptions(group=0, vbids=directory.group_vbids(IDENTITY, 0), identity=IDENTITY, clock_ms=lambda: now),
+        WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: now),
     )
     writer.vbuckets[0].save_failover_log(log())
     with open_view(path) as view:

@@ -47,7 +47,6 @@ def opened(path: str, clocks: TwoClocks) -> GroupWriter:
         directory.group_path(path, 0),
         WriterOptions(
             group=0,
-            vbids=directory.group_vbids(IDENTITY, 0),
             identity=IDENTITY,
             clock_ms=clocks.wall_ms,
             monotonic_ms=clocks.monotonic_ms,

@@ -85,7 +85,7 @@ def fill(path: Path, vbuckets: int, count: int) -> dict[str, int]:
     directory.create(str(path), identity)
     writer = GroupWriter(
         directory.group_path(str(path), 0),
-        WriterOptions(group=0, vbids=range(vbuckets), identity=identity, clock_ms=Clock(), sync="unsafe"),
+        WriterOptions(group=0, identity=identity, clock_ms=Clock(), sync="unsafe"),
     )
     entries, counted = create_collections(writer, range(vbuckets), count)
     found = {"staged": entries, "counted bytes": counted, "on the disk": manifest_bytes(writer)}

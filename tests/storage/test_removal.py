@@ -24,7 +24,7 @@ BRANCH = 1
 def environment(tmp_path: Path) -> Any:
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
-    opened = Environment(directory.group_path(path, 0), directory.group_vbids(IDENTITY, 0), writable=True)
+    opened = Environment(directory.group_path(path, 0), IDENTITY.group_vbids(0), writable=True)
     opened.open_all()
     yield opened
     opened.close()

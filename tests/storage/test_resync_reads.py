@@ -22,7 +22,6 @@ def open_writer(path: str, resync_reads: str) -> GroupWriter:
         directory.group_path(path, 0),
         WriterOptions(
             group=0,
-            vbids=directory.group_vbids(IDENTITY, 0),
             identity=IDENTITY,
             clock_ms=lambda: 5,
             resync_reads=resync_reads,

@@ -56,7 +56,6 @@ def open_writer(
         directory.group_path(path, group),
         WriterOptions(
             group=group,
-            vbids=directory.group_vbids(IDENTITY, group),
             identity=IDENTITY,
             clock_ms=clock or Clock(),
             map_size=map_size,

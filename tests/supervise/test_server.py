@@ -49,7 +49,6 @@ def data(tmp_path: Path) -> Path:
         directory.group_path(str(path), vbid % 4),
         WriterOptions(
             group=vbid % 4,
-            vbids=directory.group_vbids(IDENTITY, vbid % 4),
             identity=IDENTITY,
             sync="unsafe",
             clock_ms=SystemClock().wall_ms,

@@ -80,8 +80,7 @@ async def test_a_directory_whose_description_is_missing_is_left_as_it_is(tmp_pat
     identity = Identity("c1", "demo", "b1", 8, 4)
     directory.create(str(tmp_path), identity)
     group = directory.group_path(str(tmp_path), 2)
-    vbids = directory.group_vbids(identity, 2)
-    GroupWriter(group, WriterOptions(group=2, vbids=vbids, identity=identity, clock_ms=int)).close()
+    GroupWriter(group, WriterOptions(group=2, identity=identity, clock_ms=int)).close()
     (tmp_path / directory.FILE).unlink()
     before = digest(group)
     with pytest.raises(CorruptedError, match="is missing"):

@@ -20,7 +20,7 @@ from functools import partial
 
 from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ClusterError, MirrorError, NotSupported
+from mirror.errors import ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
 from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error, pause_s
 from mirror.feed.cluster.map_follower import MapFollower
@@ -36,7 +36,7 @@ from mirror.ingest import events
 from mirror.ingest.instructions import VbucketStatus
 from mirror.ingest.selection import Selection
 from mirror.ingest.state import Phase
-from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
+from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision, check_bucket
 from mirror.log import get_logger
 from storage.model import Identity
 from storage.write.writer import GroupWriter
@@ -175,13 +175,7 @@ class Consumer:
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Refuse a map that makes going on impossible. Raises BucketChanged, NotSupported."""
-        if verdict is MapVerdict.OTHER_BUCKET:
-            raise BucketChanged.of(self.identity.bucket_name, self.identity.bucket_uuid, found.bucket_uuid)
-        if found.vbucket_count != self.identity.vbucket_count:
-            raise BucketChanged(
-                f"bucket {self.identity.bucket_name} at the source has {found.vbucket_count} vbuckets, "
-                f"the data directory has {self.identity.vbucket_count}"
-            )
+        check_bucket(self.identity, found.bucket_uuid, found.vbucket_count)
         if found.ephemeral and self._gated:
             raise NotSupported(
                 f"bucket {self.identity.bucket_name} is ephemeral: it never persists data",

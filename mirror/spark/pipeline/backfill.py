@@ -160,13 +160,11 @@ def backfill_task(task: BackfillTask) -> Pulled:
     except OSError as error:
         raise LocalFolder(Path(task.scratch or tempfile.gettempdir())).error(error) from error
     with scratch as place:
-        vbids = directory.group_vbids(task.identity, task.group)
-        directory.create_environment(place, task.group, vbids, task.identity, time_ms=clock.wall_ms())
+        directory.create_environment(place, task.group, task.identity, time_ms=clock.wall_ms())
         writer = GroupWriter(
             place,
             WriterOptions(
                 group=task.group,
-                vbids=vbids,
                 identity=task.identity,
                 sync="unsafe",  # after a crash of this machine the group is pulled again
                 clock_ms=clock.wall_ms,

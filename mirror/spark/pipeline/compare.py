@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from mirror import client
 from mirror.config import Settings, Values, from_wire, to_wire
-from mirror.errors import BucketChanged, ConfigError
+from mirror.errors import ConfigError
 from mirror.feed.read.reader import SourceReader
+from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import VbucketResult
 from mirror.inspection.verify import WAIT_S, verify
 from mirror.messages import Ping
@@ -84,7 +85,6 @@ def compare_task(task: CompareTask) -> list[VbucketResult]:
             task.source, settings=from_wire(task.settings), followed=map_record.load(task.data, task.bucket_uuid)
         ) as reader,
     ):
-        if reader.bucket_uuid and reader.bucket_uuid != task.bucket_uuid:
-            raise BucketChanged(f"the source has bucket {reader.bucket_uuid}, {task.data} mirrors {task.bucket_uuid}")
+        check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
         service = client.ask(Path(task.data), Ping()) is not None
         return verify(task.data, view, reader, service=service, vbids=task.vbids, wait_s=task.wait_s)

@@ -179,9 +179,7 @@ def restore_missing(data: str, identity: Identity, group: int, now_ms: int) -> N
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished, mode=0o700)
-        directory.create_environment(
-            unfinished, group, directory.group_vbids(identity, group), identity, time_ms=now_ms
-        )
+        directory.create_environment(unfinished, group, identity, time_ms=now_ms)
         os.rename(unfinished, path)
     except OSError as error:
         raise storage_error(error, path) from error
@@ -214,7 +212,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     mark = GroupMark(start.group_mark)
     left_alone = dict(start.quarantined)
     for group in start.groups:
-        vbids = directory.group_vbids(identity, group)
+        vbids = identity.group_vbids(group)
         path = directory.group_path(data, group)
         try:
             if group in left_alone:
@@ -225,7 +223,6 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
                     path,
                     WriterOptions(
                         group=group,
-                        vbids=vbids,
                         identity=identity,
                         sync=settings.sync,
                         clock_ms=clock.wall_ms,
