@@ -166,7 +166,7 @@ def test_a_group_that_was_recreated_is_read_again(source: Source) -> None:
     path = directory.group_path(source.path, 1)
     os.rename(path, path + ".damaged")
     os.mkdir(path + ".new")
-    directory.create_environment(path + ".new", 1, directory.group_vbids(IDENTITY, 1), IDENTITY, time_ms=1)
+    directory.create_environment(path + ".new", 1, IDENTITY, time_ms=1)
     os.rename(path + ".new", path)
     mirror.refresh()
     assert mirror.view is not before
