@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from mirror.serve.access.auth import Reader, entry_of
+from mirror.serve.access.auth import entry_of
 from mirror.serve.http.requests import Page
 from mirror.serve.http.service import Service
 from mirror.serve.turns import Budget
 from storage.errors import StorageError
-from storage.format import records
-from storage.model import Collection, ManifestChange, Seqno
+from storage.model import Collection, Seqno
 from tests.serve.http_site import (
     VBUCKETS,
     VBUUID,
@@ -82,39 +80,6 @@ def test_readers_get_what_they_may_read_and_nothing_else(guarded: Site) -> None:
         site.get(path, 401)
     for path in ("/livez", "/", "/page.js", "/page.css", "/openapi.json"):
         site.get(path)
-
-
-def test_collections_are_described_in_steps(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 in each turn of the loop, and each manifest that several vbuckets have is decoded once."""
-    for vbid in range(VBUCKETS):
-        site.source.collections(vbid, *[Collection(number, 8, f"c{number}", Seqno(0)) for number in range(8, 508)])
-    turns, may_read, decode = site.server.service.turns, Reader.may_read, records.decode_manifest
-    turn, described, decoded = 0, Counter[int](), Counter[int]()
-    server = 0
-    plain = turns.turn
-
-    async def counted_turn() -> None:
-        nonlocal turn
-        await plain()
-        turn += 1
-
-    def counted_may_read(self: Reader, collection: str) -> bool:
-        nonlocal server
-        server = threading.get_ident()
-        described[turn] += 1
-        return may_read(self, collection)
-
-    def counted_decode(data: bytes | None) -> ManifestChange:
-        decoded[threading.get_ident()] += 1
-        return decode(data)
-
-    monkeypatch.setattr(turns, "turn", counted_turn)
-    monkeypatch.setattr(Reader, "may_read", counted_may_read)
-    monkeypatch.setattr(records, "decode_manifest", counted_decode)
-    assert len(site.get("/v1/collections").json()["collections"]) == 501
-    assert sum(described.values()) == 501
-    assert max(described.values()) <= 128
-    assert decoded[server] == 1  # the thread that writes down the state decodes it too
 
 
 def test_changes_of_other_collections_are_not_listed(guarded: Site) -> None:

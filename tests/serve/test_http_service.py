@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
 
-from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.serve.access.admission import LOCAL, Admission, Slot
 from mirror.serve.http.problems import Problem
 from mirror.serve.http.service import leaves_line
-from mirror.serve.http.view import Mirror, PublishWatch
 from mirror.serve.turns import Turns
 from storage.model import FailoverLog, Seqno, Vbuuid
 from storage.read.view import View
 from storage.read.wait import MutationToken
-from tests.serve.http_site import VBUUID, Site, Source, request
+from tests.serve.http_site import VBUUID, Site, request
 from tests.supervise.conftest import eventually_now
 
 
@@ -133,22 +130,3 @@ def test_a_bulk_read_that_waits_for_a_write_keeps_nobody_waiting(site: Site) -> 
         return found
 
     assert site.call(reads()) == "now"
-
-
-async def test_one_look_wakes_every_stream_and_none_is_made_for_nobody(source: Source) -> None:
-    mirror = Mirror(Path(source.path))
-    watch = PublishWatch(mirror, SystemClock())
-    watch.enter()
-    watch.enter()
-    await watch.moved  # the first look is news to everybody
-    moved = watch.moved
-    await asyncio.sleep(0.2)
-    assert not moved.done()
-    source.put("a")
-    await moved
-    assert not watch.moved.done()
-    watch.leave()
-    assert watch._task is not None
-    watch.leave()
-    assert watch._task is None
-    mirror.close()

@@ -28,8 +28,7 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
             "vbid": vbid, "group": group, "state": "streaming", "detail": None, "branch": 1, "vbuuid": "00000000abcd",
             "published_seqno": 1000 + vbid, "staged_seqno": 1000 + vbid, "source_high_seqno": 1000 + vbid,
             "lag_seqnos": 0, "lag_s": 0.0, "documents": None, "rollback_count": 0, "last_rollback_ms": None,
-            "seqnos_per_s": 1.0, "requested_again_bytes": 0, "stalls": 0, "node": "db1.example:11210",
-            "last_error": None, "worker": group % 2, "report_age_s": 0.1,
+            "node": "db1.example:11210", "last_error": None, "worker": group % 2, "report_age_s": 0.1,
         }  # fmt: skip
         rows.append(row)
     rows[3] |= {"source_high_seqno": 2000, "lag_seqnos": 997, "lag_s": 123.0}
@@ -41,9 +40,7 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
         "state": "stalled", "lag_seqnos": 4, "lag_s": 2.0, "source_high_seqno": 1015, "stalls": 1,
         "detail": "nothing came for 30 s",
     }  # fmt: skip
-    figures = {
-        "cpu_percent": 12.5, "private_bytes": 44_000_000, "resident_bytes": 80_000_000, "threads": 1, "open_files": 20,
-    }  # fmt: skip
+    figures = {"cpu_percent": 12.5, "private_bytes": 44_000_000}
     workers: list[dict[str, Any]] = [
         {
             "slot": slot, "pid": 100 + slot, "phase": "running", "groups": list(range(slot, 8, 2)), "uptime_s": 4000.0,
@@ -59,19 +56,14 @@ def report(vbuckets: int = 64) -> dict[str, Any]:
     stands = {
         "service": "up", "since_ms": now - 60_000, "pid": 1, "uptime_s": 4000.0,
         "time_ms": now, "data": "/data", "source": "couchbase://db1.example/demo", "source_error": None,
-        "bucket": "demo", "bucket_uuid": "u", "cluster_uuid": "c", "vbucket_count": vbuckets, "vbuckets_held": vbuckets,
-        "group_count": 8,
-        "sync": "safe", "supervisor": figures, "workers": workers, "servers": servers,
+        "bucket": "demo", "vbucket_count": vbuckets, "vbuckets_held": vbuckets,
+        "supervisor": figures, "workers": workers, "servers": servers,
         "listeners": {"kv": ["couchbase://127.0.0.1:11210"], "http": ["http://127.0.0.1:8091"]},
         "leases": [{"id": "1", "name": "export of orders", "until_ms": now + 60_000, "vbuckets": 64}],
         "selection": "collections shop.orders", "warnings": ["the user lacks a privilege: <i>stats</i>"],
         "totals": {
-            "vbuckets": vbuckets, "states": {"streaming": vbuckets - 2, "refused": 1, "backfilling": 1},
-            "documents": 54_321, "versions": 60_000, "published_seqnos": 123_456,
-            "staged_seqnos": 123_456, "source_high_seqnos": 124_453,
-            "lag_seqnos": 997, "lag_s": 123.0, "documents_per_s": 1520.0, "bytes_per_s": 510_000.0,
-            "rollback_count": 1, "last_rollback_ms": now - 60_000, "requested_again_bytes": 0, "resync_count": 2,
-            "stale": 0,
+            "documents": 54_321, "versions": 60_000, "lag_seqnos": 997, "lag_s": 123.0, "documents_per_s": 1520.0,
+            "bytes_per_s": 510_000.0, "rollback_count": 1, "resync_count": 2, "stale": 0,
         },
         "catch_up": None, "vbuckets": rows,
         "events": [
@@ -255,7 +247,7 @@ def test_a_screen_reader_announces_changes_of_state_and_no_figures(page: Any, si
         "document.querySelector('[role=status]'), { childList: true, characterData: true, subtree: true })"
     )
     moved = report()
-    moved["totals"] |= {"lag_seqnos": 5000, "published_seqnos": 7}
+    moved["totals"] |= {"lag_seqnos": 5000}
     moved["message"] = "another number"
     site.stands(moved)
     page.evaluate("look()")
