@@ -28,7 +28,6 @@ def test_a_document_comes_as_its_bytes_with_what_is_known_of_it_in_headers(site:
     assert (answer.headers["mirror-seqno"], answer.headers["mirror-cas"]) == ("1", str(1 << 16))
     head = site.client.head(site.document("a"))
     assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-length"] == str(len(b'{"price": 1.10}'))
     assert {**head.headers, "date": ""} == {**answer.headers, "date": ""}
 
 
@@ -71,14 +70,12 @@ def test_any_key_can_be_requested(site: Site, key: bytes) -> None:
 def test_what_is_not_there_says_which_kind_of_not(site: Site) -> None:
     site.source.put("a")
     site.stands(service_report(site.data))
-    problem = site.get(site.document("none"), 404).json()
-    assert problem["type"] == "urn:dcp-mirror:no-document"
     assert site.get(site.document("a", "shop.orders"), 404).json()["type"] == "urn:dcp-mirror:no-collection"
-    assert site.get(site.document("a", "99"), 404).status_code == 404
+    site.get(site.document("a", "99"), 404)
     site.source.put("a", None)
-    assert site.get(site.document("a"), 404).json()["type"] == "urn:dcp-mirror:no-document"
-    site.source.put("a", b"{}", expiry=1_700_000_000)
-    assert site.get(site.document("a"), 404).json()["type"] == "urn:dcp-mirror:no-document"
+    site.source.put("b", b"{}", expiry=1_700_000_000)
+    for key in ("none", "a", "b"):
+        assert site.get(site.document(key), 404).json()["type"] == "urn:dcp-mirror:no-document"
 
 
 def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site: Site) -> None:
@@ -174,28 +171,17 @@ def test_several_documents_of_a_vbucket_are_of_one_moment(site: Site) -> None:
 
 
 def test_pages_show_one_state_of_each_vbucket_while_it_is_written(site: Site) -> None:
-    expected = {}
-    for number in range(40):
-        key = b"key-%02d" % number
+    expected = {f"key-{number:02d}": 1 for number in range(40)}
+    for key in expected:
         site.source.put(key, b"1")
-        expected[key.decode()] = 1
-    found: dict[str, int] = {}
-    query: dict[str, Any] = {"limit": 3}
-    pages = 0
-    at = []
-    while True:
-        page = site.scan(**query)
-        pages += 1
-        at.append(page["at"]["vbid"])
-        assert len(page["documents"]) <= 3
-        for row in page["documents"]:
-            assert row["key"] not in found
-            found[row["key"]] = row["value"]
-        if page["next"] is None:
-            break
-        query = {"page": page["next"], "limit": 3}
-        site.source.put(site.source.key_of(page["at"]["vbid"], 90 + pages), b"2")
-    assert {key: value for key, value in found.items() if key in expected} == expected
+    pages = [site.scan(limit=3)]
+    while pages[-1]["next"] is not None:
+        site.source.put(site.source.key_of(pages[-1]["at"]["vbid"], 90 + len(pages)), b"2")
+        pages.append(site.scan(limit=3, page=pages[-1]["next"]))
+    found = [(row["key"], row["value"]) for page in pages for row in page["documents"] if row["key"] in expected]
+    assert sorted(found) == sorted(expected.items())
+    assert all(len(page["documents"]) <= 3 for page in pages)
+    at = [page["at"]["vbid"] for page in pages]
     assert at == sorted(at)
 
 

@@ -28,18 +28,12 @@ def test_every_problem_has_the_shape_of_the_standard(name: str) -> None:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (errors.UnknownCollection("no"), 404),
-        (errors.NoSuchBoundary("no"), 410),
-        (errors.ViewInvalidated("no"), 410),
-        (errors.AnswerTooLarge("no"), 413),
-        (errors.WriteLost("no"), 409),
-        (errors.NotPublished("no"), 504),
-        (errors.CorruptedError("no"), 500),
-        (errors.NotAMirror("/secret: no"), 503),
-        (errors.Closed("no"), 503),
+        (errors.UnknownCollection("no"), 404), (errors.NoSuchBoundary("no"), 410), (errors.ViewInvalidated("no"), 410),
+        (errors.AnswerTooLarge("no"), 413), (errors.WriteLost("no"), 409), (errors.NotPublished("no"), 504),
+        (errors.CorruptedError("no"), 500), (errors.NotAMirror("/secret: no"), 503), (errors.Closed("no"), 503),
         (errors.Full("no"), 503),
     ],
-)
+)  # fmt: skip
 def test_what_the_store_says_has_a_status_and_no_path(error: errors.StorageError, status: int) -> None:
     error.path = "/secret/place"
     error.vbid = 5
