@@ -237,7 +237,7 @@ async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_th
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     write(cluster, 100)
-    mirror = await mirrors.follow(cluster.connection_string, run={"ends_on_refusal": False})
+    mirror = await mirrors.follow(run={"ends_on_refusal": False})
     uuid, vbuckets = cluster.bucket.map.bucket_uuid, list(cluster.vbuckets)
     mirrors.compares = False
     await cluster.recreate_bucket()
@@ -246,13 +246,14 @@ async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_th
     cluster.bucket.map.bucket_uuid, cluster.bucket.vbuckets = uuid, vbuckets
     cluster.bucket.map_changed()
     write(cluster, 100, "later")
-    await mirror.follow()
+    for vbid in range(VBUCKETS):
+        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
 
 
 @pytest.mark.usefixtures("short_pauses")
 async def test_a_service_goes_on_once_a_privilege_is_granted_again(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     write(cluster, 100)
-    mirror = await mirrors.follow(cluster.connection_string, run={"ends_on_refusal": False})
+    mirror = await mirrors.follow(run={"ends_on_refusal": False})
     privileges = cluster.user.privileges
     cluster.add_user("demo", "demo", frozenset({"Read"}))
     cluster.faults.cut()
