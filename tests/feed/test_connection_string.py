@@ -47,21 +47,6 @@ def test_what_is_meant(text: str, meant: ConnectionString) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "name"),
-    [
-        ("cluster.example", "cluster.example"),
-        ("cluster.example:11210", None),
-        ("a.example,b.example", None),
-        ("10.0.0.1", None),
-        ("[::1]", None),
-        ("localhost", None),
-    ],
-)
-def test_one_name_without_a_port_may_stand_for_several_hosts(hosts: str, name: str | None) -> None:
-    assert parse(f"couchbase://u@{hosts}/b").srv_name == name
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "scheme"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from mirror.feed.read.reading import Outbox
@@ -15,14 +13,6 @@ def outbox(memory_bytes: int = 1000) -> tuple[Outbox, list[str]]:
     return Outbox(memory_bytes, lambda: reported.append("room")), reported
 
 
-def test_items_come_in_order_and_then_the_end() -> None:
-    box, _ = outbox()
-    box.put(ReadEnded(1, Position()))
-    box.put(ReadEnded(2, Position()))
-    box.finish()
-    assert [box.take(), box.take(), box.take()] == [ReadEnded(1, Position()), ReadEnded(2, Position()), None]
-
-
 def test_an_error_comes_after_what_was_complete() -> None:
     box, _ = outbox()
     box.put(ReadEnded(1, Position()))
@@ -31,16 +21,6 @@ def test_an_error_comes_after_what_was_complete() -> None:
     assert box.take() == ReadEnded(1, Position())
     with pytest.raises(ValueError, match="why"):
         box.take()
-
-
-def test_a_taker_waits_for_a_putter() -> None:
-    box, _ = outbox()
-    taken: list[object] = []
-    thread = threading.Thread(target=lambda: taken.append(box.take()))
-    thread.start()
-    box.put(ReadEnded(1, Position()))
-    thread.join(30)
-    assert taken == [ReadEnded(1, Position())]
 
 
 @pytest.mark.parametrize(("memory_bytes", "disk_bytes"), [(500, 0), (0, 16_000)])

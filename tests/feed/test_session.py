@@ -111,6 +111,17 @@ async def opened(
             session.close()
 
 
+@asynccontextmanager
+async def streaming(
+    path: Path, answers: dict[int, Answer] | None = None, **settings: Any
+) -> AsyncIterator[tuple[ScriptedNode, NodeSession, Owner, int]]:
+    """A session with an open stream, whose opaque comes last."""
+    async with opened(path, answers, **settings) as (node, session, owner):
+        opaque = session.request_stream(stream_request(), PREFIX, owner)
+        await owner.until(lambda: bool(owner.answers))
+        yield node, session, owner, opaque
+
+
 def stream_request(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
     offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
     return RequestStream(VBID, "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
@@ -263,9 +274,7 @@ async def test_stream_request_says_what_it_is_filtered_by(tmp_path: Path) -> Non
 async def test_a_refusal_of_a_stream_reaches_the_owner_with_its_context(tmp_path: Path, status: Status) -> None:
     """`test_vbucket` has each status come to a vbucket."""
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(status, b"context")}
-    async with opened(tmp_path, answers) as (_, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path, answers) as (_, session, owner, opaque):
         assert owner.answers == [StreamRefused(opaque, status, b"context")]
         assert session.stream_count == 0
         assert session.ready
@@ -306,9 +315,7 @@ async def test_stream_request_without_an_answer_replaces_the_connection(tmp_path
 
 @pytest.mark.parametrize("reason", [StreamEndReason.OK, 99])
 async def test_the_end_of_a_stream_reaches_the_owner_and_kills_the_opaque(tmp_path: Path, reason: int) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, session, owner, opaque):
         node.send(
             encode_event(mutation(1), opaque=opaque),
             encode_event(ev.StreamEnd(VBID, reason), opaque=opaque),
@@ -321,9 +328,7 @@ async def test_the_end_of_a_stream_reaches_the_owner_and_kills_the_opaque(tmp_pa
 
 
 async def test_rows_come_with_prefix_and_seqno_and_in_stored_form(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, session, owner, opaque):
         node.send(
             encode_event(mutation(1), opaque=opaque),
             encode_event(mutation(2, stream_id=5), opaque=opaque),  # a flexible frame is stored as a plain one
@@ -360,9 +365,7 @@ async def test_connection_without_collections_gets_the_collection_id_put_before_
 
 
 async def test_closed_stream_brings_nothing_more_and_its_bytes_are_acked(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, session, owner, opaque):
         session.close_stream(VBID, opaque)
         session.close_stream(VBID, opaque)
         late = encode_event(mutation(1, bytes(3000)), opaque=opaque)
@@ -385,9 +388,7 @@ async def test_marker_that_asks_for_it_is_answered_with_its_opaque(tmp_path: Pat
 
 
 async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, _, owner, opaque):
         node.send(request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=VBID, opaque=opaque, extras=b"bad"))
         await owner.until(lambda: bool(owner.lost))
         assert "broke the protocol" in owner.lost[0].what
@@ -397,9 +398,7 @@ async def test_message_that_is_no_part_of_dcp_ends_the_connection(tmp_path: Path
 
 
 async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, session, owner, opaque):
         session.acks_held = True
         node.send(encode_event(mutation(1, b"x" * 8000), opaque=opaque))
         await owner.until(lambda: bool(owner.rows))
@@ -421,9 +420,7 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
     def acked(_node: ScriptedNode, frame: Frame) -> None:
         window.acked(int.from_bytes(frame.extras))
 
-    async with opened(tmp_path, {Opcode.DCP_BUFFER_ACK: acked}) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path, {Opcode.DCP_BUFFER_ACK: acked}) as (node, session, owner, opaque):
         makers: list[Callable[[int], ev.Event]] = [
             lambda seqno: mutation(seqno, bytes(chance.randrange(400))),
             lambda seqno: ev.Deletion(VBID, b"\0k", seqno, 1, 1),
@@ -455,9 +452,7 @@ async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
 
 async def test_messages_for_the_nodes_of_a_cluster_are_ignored_and_acked(tmp_path: Path) -> None:
     others = (Opcode.DCP_FLUSH, Opcode.DCP_SET_VBUCKET_STATE, Opcode.DCP_CACHE_TRANSFER, 0x68)
-    async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner, opaque):
         sent = [Frame(0x80, opcode, vbucket=VBID, opaque=opaque, value=b"x") for opcode in others]
         sent.append(decode(encode_event(ev.SnapshotMarker(VBID, 1, 20, 1), opaque=opaque))[0])
         for frame in sent:
@@ -470,9 +465,7 @@ async def test_messages_for_the_nodes_of_a_cluster_are_ignored_and_acked(tmp_pat
 
 async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path) -> None:
     """The scanner hands out the rows of a stream together, whatever lies between them."""
-    async with opened(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path, connection_buffer_size=1 << 20) as (node, session, owner, opaque):
         said: list[ev.Event] = [ev.SnapshotMarker(VBID, 1, 20, 1)]
         sent = b""
         for seqno in range(1, 21):
@@ -493,9 +486,7 @@ async def test_messages_of_streams_in_turn_are_acked_to_the_byte(tmp_path: Path)
 
 
 async def test_noop_is_answered_before_the_data_that_came_before_it(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
-        await owner.until(lambda: bool(owner.answers))
+    async with streaming(tmp_path) as (node, session, owner, opaque):
         answered_at: list[int] = []
         link_send = session.link.send
 

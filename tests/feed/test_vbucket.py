@@ -83,8 +83,12 @@ def mirror_end(reason: int) -> int:
     return 3 if on_stream_end(reason).action is Action.STOP else 6
 
 
-REFUSALS = [*(status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)), 0x7777]
-"""Those that the protocol knows, and one that nobody has heard of."""
+KNOWN = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
+ONE_OF_A_KIND = {replace(on_refusal(status), text=""): status for status in reversed([*KNOWN, 0x7777])}.values()
+REFUSALS = [
+    pytest.param(status, marks=() if status in ONE_OF_A_KIND else pytest.mark.ci) for status in [*KNOWN, 0x7777]
+]
+"""Those that the protocol knows, and one that nobody has heard of; by default one for each reaction."""
 
 
 @pytest.mark.parametrize("status", REFUSALS)

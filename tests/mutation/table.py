@@ -235,7 +235,7 @@ MUTATIONS = (
         "mirror/feed/stream/host.py",
         "            if self.machine is None:\n                return\n            answer",
         "            answer",
-        "tests/feed/test_executor.py",
+        "tests/feed/test_host.py",
     ),
     Mutation(
         "mirror/feed/read/spool_sink.py",
@@ -336,7 +336,7 @@ MUTATIONS = (
         _VBUCKET,
         "return seqno if session.answers and not behind else None",
         "return seqno if not behind else None",
-        "tests/feed/test_status.py",
+        "tests/feed/test_consumer.py -k is_gone_is_not_known",
     ),
     Mutation(
         "mirror/feed/follow/status.py",
@@ -412,7 +412,7 @@ MUTATIONS = (
         "mirror/feed/follow/group_commits.py",
         "started - self._wait_max_s)",
         "self._paid_at)",
-        "tests/feed/test_pace.py",
+        "tests/feed/test_group_commits.py",
     ),
     Mutation(
         "mirror/feed/follow/group_commits.py",
