@@ -5,14 +5,13 @@ users. The file is JSON: `{"users": {NAME: {"read": [PATTERN...], "verifiers": {
 {"read": [PATTERN...]}, "salt_key": BASE64}`; a pattern is `*`, `scope.*` or `scope.collection`. A changed file is read
 again; an unreadable one leaves the old users. Invariants: without a file, the mirror's own user at the source and
 everybody on this machine may read everything; with one, readers without a login read only what `anonymous` says, and
-only on this machine; an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoys`).
+only on this machine; an unknown user gets the same challenge as a known one, by salt, iterations and work (`decoy`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import json
 import os
@@ -205,7 +204,7 @@ def current(users: Users, reader: Reader) -> Reader | None:
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file's content; None if the file cannot be read."""
+    """Return time, size and inode, which change with a file's content; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:
@@ -290,7 +289,7 @@ def parse_users(document: Mapping[str, Any], path: Path) -> UsersFile:
             raise _bad(path, f"user {name!r} needs `verifiers` of {', '.join(HASHES)}")
         try:
             verifiers[name] = {mechanism: _verifier(kept[mechanism]) for mechanism in HASHES if mechanism in kept}
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise _bad(path, f"invalid verifier of user {name!r}: {error!r}") from None
         readers[name] = Reader(name, patterns, next(iter(verifiers[name].values())).stored_key)
     anonymous = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -228,11 +227,10 @@ class Service:
         if scheme.lower() != "basic":
             raise Problem("not-authenticated", "only Basic authentication is supported")
         try:
-            name, separator, password = (
-                base64.b64decode(text.strip()[:CREDENTIALS_LENGTH_MAX], validate=True).decode().partition(":")
-            )
-        except (binascii.Error, ValueError):
-            name = separator = password = ""
+            login = base64.b64decode(text.strip()[:CREDENTIALS_LENGTH_MAX], validate=True).decode()
+        except ValueError:
+            raise _not_logged_in() from None
+        name, separator, password = login.partition(":")
         if not separator:
             raise _not_logged_in()
         slot: Slot = state["slot"]
