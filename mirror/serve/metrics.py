@@ -98,37 +98,41 @@ def _family(
 _gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
+def _one(name: str, text: str, value: Any) -> Metric:
+    return _gauge(name, text, [([], value)])
+
+
+def _seconds(ms: int | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
 def families(report: Report) -> Iterator[Metric]:
     rows, workers, sums = report["vbuckets"], report["workers"], report["totals"]
-    yield _gauge("up", "1 while the service runs, 0 when only its store was read.", [([], report["service"] == "up")])
-    yield _gauge("ready", "1 when /readyz says so.", [([], not report["reasons"])])
+    yield _one("up", "1 while the service runs, 0 when only its store was read.", report["service"] == "up")
+    yield _one("ready", "1 when /readyz says so.", not report["reasons"])
     judged = [([state], report["state"] == state) for state in health.STATES]
     yield _gauge("state", "1 for the state of the mirror, else 0.", judged, ("state",))
-    since_ms = report["since_ms"]
-    since_s = None if since_ms is None else since_ms / 1000
-    yield _gauge("state_since_seconds", "When the state began, seconds since 1970.", [([], since_s)])
-    yield _gauge("uptime_seconds", "Age of the service.", [([], report["uptime_s"])])
-    yield _gauge("vbuckets", "Vbuckets of the bucket.", [([], report["vbucket_count"])])
-    yield _gauge("vbuckets_held", "Vbuckets that this mirror holds.", [([], report["vbuckets_held"])])
+    since_s = _seconds(report["since_ms"])
+    yield _one("state_since_seconds", "When the state began, seconds since 1970.", since_s)
+    yield _one("uptime_seconds", "Age of the service.", report["uptime_s"])
+    yield _one("vbuckets", "Vbuckets of the bucket.", report["vbucket_count"])
+    yield _one("vbuckets_held", "Vbuckets that this mirror holds.", report["vbuckets_held"])
     states = dict.fromkeys(STATES, 0) | sums["states"]
     yield _gauge("vbucket_states", "Vbuckets by state.", [([s], n) for s, n in states.items()], ("state",))
     in_contact = sum(row["node"] is not None for row in rows) if report["service"] == "up" else None
-    yield _gauge("source_contact_vbuckets", "Vbuckets in contact with the source.", [([], in_contact)])
-    yield _gauge("lag_seqnos", "Seqnos of the source not published yet, summed.", [([], sums["lag_seqnos"])])
-    yield _gauge("lag_seconds", "Age of the oldest unpublished seqno, or of the last contact.", [([], sums["lag_s"])])
-    yield _gauge("ingest_documents_per_second", "Documents received lately.", [([], sums["documents_per_s"])])
-    yield _gauge("ingest_bytes_per_second", "Bytes received lately.", [([], sums["bytes_per_s"])])
+    yield _one("source_contact_vbuckets", "Vbuckets in contact with the source.", in_contact)
+    yield _one("lag_seqnos", "Seqnos of the source not published yet, summed.", sums["lag_seqnos"])
+    yield _one("lag_seconds", "Age of the oldest unpublished seqno, or of the last contact.", sums["lag_s"])
+    yield _one("ingest_documents_per_second", "Documents received lately.", sums["documents_per_s"])
+    yield _one("ingest_bytes_per_second", "Bytes received lately.", sums["bytes_per_s"])
     yield _counter("rollbacks", "Rollbacks that readers went through.", [([], sums["rollback_count"])])
     yield _counter("resyncs", "Copies that were read again from 0 and replaced.", [([], sums["resync_count"])])
-    yield _gauge("stale_vbuckets", "Vbuckets that are being resynced.", [([], sums["stale"])])
+    yield _one("stale_vbuckets", "Vbuckets that are being resynced.", sums["stale"])
     yield from _holders(report)
-    for name, text, field in (
-        ("history_boundaries", "Kept boundaries.", "boundaries"),
-        ("history_versions", "Stored versions of documents, tombstones included.", "versions"),
-        ("history_row_bytes", "Pages of the trees of rows.", "row_bytes"),
-        ("history_key_bytes", "Pages of the trees of keys.", "key_bytes"),
-    ):
-        yield _gauge(name, text, [([], sums[field])])
+    yield _one("history_boundaries", "Kept boundaries.", sums["boundaries"])
+    yield _one("history_versions", "Stored versions of documents, tombstones included.", sums["versions"])
+    yield _one("history_row_bytes", "Pages of the trees of rows.", sums["row_bytes"])
+    yield _one("history_key_bytes", "Pages of the trees of keys.", sums["key_bytes"])
     for name, text, field in (
         ("published_seqno", "Published seqno.", "published_seqno"),
         ("staged_seqno", "Received seqno, published or not.", "staged_seqno"),
@@ -167,13 +171,11 @@ def families(report: Report) -> Iterator[Metric]:
 def _holders(report: Report) -> Iterator[Metric]:
     """Yield leases and long transactions as numbers, because not every reader may see their names."""
     leases, readers = report["leases"], report["readers"]
-    yield _gauge("leases", "Readers that hold history.", [([], len(leases))])
-    yield _gauge(
-        "lease_vbuckets", "Vbuckets that leases hold, summed.", [([], sum(each["vbuckets"] for each in leases))]
-    )
-    yield _gauge("reader_pins", "Processes that have read within one LMDB transaction for long.", [([], len(readers))])
+    yield _one("leases", "Readers that hold history.", len(leases))
+    yield _one("lease_vbuckets", "Vbuckets that leases hold, summed.", sum(each["vbuckets"] for each in leases))
+    yield _one("reader_pins", "Processes that have read within one LMDB transaction for long.", len(readers))
     oldest_s = max((each["age_s"] for each in readers), default=0)
-    yield _gauge("reader_pin_age_seconds", "Age of the oldest of these transactions; 0: none.", [([], oldest_s)])
+    yield _one("reader_pin_age_seconds", "Age of the oldest of these transactions; 0: none.", oldest_s)
 
 
 def _latencies(servers: Iterable[Report]) -> Metric:
@@ -200,15 +202,12 @@ def _add_histogram(family: HistogramMetricFamily, labels: list[str], figures: Fi
 def _disk_and_history(report: Report) -> Iterator[Metric]:
     disk, history = report.get("disk"), report.get("history")
     if disk is not None:
-        yield _gauge("store_bytes", "Size of the groups on disk.", [([], disk["mirror_bytes"])])
-        yield _gauge("disk_free_bytes", "Free space next to them.", [([], disk["free_bytes"])])
-        yield _gauge("disk_total_bytes", "Size of their file system.", [([], disk["total_bytes"])])
+        yield _one("store_bytes", "Size of the groups on disk.", disk["mirror_bytes"])
+        yield _one("disk_free_bytes", "Free space next to them.", disk["free_bytes"])
+        yield _one("disk_total_bytes", "Size of their file system.", disk["total_bytes"])
     if history is not None:
-        newest = history["floor_newest_ms"]
-        yield _gauge(
-            "history_floor_seconds", "From here on every vbucket can be read as of, seconds since 1970.",
-            [([], None if newest is None else newest / 1000)],
-        )  # fmt: skip
+        newest_s = _seconds(history["floor_newest_ms"])
+        yield _one("history_floor_seconds", "Every vbucket can be read as of since then, seconds since 1970.", newest_s)
 
 
 def _name(kind: str, row: Report) -> str:

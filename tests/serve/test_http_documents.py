@@ -94,7 +94,7 @@ def test_a_vbucket_whose_first_snapshot_is_not_complete_is_not_called_empty(site
     assert site.get(site.document(key.decode())).content == b"{}"
 
 
-def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
+def test_a_vbucket_that_is_resynced_is_unavailable(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     key = site.source.key_of(2)
     site.source.put(key)
     site.stands(service_report(site.data))
@@ -102,6 +102,9 @@ def test_a_vbucket_that_is_resynced_is_unavailable(site: Site) -> None:
     site.source.writer(2).commit()
     assert site.get(site.document(key.decode()), 503).json()["type"] == "urn:dcp-mirror:unavailable"
     assert site.scan(503, limit=1000)["vbid"] == 2
+    for few in (2, VBUCKETS):
+        monkeypatch.setattr("mirror.serve.http.service.FEW", few)
+        assert site.get("/v1/changes", 503).json()["vbid"] == 2
 
 
 def test_collections_are_read_by_name_and_number(site: Site) -> None:
@@ -210,6 +213,7 @@ def test_a_page_of_a_collection_that_a_rollback_took_back_is_gone_and_not_the_la
     for number in range(4):
         site.source.put(site.source.key_of(5, number), collection_id=9)
     pages = {each: site.scan(collection=each, vbid=5, limit=2)["next"] for each in ("shop.orders", "9")}
+    site.scan(400, "_default", page=pages["9"])
     site.source.rollback(5, 1)
     background = site.source.writer(5).background
     background.purger.window = Window(time_ms=0)
@@ -245,7 +249,7 @@ def test_ranges_prefixes_tombstones_and_times(site: Site) -> None:
     site.get(path, 410, params={"vbid": vbid, "as_of": "2001-01-01T00:00:00Z"})
     queries: tuple[dict[str, str | int], ...] = (
         {"as_of": 3}, {"as_of": "yesterday", "vbid": 1}, {"limit": 0}, {"limit": 1001}, {"vbid": VBUCKETS + 1},
-        {"unknown": 1}, {"page": "nonsense"}, {"deletions": "maybe"},
+        {"unknown": 1}, {"page": "nonsense"}, {"page": "nonsense", "prefix": "a"}, {"deletions": "maybe"},
     )  # fmt: skip
     for wrong in queries:
         answer = site.client.get(path, params=wrong)

@@ -57,6 +57,17 @@ def test_a_token_of_other_json_is_a_bad_request(value: Any) -> None:
         requests.Page.parse(requests.to_base64url(json.dumps(value).encode()), 64)
 
 
+@pytest.mark.parametrize("at", range(14))
+def test_a_page_token_with_an_odd_field_is_a_bad_request(at: int) -> None:
+    page = requests.Page(Pin(0, Branch(1), Seqno(1), 5, 0), b"", 0, b"", None, True, False, None, 0)
+    fields = json.loads(requests.from_base64url(page.text()))
+    values: tuple[Any, ...] = (-1, 2**64, 1.5, [], {}, ["t", 1.5], ["x", 1], "!")
+    for value in values:
+        odd = requests.to_base64url(json.dumps([*fields[:at], value, *fields[at + 1 :]]).encode())
+        with pytest.raises(Problem, match="invalid page token"):
+            requests.Page.parse(odd, 64)
+
+
 TOKENS = st.builds(Token, st.integers(0, 1023), st.integers(0, 2**32 - 1).map(Branch), SEQNOS.map(Seqno), SEQNOS)
 
 

@@ -73,10 +73,11 @@ async def test_what_is_made_of_a_report_is_made_once(source: Source) -> None:
     assert len(threads) == 2
 
 
-async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [b'{"ok": false}\n', b'{"ok": true, "status": 1}\n'])
+async def test_a_service_that_makes_no_sense_is_none(tmp_path: Path, said: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(b'{"ok": true, "status": 1}\n')
+        writer.write(said)
         writer.close()
 
     server = await asyncio.start_unix_server(answer, tmp_path / "control.sock")

@@ -24,6 +24,7 @@ import ssl
 import struct
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from mirror.config import Settings
@@ -82,22 +83,20 @@ class Periodic:
             self._count = 0
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    __slots__ = ("_admission", "abort", "deadline", "in_line", "logging_in", "peer", "pending", "refused")
-
-    def __init__(self, admission: Admission, peer: str, *, refused: bool = False) -> None:
-        self._admission = admission
-        self.deadline: asyncio.TimerHandle | None = None
-        self.peer = peer
-        self.pending = not refused
-        """True before a login."""
-        self.refused = refused
-        """True if the connection is open only to be told that there are too many."""
-        self.logging_in = False
-        """True while a login is checked: others are closed first."""
-        self.in_line: asyncio.Task[Any] | None = None
-        """The task of a request that waits in line; it is cancelled if the client hangs up."""
-        self.abort: Callable[[], object] = bool
+    _admission: Admission
+    peer: str
+    refused: bool = False
+    """True if the connection is open only to be told that there are too many."""
+    pending: bool = True
+    """True before a login."""
+    logging_in: bool = False
+    """True while a login is checked: others are closed first."""
+    in_line: asyncio.Task[Any] | None = None
+    """The task of a request that waits in line; it is cancelled if the client hangs up."""
+    deadline: asyncio.TimerHandle | None = None
+    abort: Callable[[], object] = bool
 
     def establish(self) -> None:
         if self.pending:
@@ -184,7 +183,7 @@ class Admission:
             self._rejections.note(asyncio.get_running_loop().time(), peer=peer, open=len(self._open))
             if not answers or len(self._refused) >= REFUSALS_MAX:
                 return None
-            slot = Slot(self, peer, refused=True)
+            slot = Slot(self, peer, refused=True, pending=False)
             self._refused.add(slot)
             return slot
         slot = Slot(self, peer)

@@ -348,8 +348,6 @@ class Service:
         in_bulk: bool = False,
     ) -> T:
         """Call `read` once all tokens are published; they must still be published after it. Raises Problem."""
-        if not tokens:
-            return await self.read_in_bulk(request, read) if in_bulk else read()
         deadline = self.clock.monotonic() + timeout_s
         delay = POLL_MIN_S
         while True:
