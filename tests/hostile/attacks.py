@@ -174,11 +174,6 @@ def silence_before_login(site: Site) -> None:
 
 
 @attack("http")
-def heads_without_an_end(site: Site) -> None:
-    silence(site.http, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ")
-
-
-@attack("http")
 def streams_that_nobody_reads(site: Site) -> None:
     clients = []
     while True:
@@ -286,20 +281,6 @@ def long_names_and_passwords(site: Site) -> None:
 
 
 @attack("kv")
-def requests_in_single_bytes(site: Site) -> None:
-    """60 KiB, a byte in each packet."""
-    frame = fr.encode(fr.request(Opcode.GET, key=b"k" * 250, value=b"x" * 60_000))
-
-    def trickle() -> None:
-        client = Kv(site.kv)
-        client.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for at in range(len(frame)):
-            client.line.send(frame[at : at + 1])
-
-    at_once(8, trickle)
-
-
-@attack("kv")
 def hellos_in_bulk(site: Site) -> None:
     """250 TLS handshakes begun in one moment, none of which goes on."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -368,35 +349,12 @@ def streams_opened_and_closed(site: Site) -> None:
     at_once(8, ask)
 
 
-@attack("dcp")
-def connections_that_take_each_others_name(site: Site) -> None:
-    """Of DCP."""
-
-    def ask() -> None:
-        client = Kv(site.dcp)
-        client.ask(codec_kv.select_bucket(b"orders"))
-        client.ask(codec_dcp.to_frame(ev.DcpOpen(b"the same", int(DcpOpenFlag.PRODUCER))))
-        client.close()
-
-    at_once(16, ask)
-
-
 @attack("http")
 def waits_for_writes(site: Site) -> None:
     """64 tokens in each of 200 requests, which look for them as long as they wait."""
     tokens = "&".join(f"token={vbid % 16}:77:{10**12 + vbid}" for vbid in range(64))
     path = f"/v1/collections/_default/documents/small?timeout_ms=60000&{tokens}"
     over_http(site, lambda client: client.get(path), (504,), 200)
-
-
-@attack("http")
-def streams_that_come_and_go(site: Site) -> None:
-    def ask() -> None:
-        client = begun(site, "/v1/changes?since=now")
-        client.more()
-        client.close()
-
-    at_once(8, ask)
 
 
 @attack("http")

@@ -150,16 +150,13 @@ def test_a_file_that_makes_no_sense_is_one_clear_error(tmp_path: Path, document:
     assert caught.value.setting == "users_file"
 
 
-def test_a_pipe_in_place_of_the_file_is_one_clear_error(tmp_path: Path) -> None:
-    """To open it once took until somebody wrote into it: each process stood still."""
+def test_a_missing_file_and_a_pipe_in_its_place_are_clear_errors(tmp_path: Path) -> None:
+    """To open a pipe once took until somebody wrote into it: each process stood still."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        FileUsers(tmp_path / "users.json")
     os.mkfifo(tmp_path / "users.json")
     with pytest.raises(ConfigError, match="is not a file"):
         FileUsers(tmp_path / "users.json")
-
-
-def test_a_file_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        FileUsers(tmp_path / "none")
 
 
 def test_without_a_file_the_sources_user_reads_and_so_does_this_machine() -> None:

@@ -16,7 +16,7 @@ import pytest
 from mirror.serve.turns import Budget
 from storage.errors import CorruptedError
 from storage.model import Collection, Seqno
-from tests.serve.http_site import VBUCKETS, Site, request
+from tests.serve.http_site import VBUCKETS, Site, events, request
 from tests.supervise.conftest import eventually_now
 
 
@@ -24,22 +24,17 @@ class Listener:
     def __init__(self, response: Any) -> None:
         self.lines = response.iter_lines()
         self.last_id = ""
-        self.comments = 0
 
     def event(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        block: list[str] = []
         for line in self.lines:
-            name, _, value = line.partition(": ")
-            if line.startswith(": "):
-                self.comments += 1
-            elif name == "id":
-                found["id"] = self.last_id = value
-            elif name == "event":
-                found["event"] = value
-            elif name == "data":
-                found["data"] = json.loads(value)
-            elif not line and "data" in found:
-                return found
+            block.append(line)
+            if not line:
+                found: dict[str, Any] = dict(*events("\n".join(block)))
+                self.last_id = found.get("id", self.last_id)
+                if "data" in found:
+                    return found
+                block.clear()
         raise EOFError
 
     def events(self, count: int) -> list[dict[str, Any]]:
