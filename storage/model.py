@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypedDict
 
 Seqno = NewType("Seqno", int)
 Vbuuid = NewType("Vbuuid", int)
@@ -256,6 +256,15 @@ def purge_seqno_of(local_purge_seqno: int, missing_seqno: int, floor_seqno: int)
     The floor bounds only an unknown missing_seqno: that of a mirror made by a version that did not store it.
     """
     return max(local_purge_seqno, min(missing_seqno, floor_seqno))
+
+
+class SourceFacts(TypedDict, total=False):
+    """Facts that a source tells of a vbucket besides its rows: members of `VbucketState`, which explains them."""
+
+    failover_log: FailoverLog
+    source_purge_seqno: Seqno
+    missing_seqno: int
+    stream_filter: str
 
 
 class VbucketState(NamedTuple):

@@ -20,8 +20,7 @@ from mirror.ingest.instructions import (
     RequestStream,
     RetryReason,
     RollbackTo,
-    SaveFailoverLog,
-    SaveFilter,
+    SaveFacts,
     VbucketStatus,
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
@@ -29,7 +28,7 @@ from mirror.ingest.reactions import Action, Reaction, on_refusal
 from mirror.ingest.rollback import common_history
 from mirror.ingest.state import HandshakeState, MachineState, Phase
 from mirror.wire.constants import StreamRequestFlag
-from storage.model import SEQNO_MAX, Seqno
+from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
 """Never from a replica: its markers may overlap and mix disk and memory."""
@@ -103,6 +102,7 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     machine.handshake = HandshakeState()
     log = event.failover_log
     features = machine.features
+    facts: SourceFacts = {}
     missing_seqno = machine.missing_seqno
     if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on
         earlier = missing_seqno if machine.offset.start_seqno else 0
@@ -110,10 +110,11 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     if (log and log != machine.failover_log) or missing_seqno != machine.missing_seqno:
         machine.failover_log = log or machine.failover_log
         machine.missing_seqno = missing_seqno
-        out.append(SaveFailoverLog(machine.vbid, "stream accepted", machine.failover_log, missing_seqno=missing_seqno))
+        facts |= {"failover_log": machine.failover_log, "missing_seqno": missing_seqno}
     if features.filter is not None and features.filter.text != machine.stored_filter:
-        machine.stored_filter = features.filter.text
-        out.append(SaveFilter(machine.vbid, "stream accepted", features.filter.text))
+        machine.stored_filter = facts["stream_filter"] = features.filter.text
+    if facts:
+        out.append(SaveFacts(machine.vbid, "stream accepted", facts))
     machine.assembler.begin_stream(
         inside_snapshot=machine.offset.inside_snapshot,
         collections_granted=features.collections,
@@ -204,7 +205,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
         return machine.abandon(cause, None, out)
     if common.failover_log != machine.failover_log:
         machine.failover_log = common.failover_log
-        out.append(SaveFailoverLog(machine.vbid, cause, common.failover_log))
+        out.append(SaveFacts(machine.vbid, cause, {"failover_log": common.failover_log}))
     return _request(machine, cause, out)
 
 
@@ -232,7 +233,7 @@ def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instructi
     log = machine.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
     if log != machine.failover_log:
         machine.failover_log = log
-        out.append(SaveFailoverLog(machine.vbid, "rolled back", log))
+        out.append(SaveFacts(machine.vbid, "rolled back", {"failover_log": log}))
     return begin(machine, "rolled back", out)
 
 

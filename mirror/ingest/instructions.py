@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from mirror.ingest.events import Row
 from mirror.ingest.offset import StreamOffset
-from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange
+from storage.model import Manifest, ManifestChange, Seqno, SnapshotRange, SourceFacts
 
 
 class VbucketStatus(StrEnum):
@@ -146,20 +146,10 @@ class PublishSnapshot(InstructionFields):
 
 
 @dataclass(slots=True)
-class SaveFailoverLog(InstructionFields):
-    """Keep the log, newest first, no later than the first row of the stream that it came with."""
+class SaveFacts(InstructionFields):
+    """Save the given facts, and leave the others, no later than the first row of the stream that they came with."""
 
-    failover_log: FailoverLog
-    source_purge_seqno: int | None = None
-    missing_seqno: int | None = None
-    """`VbucketState.missing_seqno`; None: as it was."""
-
-
-@dataclass(slots=True)
-class SaveFilter(InstructionFields):
-    """Save the filter of the staging branch's streams, no later than the first row of the stream."""
-
-    text: str
+    facts: SourceFacts
 
 
 @dataclass(slots=True)
@@ -211,8 +201,7 @@ Instruction = (
     | Advance
     | StageSystemEvent
     | PublishSnapshot
-    | SaveFailoverLog
-    | SaveFilter
+    | SaveFacts
     | RollbackTo
     | AbandonStaged
     | BeginResync

@@ -18,7 +18,7 @@ from mirror.ingest.instructions import (
     Instruction,
     PublishSnapshot,
     RetryReason,
-    SaveFailoverLog,
+    SaveFacts,
     VbucketStatus,
 )
 from mirror.ingest.reactions import on_stream_end
@@ -35,7 +35,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from storage.model import SEQNO_MAX, Seqno
+from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 _ACK = int(SnapshotFlag.ACK)
 """As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
@@ -111,7 +111,8 @@ def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
         missing_seqno = max(missing_seqno, purge_seqno)
     if (purge_seqno, missing_seqno) != (machine.source_purge_seqno, machine.missing_seqno):
         machine.source_purge_seqno, machine.missing_seqno = purge_seqno, missing_seqno
-        out.append(SaveFailoverLog(machine.vbid, "first item", machine.failover_log, purge_seqno, missing_seqno))
+        facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno), missing_seqno=missing_seqno)
+        out.append(SaveFacts(machine.vbid, "first item", facts))
 
 
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from functools import wraps
 from mmap import mmap
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import cramjam
@@ -390,12 +390,13 @@ def decode_branch(data: bytes | None) -> BranchRow:
 
 
 class StateRow(NamedTuple):
-    """A row of `state`, from which a writer continues. `VbucketState` explains the fields."""
+    """A row of `state`, from which a writer continues: members of `VbucketState`, which explains them, and one more."""
 
     staging_branch: int
     staged_seqno: int
     staging_published_seqno: int
     indexed_seqno: int
+    """Rows of the staging branch up to here have their key rows."""
     open_snapshot: SnapshotRange | None
     failover_log: FailoverLog
     source_purge_seqno: int
@@ -407,19 +408,12 @@ class StateRow(NamedTuple):
     @classmethod
     def of(cls, state: VbucketState) -> StateRow:
         """Return the row of a state. Its indexed seqno is the published one: a crash repeats key rows above that."""
-        return cls(  # without names: they would nearly double its cost, once for each vbucket of a commit
-            state.staging_branch,
-            state.staged_seqno,
-            state.staging_published_seqno,
-            state.staging_published_seqno,
-            state.open_snapshot,
-            state.failover_log,
-            state.source_purge_seqno,
-            state.rollback_count,
-            state.last_rollback_ms,
-            state.stream_filter,
-            state.missing_seqno,
-        )
+        return cls(*_stored_fields(state))
+
+
+_stored_fields = attrgetter(
+    *("staging_published_seqno" if name == "indexed_seqno" else name for name in StateRow._fields)
+)
 
 
 def encode_state(row: StateRow) -> bytes:

@@ -43,26 +43,19 @@ def load(txn: Transaction, vbid: int, known: Mapping[manifests.Key, Manifest] | 
         depth = 1 if change.whole else depth + 1
     if above:
         manifest = manifest.changed(*(change for _, change in above))
+    stored = row._asdict()
+    indexed_seqno = stored.pop("indexed_seqno")
     state = VbucketState(
         vbid=vbid,
         branch=Branch(pub.branch),
         published_seqno=Seqno(pub.seqno),
         history_floor_seqno=Seqno(pub.floor_seqno),
-        staging_branch=Branch(staging),
-        staged_seqno=Seqno(staged),
-        staging_published_seqno=Seqno(published),
-        open_snapshot=row.open_snapshot,
-        failover_log=row.failover_log,
-        source_purge_seqno=Seqno(row.source_purge_seqno),
         local_purge_seqno=Seqno(branches.purge_row(txn, vbid).local_purge_seqno),
         manifest=manifest,
-        rollback_count=row.rollback_count,
-        last_rollback_ms=row.last_rollback_ms,
-        stream_filter=row.stream_filter,
-        missing_seqno=row.missing_seqno,
+        **stored,
     )
     boundary = chain.boundary_at(txn, vbid, staging, published) if published else None
     counters = branches.BoundaryCounters(0, 0)
     if boundary is not None:
         counters = branches.BoundaryCounters(boundary.ordinal, boundary.row_bytes)
-    return LoadedVbucket(state, row.indexed_seqno, manifest_key, [key for key, _ in above], depth, counters)
+    return LoadedVbucket(state, indexed_seqno, manifest_key, [key for key, _ in above], depth, counters)

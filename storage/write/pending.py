@@ -11,14 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import islice
 from operator import itemgetter, lt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
 from storage.history import branches, index, manifests
 from storage.history.loaded import load
-from storage.model import FailoverLog, Manifest, ManifestChange, Seqno, SnapshotRange, VbucketState
+from storage.model import Manifest, ManifestChange, Seqno, SnapshotRange, SourceFacts, VbucketState
 from storage.write.owner import GroupOwner, contained
 
 _unpack_row_key = keys.ROW.unpack
@@ -204,24 +204,13 @@ class PendingVbucket:
             self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True
 
-    def save_failover_log(
-        self, log: FailoverLog, source_purge_seqno: int | None = None, missing_seqno: int | None = None
-    ) -> None:
-        """Replace the failover log, with the next commit and never later than the first rows of its stream.
+    def save(self, **facts: Unpack[SourceFacts]) -> None:
+        """Keep facts of a stream, with the next commit and never later than the stream's first rows.
 
-        While nothing of the vbucket is stored, the log waits for those rows, or until it is known that there are none
-        (`publish` at 0).
+        While nothing of the vbucket is stored, a failover log waits for those rows, or until it is known that there are
+        none (`publish` at 0).
         """
-        self.change(failover_log=log)
-        if source_purge_seqno is not None:
-            self.change(source_purge_seqno=Seqno(source_purge_seqno))
-        if missing_seqno is not None:
-            self.change(missing_seqno=missing_seqno)
-        self.dirty = True
-
-    def save_filter(self, text: str) -> None:
-        """Keep the filter of the staging branch's streams, never later than their first rows."""
-        self.change(stream_filter=text)
+        self.change(**facts)
         self.dirty = True
 
     # -- key rows of a large snapshot -----------------------------------------------------------------------------

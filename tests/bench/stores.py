@@ -58,7 +58,7 @@ def store(path: str, rows: Mapping[int, list[Row]], groups: int = 1) -> None:
     for group in range(groups):
         with _writing(path, identity, group) as writer:
             for vbid in identity.group_vbids(group):
-                writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(7, 0)]))
+                writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(7, 0)]))
                 _store_snapshot(writer, vbid, rows[vbid])
 
 

@@ -96,7 +96,7 @@ class Run:
     def write_round(self) -> None:
         ends = []
         for vbid in range(VBUCKETS):
-            self.writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(10, 0)]))
+            self.writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(10, 0)]))
             first = self.tips[vbid] + 1
             state = dict(self.states[vbid][self.tips[vbid]])
             rows = []

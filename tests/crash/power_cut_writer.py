@@ -82,7 +82,7 @@ def write(path: str, seed: int) -> None:
 
 
 def put(writer: GroupWriter, random: Random, vbid: int) -> None:
-    writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(10, 0)]))
+    writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(10, 0)]))
     first = writer.vbuckets[vbid].state.published_seqno + 1
     rows = []
     for seqno in range(first, first + random.choice((1, 3, 40))):

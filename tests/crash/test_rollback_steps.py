@@ -200,7 +200,7 @@ OTHER_SNAPSHOTS = [(0, 14, rows_of(1, 14, b"other")), (14, 17, rows_of(15, 17, b
 def prepared(data: str, *, part: bool = False) -> None:
     """Three published snapshots, and perhaps a part of a fourth on disk."""
     target = open_writer(data)
-    target.vbuckets[VBID].save_failover_log(OLD_LOG)
+    target.vbuckets[VBID].save(failover_log=OLD_LOG)
     fetch(target, OLD_SNAPSHOTS)
     if part:
         stage(target, rows_of(31, 37, b"part"), 30, 40)
@@ -211,7 +211,7 @@ def prepared(data: str, *, part: bool = False) -> None:
 def rolled_back(data: str) -> None:
     target = open_writer(data)
     target.vbuckets[VBID].rollback(25)
-    target.vbuckets[VBID].save_failover_log(NEW_LOG)
+    target.vbuckets[VBID].save(failover_log=NEW_LOG)
     fetch(target, NEW_SNAPSHOTS)
     target.close()
 
@@ -226,7 +226,7 @@ def roll_back(data: str) -> None:
     ):  # the source says ROLLBACK to 25 to anyone who holds more of the old
         result = target.vbuckets[VBID].rollback(25)
         assert result.boundary_seqno == 20
-    target.vbuckets[VBID].save_failover_log(NEW_LOG)
+    target.vbuckets[VBID].save(failover_log=NEW_LOG)
     fetch(target, NEW_SNAPSHOTS)
     target.close()
 
@@ -247,7 +247,7 @@ def resync(data: str) -> None:
     state = target.vbuckets[VBID].state
     if state.failover_log == OLD_LOG:  # the source knows nothing of our history
         target.vbuckets[VBID].begin_resync()
-    target.vbuckets[VBID].save_failover_log(OTHER_LOG)
+    target.vbuckets[VBID].save(failover_log=OTHER_LOG)
     fetch(target, OTHER_SNAPSHOTS)
     target.close()
 

@@ -50,7 +50,7 @@ def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
 
 
 def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: SpoolSink) -> None:
-    sink.save_failover_log(ins.SaveFailoverLog(VBID, "t", FailoverLog.of([(7, 0)])))
+    sink.save({"failover_log": FailoverLog.of([(7, 0)])})
     assert sink.stage(stage(1, 4)) is None
     assert sink.publish(publish(5, 2)) == events.Published(5)
     assert sink.stage(stage(8)) is None

@@ -25,7 +25,7 @@ def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
 
 def test_rows_log_and_publish_become_one_commit(vbucket: FakeVbucket) -> None:
     log = FailoverLog.of([(7, 0)])
-    vbucket.execute([ins.SaveFailoverLog(VBID, "t", log), stage(vbucket, 1, 2, 5), publish(5)])
+    vbucket.execute([ins.SaveFacts(VBID, "t", {"failover_log": log}), stage(vbucket, 1, 2, 5), publish(5)])
     assert vbucket.writer.commit().published == [(0, 5)]
     state = vbucket.writer.vbuckets[0].state
     assert (state.published_seqno, state.failover_log, state.open_snapshot) == (5, log, None)
@@ -113,7 +113,7 @@ def test_a_resync_that_is_complete_but_not_yet_seen_has_no_boundary_to_go_back_t
 
 
 def test_what_streams_are_filtered_to_is_kept(vbucket: FakeVbucket) -> None:
-    vbucket.execute([ins.SaveFilter(VBID, "t", "collections 8")])
+    vbucket.execute([ins.SaveFacts(VBID, "t", {"stream_filter": "collections 8"})])
     vbucket.writer.commit()
     assert vbucket.writer.vbuckets[0].state.stream_filter == "collections 8"
 

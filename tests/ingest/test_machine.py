@@ -238,7 +238,7 @@ def test_inside_a_snapshot_that_overruns_the_end_the_request_reaches_to_the_snap
 def test_the_failover_log_of_an_accepted_stream_replaces_ours_before_any_row() -> None:
     rig = rig_at(100)
     done = rig.feed(ev.StreamAccepted(rig.opaque_counter, log((0xB, 100), (0xA, 0))))
-    assert kinds(done) == [ins.SaveFailoverLog]
+    assert kinds(done) == [ins.SaveFacts]
     assert rig.store.failover_log == tuple(log((0xB, 100), (0xA, 0)))
 
 
@@ -379,7 +379,8 @@ def test_what_a_stream_is_filtered_to_is_kept_before_its_rows() -> None:
     rig = Rig(ToyStore())
     assert filtered(rig, AIRLINE) == [ins.RequestStream]
     done = kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG)))
-    assert done == [ins.SaveFailoverLog, ins.SaveFilter]
+    assert done == [ins.SaveFacts]
+    assert rig.store.failover_log == LOG
     assert rig.store.stream_filter == AIRLINE.text
 
 
@@ -395,7 +396,8 @@ def test_a_collection_that_was_left_out_till_now_is_fetched_from_the_start() -> 
     assert filtered(rig, BOTH) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
     assert requested(rig) == (0, 0, 0, 0)
     assert rig.store.served.seqno == 100
-    assert kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG)))[-1] is ins.SaveFilter
+    assert kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG)))[-1] is ins.SaveFacts
+    assert rig.store.stream_filter == BOTH.text
     marker(rig, 1, 120)
     rows(rig, 110)
     rig.feed(ev.ConnectionLost())
@@ -496,7 +498,7 @@ def test_common_history_that_reaches_our_position_needs_no_rollback() -> None:
     assert requested(rig) == (100, 100, 100, 0xB)
     rollback(rig, 0)
     done = rig.feed(ev.FailoverLogReceived(log((0xC, 100), (0xA, 0))))
-    assert kinds(done) == [ins.SaveFailoverLog, ins.RequestStream]
+    assert kinds(done) == [ins.SaveFacts, ins.RequestStream]
     assert requested(rig) == (100, 100, 100, 0xA)
     assert rig.store.rollbacks == []
 
@@ -671,8 +673,8 @@ def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_sent()
     rig = rig_at(80, 100, failover_log=log((0xB, 90)))
     rollback(rig, 0)
     done = rig.feed(ev.FailoverLogReceived(log((0xC, 95), (0xB, 70))))
-    assert [each for each in done if isinstance(each, ins.SaveFailoverLog)] == [
-        ins.SaveFailoverLog(0, "rolled back", log((0xB, 80)))
+    assert [each for each in done if isinstance(each, ins.SaveFacts)] == [
+        ins.SaveFacts(0, "rolled back", {"failover_log": log((0xB, 80))})
     ]
     assert requested(rig) == (80, 80, 80, 0xB)
 

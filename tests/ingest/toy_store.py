@@ -138,9 +138,6 @@ class ToyStore:
         line.open_snapshot = instruction.open_snapshot
         line.manifest = instruction.manifest
 
-    def _SaveFilter(self, instruction: ins.SaveFilter) -> None:
-        self.stream_filter = instruction.text
-
     def _Advance(self, instruction: ins.Advance) -> None:
         assert instruction.seqno > self.staging.position
         self.staging.position = instruction.seqno
@@ -161,12 +158,12 @@ class ToyStore:
         self.published.append(instruction.seqno)
         return ev.Published(instruction.seqno)
 
-    def _SaveFailoverLog(self, instruction: ins.SaveFailoverLog) -> None:
-        self.failover_log = instruction.failover_log
-        if instruction.source_purge_seqno is not None:
-            self.purge_seqno = instruction.source_purge_seqno
-        if instruction.missing_seqno is not None:
-            self.missing_seqno = instruction.missing_seqno
+    def _SaveFacts(self, instruction: ins.SaveFacts) -> None:
+        facts = instruction.facts
+        self.failover_log = facts.get("failover_log", self.failover_log)
+        self.purge_seqno = facts.get("source_purge_seqno", self.purge_seqno)
+        self.missing_seqno = facts.get("missing_seqno", self.missing_seqno)
+        self.stream_filter = facts.get("stream_filter", self.stream_filter)
 
     def _RollbackTo(self, instruction: ins.RollbackTo) -> Any:
         assert self.staging_branch == self.served_branch, "a resync has nothing to roll back"

@@ -111,7 +111,7 @@ class World:
         """(branch, seqno) of everything that the mirror served -> what was alive there."""
         self.resyncing = False
         self.kept_rows = 0
-        self.writer.vbuckets[0].save_failover_log(self.log)
+        self.writer.vbuckets[0].save(failover_log=self.log)
         self.writer.commit()
         self._served()
 
@@ -184,7 +184,7 @@ class World:
         if start == 0:  # a backfill from nothing: what the source has purged does not come
             rows = [each for each in rows if each.alive or each.content or each.seqno > self.source_purge_seqno]
             missing = self.rng.choice([self.source_purge_seqno, SEQNO_MAX])
-            self.writer.vbuckets[0].save_failover_log(self.log, missing_seqno=missing)
+            self.writer.vbuckets[0].save(failover_log=self.log, missing_seqno=missing)
         within = SnapshotRange(Seqno(start), Seqno(end_seqno))
         manifest = Manifest.initial()
         for each in self.changes:
@@ -234,14 +234,14 @@ class World:
             published = int(self.writer.vbuckets[0].state.published_seqno)
             if published > common and not self.writer.vbuckets[0].rollback(common).boundary_seqno:
                 self.resync()
-        self.writer.vbuckets[0].save_failover_log(self.log)
+        self.writer.vbuckets[0].save(failover_log=self.log)
         self.writer.commit()
         self._served()
 
     def resync(self) -> None:
         """Everything from 0, next to the old copy."""
         self.writer.vbuckets[0].begin_resync()
-        self.writer.vbuckets[0].save_failover_log(self.log)
+        self.writer.vbuckets[0].save(failover_log=self.log)
         self.writer.commit()
         self.resyncing = True
 
@@ -249,7 +249,7 @@ class World:
         """An operator's rollback: the source knows nothing of it, and its log stays what it was."""
         published = int(self.writer.vbuckets[0].state.published_seqno)
         if published and self.writer.vbuckets[0].rollback(self.rng.randint(published // 2, published)).boundary_seqno:
-            self.writer.vbuckets[0].save_failover_log(self.log)
+            self.writer.vbuckets[0].save(failover_log=self.log)
             self.writer.commit()
             self._served()
 

@@ -66,7 +66,7 @@ class Source:
                 ),
             )
             for vbid in vbids:
-                writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(VBUUID, 0)]))
+                writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(VBUUID, 0)]))
                 writer.vbuckets[vbid].publish(0, 0)  # the source has nothing yet
             writer.commit()
             self.writers.append(writer)

@@ -103,7 +103,7 @@ class Store:
 
     def log(self, vbid: int, *entries: tuple[int, int]) -> None:
         """The source's failover log, newest first."""
-        self.writer.vbuckets[vbid].save_failover_log(FailoverLog.of(entries))
+        self.writer.vbuckets[vbid].save(failover_log=FailoverLog.of(entries))
         self.writer.commit()
 
     def logs(self, vbuuid: int = 77) -> None:

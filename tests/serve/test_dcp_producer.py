@@ -345,7 +345,7 @@ async def test_a_client_without_collections_gets_the_default_one_and_snapshots_t
 async def test_a_marker_is_of_version_2_2_where_that_has_something_to_say(
     store: Store, dcp: DcpEndpoint, requested: bytes, purged: int, version: int, visible: int
 ) -> None:
-    store.writer.vbuckets[0].save_failover_log(store.writer.vbuckets[0].state.failover_log, missing_seqno=purged)
+    store.writer.vbuckets[0].save(failover_log=store.writer.vbuckets[0].state.failover_log, missing_seqno=purged)
     store.put(b"a", b"1", 5)
     client = await dcp.client(controls={b"max_marker_version": requested})
     assert (await client.stream(0)).status == 0

@@ -60,8 +60,8 @@ async def test_an_interrupted_first_backfill_goes_on_where_no_tombstone_is_gone(
 async def test_what_is_held_from_before_the_first_snapshot_may_lack_deletions(store: Store, dcp: DcpEndpoint) -> None:
     """The source had purged who knows what when it sent that snapshot."""
     vbid = keys.vbid_of(b"a", store.identity.vbucket_count)
-    store.writer.vbuckets[vbid].save_failover_log(
-        store.writer.vbuckets[vbid].state.failover_log, missing_seqno=SEQNO_MAX
+    store.writer.vbuckets[vbid].save(
+        failover_log=store.writer.vbuckets[vbid].state.failover_log, missing_seqno=SEQNO_MAX
     )
     store.put(b"a", b"1", 50)
     client = await dcp.client()

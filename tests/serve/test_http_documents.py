@@ -280,7 +280,7 @@ def test_a_write_that_was_rolled_back_is_reported_lost_at_once(site: Site) -> No
     site.source.put(key, b"2")
     site.source.rollback(4, 1)
     writer = site.source.writer(4)
-    writer.vbuckets[4].save_failover_log(FailoverLog.of([(77, 1), (VBUUID, 0)]))
+    writer.vbuckets[4].save(failover_log=FailoverLog.of([(77, 1), (VBUUID, 0)]))
     writer.commit()
     problem = site.get(site.document(key.decode()), 409, params={"token": f"4:{VBUUID}:2", "timeout_ms": 60_000}).json()
     assert (problem["type"], problem["hint"]) == ("urn:dcp-mirror:write-lost", "write it again")

@@ -37,7 +37,7 @@ def test_a_rollback_between_the_wait_and_the_read_lets_no_older_value_through(si
     def read() -> bytes | None:
         site.source.rollback(4, 1)
         writer = site.source.writer(4)
-        writer.vbuckets[4].save_failover_log(FailoverLog.of([(77, 1), (VBUUID, 0)]))
+        writer.vbuckets[4].save(failover_log=FailoverLog.of([(77, 1), (VBUUID, 0)]))
         writer.commit()
         found = service.view.get(key)
         return found and found.value

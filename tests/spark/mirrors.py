@@ -43,7 +43,7 @@ class SmallMirror:
         for vbid in range(VBUCKETS):
             writer = self.writers[vbid % GROUPS]
             self.seqnos[vbid] = int(writer.vbuckets[vbid].state.published_seqno)
-            writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(77, 0)]))
+            writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(77, 0)]))
             if self.filled and not self.seqnos[vbid]:
                 writer.vbuckets[vbid].publish(0, 0)
             writer.commit()

@@ -53,7 +53,7 @@ def make(path: str, seed: int) -> None:
     directory.create(path, IDENTITY)
     writer = opened_writer(path, 1_000_000)
     for vbid in VBIDS:
-        writer.vbuckets[vbid].save_failover_log(log())
+        writer.vbuckets[vbid].save(failover_log=log())
         written = KEYS[vbid][: -KEY_COUNT // 10]
         _publish(writer, rng, vbid, rng.sample(written, len(written)))
         for _ in range(rng.randrange(4, 12)):

@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> str:
 def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
     """What a test leaves behind must be sound."""
     opened = open_writer(path, clock=clock)
-    opened.vbuckets[0].save_failover_log(log())
+    opened.vbuckets[0].save(failover_log=log())
     yield opened
     opened.close()
     assert check(path).problems == []

@@ -63,7 +63,7 @@ def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_g
     staged(writer, 0, 11, 12, 18)
     writer.commit(flush_open=True)
     staged(writer, 0, 13, 14, 18)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     writer.commit()
     if dies:
         crash(writer)

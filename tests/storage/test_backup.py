@@ -201,7 +201,7 @@ def test_a_mirror_that_was_damaged_when_it_was_copied_is_refused_by_its_rows(
 ) -> None:
     """The checksums of the files match: they were made of the damaged rows."""
     writer = open_writer(path, clock=clock)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
     writer.close()
     file = Path(directory.group_path(path, 0)) / "data.mdb"
@@ -221,7 +221,7 @@ def test_a_mirror_whose_reference_was_damaged_when_it_was_copied_is_refused(
     path: str, clock: Clock, tmp_path: Path
 ) -> None:
     writer = open_writer(path, clock=clock)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     publish(writer, 1, dict.fromkeys(KEYS[:3], b"a value"))
     with writer.environment.begin(write=True) as txn:
         txn.put(b"\0" + KEYS[0], keys.DUP.pack(1, 2, 0x57), db=writer.environment.db(keys.keys_db(0)))

@@ -63,7 +63,7 @@ def everything(view: View) -> list[Callable[[], object]]:
 def writer(path: str) -> Iterator[GroupWriter]:
     """A writer of what a test damages."""
     opened = open_writer(path)
-    opened.vbuckets[0].save_failover_log(log())
+    opened.vbuckets[0].save(failover_log=log())
     yield opened
     opened.close()
 

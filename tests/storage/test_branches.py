@@ -33,7 +33,7 @@ def boundary(seqno: int, vbuuid: int) -> Boundary:
 def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> None:
     writer = open_writer(path)
     seen = [writer.vbuckets[0].state.staging_branch]
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     publish(writer, 0, [(KEY, b"1", 1)])
     publish(writer, 0, [(KEY, b"2", 2)])
     writer.vbuckets[0].rollback(1)
@@ -66,7 +66,7 @@ def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
     path: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = open_writer(path)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     publish(writer, 0, [(KEY, b"1", 1)])
     publish(writer, 0, [(KEY, b"2", 2)])
     writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"3", 3)], 0, SnapshotRange(Seqno(3), Seqno(9)))
@@ -98,9 +98,9 @@ def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
 
 def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
     writer: GroupWriter = open_writer(path)
-    writer.vbuckets[0].save_failover_log(entries((5, 0)))
+    writer.vbuckets[0].save(failover_log=entries((5, 0)))
     publish(writer, 0, [(KEY, b"1", 10)])
-    writer.vbuckets[0].save_failover_log(entries((6, 10), (5, 0)))
+    writer.vbuckets[0].save(failover_log=entries((6, 10), (5, 0)))
     publish(writer, 0, [(KEY, b"2", 20)])
     writer.vbuckets[0].rollback(15)
     with open_view(path) as view:
@@ -114,7 +114,7 @@ def test_a_rollback_record_says_where_from_and_where_to(path: str) -> None:
 def fill(path: str, seqnos: range) -> None:
     writer = open_writer(path)
     if seqnos.start == 1:
-        writer.vbuckets[0].save_failover_log(log())
+        writer.vbuckets[0].save(failover_log=log())
     for seqno in seqnos:
         publish(writer, 0, [(KEY, b"%d" % seqno, seqno)])
     writer.close()

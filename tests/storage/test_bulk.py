@@ -130,7 +130,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
 
     purge(boundaries=41, time_ms=10**9)  # from 60 on
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].save(failover_log=log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 50 is gone"):
         list(chunks[0])
@@ -154,7 +154,7 @@ def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_o
     while (vbid := writer.background.purger.plan(clock.now)) is not None:
         writer.background.purge(vbid, clock.now)
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].save(failover_log=log(88))
     fill(writer, 3, 1, 1)
     with pytest.raises(ViewInvalidated, match="history at seqno 60 is gone"):
         bulk.documents(view, pin)

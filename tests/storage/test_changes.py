@@ -138,7 +138,7 @@ def test_two_positions_of_a_copy_that_was_replaced_are_refused_where_a_tombstone
     half = view.changes_between(None, end)
     next(half)
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].save(failover_log=log(88))
     publish(writer, 0, [(D, b"9", 1)])
     with pytest.raises(ViewInvalidated, match="tombstones above seqno 2 are gone"):
         list(view.changes_between(before, end))

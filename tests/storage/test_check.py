@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> str:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     writer = open_writer(path)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     for first in (1, 6):
         rows = [row(writer.vbuckets[0].prefix, key, b"v", first + n) for n, key in enumerate(KEYS)]
         writer.vbuckets[0].stage(rows, 0, span(first, first + 4))
@@ -144,7 +144,7 @@ def test_boundaries_that_count_wrongly_are_found(tmp_path: Path) -> None:
     path = str(tmp_path / "mirror")
     directory.create(path, IDENTITY)
     writer = open_writer(path)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     for seqno in (1, 2):
         writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEYS[0], b"v", seqno)], 0, span(seqno, seqno))
         writer.vbuckets[0].publish(seqno, seqno)

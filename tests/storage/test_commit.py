@@ -48,7 +48,7 @@ def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: G
     key = keys_of(0, 1)[0]
     publish(writer, 0, [(key, b"gone", 5)])
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log(9))
+    writer.vbuckets[0].save(failover_log=log(9))
     writer.vbuckets[0].publish(0, 0)
     assert writer.commit().published == [(0, 0)]
     state = writer.vbuckets[0].state
@@ -63,7 +63,7 @@ def test_a_resync_from_an_empty_source_is_published_at_zero(path: str, writer: G
 def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -> None:
     """A stream that was accepted may bring everything yet: its log alone must not make an absent document of it."""
     writer = open_writer(path)
-    writer.vbuckets[0].save_failover_log(log(77))
+    writer.vbuckets[0].save(failover_log=log(77))
     writer.commit()
     assert writer.vbuckets[0].state.failover_log == log(77)
     with open_view(path) as view:
@@ -72,7 +72,7 @@ def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -
         writer.commit()
         assert view.state(0).is_whole
         assert view.boundaries(0) == []
-        writer.vbuckets[0].save_failover_log(log(78))
+        writer.vbuckets[0].save(failover_log=log(78))
         writer.commit()
         assert view.state(0).is_whole
     crash(writer)
@@ -92,7 +92,7 @@ def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -
 def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
     writer = open_writer(path)
     (key,) = keys_of(0, 1)
-    writer.vbuckets[0].save_failover_log(log(77))
+    writer.vbuckets[0].save(failover_log=log(77))
     writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 3)], 0, span(3, 9))
     writer.commit()
     with open_view(path) as view:

@@ -27,7 +27,7 @@ def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTIT
         WriterOptions(group=group, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30),
     )
     for vbid in vbids:
-        writer.vbuckets[vbid].save_failover_log(log())
+        writer.vbuckets[vbid].save(failover_log=log())
         publish(writer, vbid, [(key, b"value", seqno) for seqno, key in enumerate(keys_of(vbid, 2), 1)])
     writer.close()
     return handover.pack(str(scratch), group, identity, str(target))

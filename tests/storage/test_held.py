@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> str:
             ),
         )
         for vbid in IDENTITY.group_vbids(group):
-            writer.vbuckets[vbid].save_failover_log(log())
+            writer.vbuckets[vbid].save(failover_log=log())
             frame = records.encode_mutation(keys_in(vbid), b"v", 7)
             writer.vbuckets[vbid].stage([(writer.vbuckets[vbid].prefix + (7).to_bytes(8), frame)], 0, span(7, 7))
             writer.vbuckets[vbid].publish(7, 7)

@@ -34,7 +34,7 @@ def test_any_complete_end_may_be_published_later(
     rng = Random(seed)
     names = keys_of(0, 6)
     writer = open_writer()
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     events: list[tuple[int, bytes]] = []
     ends: list[int] = []
     published = 0

@@ -29,7 +29,7 @@ A, B, C = keys_of(0, 3)
 def writer(tmp_path: Path) -> Iterator[GroupWriter]:
     directory.create(str(tmp_path), IDENTITY)
     opened = open_writer(str(tmp_path))
-    opened.vbuckets[0].save_failover_log(log())
+    opened.vbuckets[0].save(failover_log=log())
     system_event(opened, 1, Collection(0, 0, "_default", Seqno(0)), Collection(300, 0, "c", Seqno(1)), scopes={0: "s"})
     commit(opened, 1)
     yield opened

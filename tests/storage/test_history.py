@@ -21,7 +21,7 @@ def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
         directory.group_path(path, 0),
         WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: now),
     )
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     with open_view(path) as view:
         empty = view.history(0)
         assert (empty.floor_seqno, empty.floor_ms, empty.boundaries, empty.versions) == (0, None, 0, 0)

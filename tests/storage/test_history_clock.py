@@ -53,7 +53,7 @@ def opened(path: str, clocks: TwoClocks) -> GroupWriter:
             window=WINDOW,
         ),
     )
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     return writer
 
 

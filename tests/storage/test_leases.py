@@ -133,7 +133,7 @@ def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, cl
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, B, b"2", 1)], 0, span(1, 1))
-    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].save(failover_log=log(88))
     writer.vbuckets[0].publish(1, 0)
     writer.commit()
     while writer.step():

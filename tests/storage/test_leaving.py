@@ -26,9 +26,9 @@ def test_a_rollback_prunes_the_failover_log_and_keeps_the_vbuuid_of_the_boundary
     path: str, writer: GroupWriter
 ) -> None:
     key = keys_of(0, 1)[0]
-    writer.vbuckets[0].save_failover_log(log(5))
+    writer.vbuckets[0].save(failover_log=log(5))
     publish(writer, 0, [(key, b"1", 10)])
-    writer.vbuckets[0].save_failover_log(FailoverLog.of([(6, 12)]))
+    writer.vbuckets[0].save(failover_log=FailoverLog.of([(6, 12)]))
     publish(writer, 0, [(key, b"2", 20)])
     assert writer.vbuckets[0].rollback(15).boundary_seqno == 10
     assert writer.vbuckets[0].state.failover_log == FailoverLog.of([(5, 10)])
@@ -104,14 +104,14 @@ def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
 def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, writer: GroupWriter) -> None:
     """A reader must know what was left out: a resync begins again, what is served next to it claims nothing."""
     assert writer.vbuckets[0].state.stream_filter is None
-    writer.vbuckets[0].save_filter("collections 8")
+    writer.vbuckets[0].save(stream_filter="collections 8")
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
     publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
     assert writer.vbuckets[0].rollback(1).boundary_seqno == 1
     assert writer.vbuckets[0].state.stream_filter == "collections 8"
     writer.vbuckets[0].begin_resync()
     assert writer.vbuckets[0].state.stream_filter is None
-    writer.vbuckets[0].save_filter("collections 8,9")
+    writer.vbuckets[0].save(stream_filter="collections 8,9")
     writer.commit()
     crash(writer)
     writer = open_writer(path)
@@ -126,11 +126,11 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
     its documents for its own past, and they stayed for ever.
     """
     key = keys_of(0, 1)[0]
-    writer.vbuckets[0].save_failover_log(log(77))
+    writer.vbuckets[0].save(failover_log=log(77))
     publish(writer, 0, [(key, b"1", 5)])
     publish(writer, 0, [(key, b"2", 9)])
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log(88))
+    writer.vbuckets[0].save(failover_log=log(88))
     writer.commit()
     writer.vbuckets[0].rollback(6)
     assert [entry.vbuuid for entry in writer.vbuckets[0].state.failover_log] == [77]
@@ -141,7 +141,7 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
 
 def test_the_boundary_of_an_empty_copy_is_none_to_go_back_to(writer: GroupWriter) -> None:
     """A resync from an empty source is published at 0; "went to 0" means that nothing was changed."""
-    writer.vbuckets[0].save_failover_log(log(77))
+    writer.vbuckets[0].save(failover_log=log(77))
     publish(writer, 0, [(keys_of(0, 1)[0], b"1", 5)])
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].publish(0, 0)

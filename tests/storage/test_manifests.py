@@ -45,7 +45,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
     for vbid, assembler in zip(vbids, assemblers, strict=True):
         assembler.load(writer.vbuckets[vbid].state)
         assembler.begin_stream(inside_snapshot=False, collections_granted=True)
-        writer.vbuckets[vbid].save_failover_log(log())
+        writer.vbuckets[vbid].save(failover_log=log())
         assembler.marker(SnapshotMarker(vbid, 0, count + 1, 2, opaque=1), [])
     before = entries_in_memory()
     rows = 0

@@ -36,7 +36,7 @@ def test_a_writer_that_was_overtaken_cannot_write(path: str) -> None:
     new.close()
     revived = open_writer(path)
     revived.owner.fence -= 1
-    revived.vbuckets[0].save_failover_log(log())
+    revived.vbuckets[0].save(failover_log=log())
     with pytest.raises(Locked, match="took this group over"):
         revived.commit()
     revived.close()

@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> str:
     directory.create(made, IDENTITY)
     writer = open_writer(made, "stale")
     for vbid in (0, 2):
-        writer.vbuckets[vbid].save_failover_log(log())
+        writer.vbuckets[vbid].save(failover_log=log())
         publish(writer, vbid, keys_of(vbid, 1)[0], b"old", 3)
     writer.close()
     return made

@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_a_value_is_an_error_that_names_the_row(path: str, read
     from tests.storage.test_writer import open_writer
 
     writer = open_writer(path)
-    writer.vbuckets[0].save_failover_log(log())
+    writer.vbuckets[0].save(failover_log=log())
     publish(writer, 0, [(A, b"one", 1), (B, b"two", 2), (C, b"three", 3)])
     with open_view(path) as view, open_view(path, verify_reads=False) as careless:
         READS[read](view)

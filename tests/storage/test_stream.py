@@ -161,12 +161,12 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
     now_ms = 1_000_000
     store = Store(tmp_path, vbuckets=1, window=Window(time_ms=10), clock_ms=lambda: now_ms)
     log = FailoverLog.of([(7, 0)])
-    store.writer.vbuckets[0].save_failover_log(log, missing, missing)
+    store.writer.vbuckets[0].save(failover_log=log, source_purge_seqno=Seqno(missing), missing_seqno=missing)
     store.put(b"a", b"v", 50)
     with open_view(store.path) as view:
         assert stream.served_state(view.reader(0)).purge_seqno == first
         for seqno, purge_seqno in ((60, 5), (70, 65)):
-            store.writer.vbuckets[0].save_failover_log(log, purge_seqno)
+            store.writer.vbuckets[0].save(failover_log=log, source_purge_seqno=Seqno(purge_seqno))
             store.put(b"b", b"v", seqno)
             now_ms += 1000
             while store.writer.step():
@@ -182,7 +182,7 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
 
 
 def test_a_resync_that_is_given_up_leaves_what_the_served_copy_lacks(store: Store, view: View) -> None:
-    store.writer.vbuckets[0].save_failover_log(store.writer.vbuckets[0].state.failover_log, missing_seqno=30)
+    store.writer.vbuckets[0].save(failover_log=store.writer.vbuckets[0].state.failover_log, missing_seqno=30)
     store.put(b"a", b"v", 50)
     store.writer.vbuckets[0].begin_resync()
     store.writer.vbuckets[0].rollback(50)

@@ -36,7 +36,7 @@ def write_status(view: View, token: MutationToken) -> WriteStatus:
 @pytest.fixture
 def writer(path: str) -> Iterator[GroupWriter]:
     opened = open_writer(path)
-    opened.vbuckets[0].save_failover_log(log_of((OLD, 0)))
+    opened.vbuckets[0].save(failover_log=log_of((OLD, 0)))
     for seqno in range(1, 11):
         publish(opened, 0, [(A, b"%d" % seqno, seqno)])
     yield opened
@@ -71,7 +71,7 @@ def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: Group
     assert write_status(view, token(OLD, 7)) is WriteStatus.PUBLISHED
     assert write_status(view, token(OLD, 8)) is WriteStatus.WAITING
     assert write_status(view, token(OLD, 10)) is WriteStatus.WAITING
-    writer.vbuckets[0].save_failover_log(log_of((NEW, 8), (OLD, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEW, 8), (OLD, 0)))
     writer.commit()
     assert write_status(view, token(OLD, 8)) is WriteStatus.WAITING
     assert write_status(view, token(OLD, 9)) is WriteStatus.LOST
@@ -86,7 +86,7 @@ def test_a_write_that_a_failover_undid_is_lost_at_once(view: View, writer: Group
 
 
 def test_a_log_that_shows_the_loss_before_any_rollback_is_believed(view: View, writer: GroupWriter) -> None:
-    writer.vbuckets[0].save_failover_log(log_of((NEW, 10), (OLD, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEW, 10), (OLD, 0)))
     writer.commit()
     assert write_status(view, token(OLD, 10)) is WriteStatus.PUBLISHED
     assert write_status(view, token(OLD, 11)) is WriteStatus.LOST
@@ -94,12 +94,12 @@ def test_a_log_that_shows_the_loss_before_any_rollback_is_believed(view: View, w
 
 def test_a_history_that_was_left_whole_is_lost_once_the_source_sent_its_own(view: View, writer: GroupWriter) -> None:
     """The source failed over to a node that never knew the mirror's newest history."""
-    writer.vbuckets[0].save_failover_log(log_of((NEW, 8), (OLD, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEW, 8), (OLD, 0)))
     publish(writer, 0, [(A, b"11", 11)])
     assert write_status(view, token(NEW, 11)) is WriteStatus.PUBLISHED
     writer.vbuckets[0].rollback(7)
     assert write_status(view, token(NEW, 11)) is WriteStatus.WAITING
-    writer.vbuckets[0].save_failover_log(log_of((NEWER, 7), (OLD, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEWER, 7), (OLD, 0)))
     writer.commit()
     assert write_status(view, token(NEW, 11)) is WriteStatus.LOST
     assert write_status(view, token(NEW, 8)) is WriteStatus.LOST
@@ -110,14 +110,14 @@ def test_an_unknown_history_is_waited_for(view: View, writer: GroupWriter) -> No
     assert write_status(view, token(NEWER, 3)) is WriteStatus.WAITING
     with pytest.raises(NotPublished):
         view.wait_for(token(NEWER, 3), 0)
-    writer.vbuckets[0].save_failover_log(log_of((NEWER, 10), (OLD, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEWER, 10), (OLD, 0)))
     publish(writer, 0, [(A, b"11", 11)])
     view.wait_for(token(NEWER, 11), 0)
 
 
 def test_while_a_vbucket_is_resynced_nothing_counts(view: View, writer: GroupWriter) -> None:
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].save_failover_log(log_of((NEW, 0)))
+    writer.vbuckets[0].save(failover_log=log_of((NEW, 0)))
     writer.commit()
     assert write_status(view, token(NEW, 3)) is WriteStatus.WAITING
     assert write_status(view, token(0, 3)) is WriteStatus.WAITING

@@ -231,7 +231,7 @@ class Store(RuleBasedStateMachine):
         self.writer.vbuckets[vbid].begin_resync()
         self.open[vbid], self.complete[vbid], self.resync[vbid] = [], [], True
         assert self.writer.vbuckets[vbid].state.staged_seqno == 0
-        self.writer.vbuckets[vbid].save_failover_log(log(88))
+        self.writer.vbuckets[vbid].save(failover_log=log(88))
 
     @rule()
     def crash_and_reopen(self) -> None:

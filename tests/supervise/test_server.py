@@ -54,7 +54,7 @@ def data(tmp_path: Path) -> Path:
             clock_ms=SystemClock().wall_ms,
         ),
     )
-    writer.vbuckets[vbid].save_failover_log(FailoverLog.of([(5, 0)]))
+    writer.vbuckets[vbid].save(failover_log=FailoverLog.of([(5, 0)]))
     row = (writer.vbuckets[vbid].prefix + (1).to_bytes(8), records.encode_mutation(KEY, b"value", 1))
     writer.vbuckets[vbid].stage([row], 10, SnapshotRange(Seqno(1), Seqno(1)))
     writer.vbuckets[vbid].publish(1, 1)

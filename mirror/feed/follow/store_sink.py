@@ -15,7 +15,7 @@ from mirror.feed.stream.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, NoBoundary, ResyncOpened, ResyncRefused, RolledBack, StagingRefused
 from storage.errors import SeqnoOrder
-from storage.model import VbucketState
+from storage.model import SourceFacts, VbucketState
 from storage.write.writer import RollbackResult, VbucketWriter
 
 FREE_BYTES_MIN = 64 * 1024 * 1024
@@ -112,11 +112,8 @@ class StoreSink:
         else:
             self.writer.publish(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
 
-    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        self.writer.save_failover_log(log.failover_log, log.source_purge_seqno, log.missing_seqno)
-
-    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        self.writer.save_filter(stream_filter.text)
+    def save(self, facts: SourceFacts) -> None:
+        self.writer.save(**facts)
 
     def drop_held(self) -> bool:
         return self.gate is not None and self.gate.drop()

@@ -15,7 +15,7 @@ from mirror.feed.read.spool import OpenSpools, Spool
 from mirror.feed.stream.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
-from storage.model import Branch, FailoverLog, Manifest, Seqno, VbucketState
+from storage.model import Branch, FailoverLog, Manifest, Seqno, SourceFacts, VbucketState
 
 BRANCH = Branch(0)
 ROW_PREFIX = bytes(4)
@@ -105,11 +105,9 @@ class SpoolSink:
         )
         return Published(snapshot.seqno)
 
-    def save_failover_log(self, log: ins.SaveFailoverLog) -> None:
-        self._log = log.failover_log
-
-    def save_filter(self, stream_filter: ins.SaveFilter) -> None:
-        """Do nothing: a read has one filter from its beginning to its end."""
+    def save(self, facts: SourceFacts) -> None:
+        """Keep the failover log alone: a read has one filter from its beginning to its end."""
+        self._log = facts.get("failover_log", self._log)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from mirror.wire.codec_dcp import decode_failover_log
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
-from storage.model import FailoverLog, VbucketState
+from storage.model import FailoverLog, SourceFacts, VbucketState
 
 MachineEvent = events.LocalEvent | ev.Event
 NOT_CONNECTED = "there is no connection to the node"
@@ -57,9 +57,7 @@ class Sink(Protocol):
         """Take the snapshot for complete; return Published if it is out already, else that follows its commit."""
         ...
 
-    def save_failover_log(self, log: ins.SaveFailoverLog) -> None: ...
-
-    def save_filter(self, stream_filter: ins.SaveFilter) -> None: ...
+    def save(self, facts: SourceFacts) -> None: ...
 
     def roll_back(self, target: ins.RollbackTo) -> events.RolledBack | events.NoBoundary | None:
         """Go back to a boundary; return None if nothing more is read of the vbucket after a rollback."""
@@ -178,10 +176,8 @@ class VbucketHost(ABC):
                 self.answer_marker(instruction.opaque)
             case ins.ReportStatus():
                 self.report(instruction.status, instruction.text)
-            case ins.SaveFailoverLog():
-                sink.save_failover_log(instruction)
-            case ins.SaveFilter():
-                sink.save_filter(instruction)
+            case ins.SaveFacts():
+                sink.save(instruction.facts)
             case ins.RequestStream():
                 opaque = self.request_stream(instruction)
                 return events.ConnectionLost(NOT_CONNECTED) if opaque is None else events.StreamRequested(opaque)

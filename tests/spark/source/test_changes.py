@@ -281,7 +281,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
     put_back(small, copy)
     for vbid, seqno in small.seqnos.items():
         failover = FailoverLog.of([(78, seqno), (77, 0)])
-        small.writers[vbid % len(small.writers)].vbuckets[vbid].save_failover_log(failover)
+        small.writers[vbid % len(small.writers)].vbuckets[vbid].save(failover_log=failover)
     small.put(orders(100, 100))
     follower.restart()
     with pytest.raises(LostHistory, match="of a history that this mirror does not have"):
