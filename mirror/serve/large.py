@@ -36,14 +36,6 @@ class Block:
         self.data: mmap | bytes = mmap(-1, byte_count, flags=MAP_PRIVATE | MAP_ANONYMOUS) if byte_count else b""
         self._released = 0
 
-    def fill(self, pieces: Iterable[bytes]) -> Iterator[None]:
-        at = 0
-        for piece in pieces:
-            assert isinstance(self.data, mmap), "there is nothing to write"
-            self.data[at : at + len(piece)] = piece
-            at += len(piece)
-            yield
-
     def release(self) -> bool:
         """Give the memory of the next piece back; it must not be read any more. False: that was the last."""
         if isinstance(self.data, mmap) and self._released < len(self.data):
@@ -108,8 +100,12 @@ class LargeReads:
 
     async def _joined(self, byte_count: int, pieces: Iterable[bytes]) -> Block:
         block = Block(byte_count)
+        at = 0
         try:
-            for _ in block.fill(pieces):
+            for piece in pieces:
+                assert isinstance(block.data, mmap), "there is nothing to write"
+                block.data[at : at + len(piece)] = piece
+                at += len(piece)
                 await self._turns.turn()
         except BaseException:
             let_go(self._turns, block.release)

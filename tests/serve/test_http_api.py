@@ -239,26 +239,6 @@ def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
         assert b"were changed" in text[-1000:]
 
 
-def test_a_document_that_cannot_be_decompressed_is_an_error_of_its_own(site: Site) -> None:
-    """A value of 19.7 MB once grew to a gigabyte; changes and multi-get broke off at it."""
-    bomb = b"\xff\xff\xff\xff\x0f"
-    keys = [site.source.key_of(3, number).decode() for number in range(3)]
-    site.source.snapshot(3, *((key.encode(), b"1") for key in keys[:2]), datatype=1)
-    site.source.snapshot(3, (keys[2].encode(), bomb), datatype=3)
-    site.source.snapshot(3, (keys[1].encode(), b"2"), datatype=1)
-    assert site.get(site.document(keys[2]), 500).json()["type"] == "urn:dcp-mirror:damaged"
-    changes = [each["data"]["document"] for each in site.changes(vbid=3) if each["event"] == "mutation"]
-    for found in (site.multi_get(keys)["documents"], site.scan(vbid=3)["documents"], changes):
-        values = {each["key"]: each.get("value", each.get("problem")) for each in found}
-        assert values == {
-            keys[0]: 1,
-            keys[1]: 2,
-            keys[2]: "a compressed value claims 4294967295 bytes; at most 33554432 are possible",
-        }
-        (stored,) = [each for each in found if "problem" in each]
-        assert (stored["value_b64"], stored["datatype"]) == ("/////w8=", 3)
-
-
 def ask_without_reading(site: Site, receive_buffer_bytes: int = 4096) -> socket.socket:
     line = site.connect()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
