@@ -35,8 +35,7 @@ from mirror.errors import (
     PrivilegeMissing,
     TlsFailed,
 )
-from mirror.feed.cluster.discovery import Survey, survey
-from mirror.feed.cluster.srv import look_up
+from mirror.feed.cluster.discovery import Survey, look_up, survey
 from mirror.feed.connection.bootstrap import FEATURES, Access, enter, fetch_manifest
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from mirror.feed.connection.session import NodeSession, StreamAnswer

@@ -26,6 +26,7 @@ class FakeVbucket(VbucketHost):
     """Writes down its calls, over the sink of a real writer."""
 
     sink: StoreSink
+    connected = True
     stream_filter: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, writer: GroupWriter) -> None:
@@ -34,7 +35,6 @@ class FakeVbucket(VbucketHost):
         self.machine = VbucketMachine(VBID, self.sink.state())
         self.done: list[Any] = []
         self.answers_given: list[Any] = []
-        self.connected = True
         self.answers: dict[type, list[Instruction]] = {}
 
     def start_event(self, session: NodeSession) -> Start:
@@ -44,16 +44,15 @@ class FakeVbucket(VbucketHost):
         self.answers_given.append(answer)
         return self.answers.get(type(answer), [])
 
-    def request_stream(self, request: ins.RequestStream) -> int | None:
+    def request_stream(self, request: ins.RequestStream) -> int:
         self.done.append(("request", request.offset.start_seqno))
-        return 42 if self.connected else None
+        return 42
 
     def close_stream(self, opaque: int | None) -> None:
         self.done.append(("close", opaque))
 
-    def get_failover_log(self) -> bool:
+    def get_failover_log(self) -> None:
         self.done.append("log")
-        return self.connected
 
     def answer_marker(self, opaque: int) -> None:
         self.done.append(("marker", opaque))

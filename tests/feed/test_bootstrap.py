@@ -172,12 +172,12 @@ async def test_a_map_that_is_known_already_is_not_sent_again_where_the_node_can_
         access = access_to(node, tmp_path)
         link, _ = await enter(access, first(access), SystemClock())
         old, new = Handshake(frozenset()), Handshake(frozenset({Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION}))
-        assert await fetch_newer_config(link, new, access.settings, known) == b""
+        assert await fetch_newer_config(link, new, known, timeout_s=5) == b""
         assert node.received[-1].extras == struct.pack(">QQ", 2, 7)
         node.answers[Opcode.GET_CLUSTER_CONFIG] = refuse(Status.SUCCESS, newer)
         huge = replace(known, rev=2**63)
         for handshake, have in ((new, known), (old, known), (new, None), (new, huge)):
-            assert await fetch_newer_config(link, handshake, access.settings, have) == newer
+            assert await fetch_newer_config(link, handshake, have, timeout_s=5) == newer
         assert [frame.extras for frame in node.received[-3:]] == [b"", b"", b""]
         link.close()
 

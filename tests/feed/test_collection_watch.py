@@ -272,8 +272,9 @@ def manifest(uid: int, **collections: int) -> SourceManifest:
 
 def test_manifests_move_forward_alone_and_only_what_is_new_is_reported() -> None:
     notified: list[set[int]] = []
-    nobody: Any = SimpleNamespace(ready_sessions=list, current=None)
-    watch = CollectionWatch(TWO, nobody, nobody, Settings(), SystemClock(), notified.append)
+    access = SimpleNamespace(settings=Settings())
+    nobody: Any = SimpleNamespace(ready_sessions=list, current=None, access=access, clock=SystemClock())
+    watch = CollectionWatch(TWO, nobody, nobody, notified.append)
     assert not watch.resolved.streams
     assert "asking the source" in watch.text
     watch.take(manifest(5, airline=9))

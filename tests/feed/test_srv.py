@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from mirror.errors import ConfigError
-from mirror.feed.cluster import srv
-from mirror.feed.cluster.srv import first_addresses, server_of
+from mirror.feed.cluster import discovery
+from mirror.feed.cluster.discovery import first_addresses, server_of
 from mirror.feed.connection.connection_string import NodeAddress, parse
 from tests.feed.name_server import NameServer
 
@@ -54,7 +54,7 @@ async def test_a_name_without_such_records_is_a_host(server: NameServer) -> None
 async def test_a_name_server_that_says_nothing_does_not_stop_us(
     server: NameServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(srv, "LOOK_UP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(discovery, "LOOK_UP_TIMEOUT_S", 0.1)
     server.silent = True
     assert await first_addresses(NAME, server.address) == NAME.addresses
     assert await first_addresses(NAME, "no address") == NAME.addresses

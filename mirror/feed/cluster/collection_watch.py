@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from mirror.clock import Clock
-from mirror.config import Settings
 from mirror.errors import ClusterError, NotSupported
 from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
@@ -37,8 +35,6 @@ class CollectionWatch:
         selection: Selection,
         connections: Connections,
         maps: MapFollower,
-        settings: Settings,
-        clock: Clock,
         on_news: Callable[[set[int]], None],
     ) -> None:
         """`on_news` is called when streams may request something new, with the vbuckets that wait for it."""
@@ -49,8 +45,8 @@ class CollectionWatch:
         self._connections = connections
         self._maps = maps
         self._on_news = on_news
-        self._settings = settings
-        self._clock = clock
+        self._settings = connections.access.settings
+        self._clock = connections.clock
         self._wake = asyncio.Event()
         self._waiting: set[int] = set()
         self._turn = 0

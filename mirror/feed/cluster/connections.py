@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock
@@ -123,11 +124,13 @@ def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError 
     return full_ms * (0.5 + 0.5 * jitter) / 1000
 
 
-def first_error(error: BaseException) -> BaseException:
-    """Return the error of a task, or the first one of a task group."""
+def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException], None]) -> None:
+    """Call `on_defect` with the error that ended a task; of several in a task group, with the first."""
+    if task.cancelled() or (error := task.exception()) is None:
+        return
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    on_defect(error)
 
 
 class QueriedNode:
@@ -178,7 +181,7 @@ class NodeKeeper:
         self.reconnects = 0
         self._connections = connections
         self._task = asyncio.create_task(self._keep(), name=f"node {address}")
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(partial(report_defect, on_defect=connections.on_defect))
 
     @property
     def ready(self) -> bool:
@@ -210,10 +213,6 @@ class NodeKeeper:
                     session.close()
             await clock.sleep(pause_s(self.failures - 1, settings, clock.jitter(), self.error))
             self.reconnects += 1
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._connections.on_defect(error)
 
     def _failed(self, error: Exception) -> None:
         self.error = error if isinstance(error, MirrorError) else MirrorError(str(error), retryable=True)

@@ -22,8 +22,7 @@ from typing import Protocol
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
 from mirror.feed.cluster.connections import QueriedNode, pause_s
-from mirror.feed.cluster.discovery import discover
-from mirror.feed.cluster.srv import first_addresses
+from mirror.feed.cluster.discovery import discover, first_addresses
 from mirror.feed.connection.bootstrap import Access, Handshake, fetch_map, fetch_newer_config, read_map
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.session import NodeSession
@@ -128,8 +127,10 @@ class MapFollower:
 
     # -- the first map --------------------------------------------------------------------------------------------
 
-    async def find_first(self) -> None:
-        """Look for a map until one is followed. Raises a permanent error, or the last one at `bootstrap_timeout_s`."""
+    async def find_first(self, on_refusal: Callable[[ClusterError], None] | None = None) -> None:
+        """Look for a map until one is followed. Raises the last error at `bootstrap_timeout_s`, and a permanent one
+        unless `on_refusal` takes it.
+        """
         settings = self._access.settings
         started = self._clock.monotonic()
         attempt = 0
@@ -142,13 +143,18 @@ class MapFollower:
             except ClusterError as error:
                 waited_s = self._clock.monotonic() - started
                 limit_s = settings.bootstrap_timeout_s
-                if not error.retryable or (limit_s and waited_s >= limit_s):
+                if error.retryable:
+                    if limit_s and waited_s >= limit_s:
+                        raise
+                elif on_refusal is None:
                     raise
+                else:
+                    on_refusal(error)
                 self._search_error = str(error)
                 if attempt & (attempt + 1) == 0:
                     log.warning("source-not-reached", error=str(error), tries=attempt + 1)
                 with contextlib.suppress(TimeoutError):  # another worker may find one
-                    async with asyncio.timeout(pause_s(attempt, settings, self._clock.jitter())):
+                    async with asyncio.timeout(pause_s(attempt, settings, self._clock.jitter(), error)):
                         await self._has_map.wait()
                 attempt += 1
 
@@ -302,12 +308,11 @@ class MapFollower:
                 node.task = queries.create_task(self._ask(node), name=f"map of {address}")
 
     async def _ask(self, node: _Node) -> None:
-        settings = self._access.settings
         try:
             link, handshake = await self._connection(node)
             some_away = any(each.failures for each in self._nodes.values())
             known = None if some_away else self.current  # theirs may be of equal revision and name other nodes
-            config = await fetch_newer_config(link, handshake, settings, known, timeout_s=MAP_TIMEOUT_S)
+            config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:
             log.debug("no-map", node=str(node.address), error=str(error))

@@ -29,7 +29,6 @@ from mirror.errors import (
     ConnectFailed,
     HandshakeFailed,
     NotSupported,
-    PrivilegeMissing,
     SourceTimeout,
 )
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
@@ -64,6 +63,7 @@ FEATURES = (
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
 """Requests carry signed numbers; a map with a larger one is requested whole."""
+NO_MAP_HINT = "the node is not ready yet, or not part of the cluster any more"
 CERTIFICATE_HINT = (
     "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
     "exists and that it may read the bucket; or name a user and a password"
@@ -130,16 +130,12 @@ async def enter(
     return link, Handshake(features)
 
 
-async def fetch_map(
-    link: Link, settings: Settings, *, timeout_s: float | None = None, network: str | None = None
-) -> ClusterMap:
-    found = await _ask_for_map(link, b"", timeout_s or settings.request_timeout_s)
-    return read_map(found, link.address, settings, network=network)
+async def fetch_map(link: Link, settings: Settings, *, network: str | None = None) -> ClusterMap:
+    config = await _ask(link, Opcode.GET_CLUSTER_CONFIG, "cluster map", settings.request_timeout_s, NO_MAP_HINT)
+    return read_map(config, link.address, settings, network=network)
 
 
-async def fetch_newer_config(
-    link: Link, handshake: Handshake, settings: Settings, known: ClusterMap | None, *, timeout_s: float | None = None
-) -> bytes:
+async def fetch_newer_config(link: Link, handshake: Handshake, known: ClusterMap | None, *, timeout_s: float) -> bytes:
     """Ask a node for the cluster map's JSON; empty if it has none newer than `known`. Raises ClusterError.
 
     Only servers from 7.6 on compare: others send what they have.
@@ -148,16 +144,14 @@ async def fetch_newer_config(
     compares = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
     if compares and known is not None and all(0 <= part <= REVISION_MAX for part in known.revision):
         extras = get_cluster_config(known.revision).extras
-    return await _ask_for_map(link, extras, timeout_s or settings.request_timeout_s)
+    return await _ask(link, Opcode.GET_CLUSTER_CONFIG, "cluster map", timeout_s, NO_MAP_HINT, extras)
 
 
-async def _ask_for_map(link: Link, extras: bytes, timeout_s: float) -> bytes:
-    answer = await link.request(Opcode.GET_CLUSTER_CONFIG, extras=extras, timeout_s=timeout_s)
+async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, extras: bytes = b"") -> bytes:
+    """Return the value of the answer. Raises ClusterError."""
+    answer = await link.request(opcode, extras=extras, timeout_s=timeout_s)
     if answer.status != Status.SUCCESS:
-        raise HandshakeFailed(
-            f"{link.address} gives no cluster map: {status_name(answer.status)}",
-            hint="the node is not ready yet, or not part of the cluster any more",
-        )
+        raise HandshakeFailed(f"{link.address} gives no {what}: {status_name(answer.status)}", hint=hint)
     return answer.value
 
 
@@ -243,14 +237,10 @@ async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
 
 
 async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
-    answer = await link.request(Opcode.GET_COLLECTIONS_MANIFEST, timeout_s=settings.request_timeout_s)
-    if answer.status != Status.SUCCESS:
-        raise HandshakeFailed(
-            f"{link.address} gives no collections: {status_name(answer.status)}",
-            hint="the bucket may still be warming up",
-        )
+    hint = "the bucket may still be warming up"
+    text = await _ask(link, Opcode.GET_COLLECTIONS_MANIFEST, "collections", settings.request_timeout_s, hint)
     try:
-        return SourceManifest.parse(answer.value)
+        return SourceManifest.parse(text)
     except MalformedManifest as error:
         raise HandshakeFailed(f"invalid collections from {link.address}: {error}") from None
 
@@ -385,7 +375,3 @@ async def _select_bucket(link: Link, access: Access) -> None:
     if answer.status == Status.EACCESS:
         raise BucketMissing(f"{link.address} has no bucket {bucket} that user {access.source.user} may use")
     raise HandshakeFailed(f"{link.address} does not select bucket {bucket}: {status_name(answer.status)}")
-
-
-def privilege_missing(link: Link, what: str, bucket: str) -> PrivilegeMissing:
-    return PrivilegeMissing(f"{link.address} does not let this user {what} on bucket {bucket}")

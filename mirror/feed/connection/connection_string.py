@@ -23,6 +23,7 @@ _SCHEMES = {"couchbase": False, "couchbases": True}
 _NAME = re.compile(
     r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?$"
 )
+_HOST_PORT = re.compile(r"(?:\[(?P<ip6>[^\]]*)\]|(?P<name>[^:\[]*))(?::(?P<port>[^:]*))?")
 _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
@@ -101,9 +102,9 @@ def parse(text: str) -> ConnectionString:
             f"it names {len(parts)} hosts, at most {HOSTS_MAX} are taken", "name a few; the map names the rest"
         )
     default_port = KV_PORT_TLS if tls else KV_PORT
-    addresses = tuple(_address(part.strip(), default_port) for part in parts)
-    explicit = any(_has_port(part.strip()) for part in parts)
-    return ConnectionString(tls, unquote(user_text) or None, addresses, bucket, explicit, network)
+    found = [_address(part.strip(), default_port) for part in parts]
+    addresses, named_ports = tuple(address for address, _ in found), any(named for _, named in found)
+    return ConnectionString(tls, unquote(user_text) or None, addresses, bucket, named_ports, network)
 
 
 def _network(options: str) -> Network | None:
@@ -120,30 +121,23 @@ def _network(options: str) -> Network | None:
     return found
 
 
-def _has_port(text: str) -> bool:
-    return text.rpartition("]")[2].startswith(":") if text.startswith("[") else text.count(":") == 1
-
-
-def _address(text: str, default_port: int) -> NodeAddress:
-    if text.startswith("["):
-        host, closed, port_text = text[1:].partition("]")
-        if not closed or (port_text and not port_text.startswith(":")):
-            raise _wrong(f"{text[:60]!r} has unpaired brackets", "write IPv6 as [::1]:11210")
-        port_text = port_text[1:] if port_text else ""
-        _check_ip6(host)
-    elif text.count(":") > 1:
+def _address(text: str, default_port: int) -> tuple[NodeAddress, bool]:
+    """Return the address, and True if the text names its port."""
+    found = _HOST_PORT.fullmatch(text)
+    if found is None and text.startswith("["):
+        raise _wrong(f"{text[:60]!r} has unpaired brackets", "write IPv6 as [::1]:11210")
+    if found is None:
         raise _wrong(f"{text[:60]!r} is ambiguous", "write IPv6 in brackets: [::1]:11210")
-    else:
-        host, _, port_text = text.partition(":")
-        if not _NAME.match(host):
-            raise _wrong(f"{host[:60]!r} cannot be a host", f"write {_EXAMPLE}")
-    if _has_port(text) or port_text:
-        if not (port_text.isascii() and port_text.isdigit() and 0 < int(port_text[:6]) < 65_536):
-            raise _wrong(
-                f"{port_text[:20]!r} cannot be a port", "a port is the KV port, usually 11210 (11207 with TLS)"
-            )
-        return NodeAddress(host, int(port_text))
-    return NodeAddress(host, default_port)
+    host, port = found["ip6"] or found["name"] or "", found["port"]
+    if found["ip6"] is not None:
+        _check_ip6(host)
+    elif not _NAME.match(host):
+        raise _wrong(f"{host[:60]!r} cannot be a host", f"write {_EXAMPLE}")
+    if port is None:
+        return NodeAddress(host, default_port), False
+    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
+        raise _wrong(f"{port[:20]!r} cannot be a port", "a port is the KV port, usually 11210 (11207 with TLS)")
+    return NodeAddress(host, int(port)), True
 
 
 def _check_ip6(host: str) -> None:

@@ -18,11 +18,12 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.errors import ClusterError, HandshakeFailed, NotSupported, SourceTimeout
-from mirror.feed.connection.bootstrap import Access, Handshake, enter, privilege_missing
+from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
+from mirror.feed.connection.bootstrap import Access, Handshake, enter
 from mirror.feed.connection.connection_string import NodeAddress
 from mirror.feed.connection.transport import Link, OnAnswer, Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
@@ -45,6 +46,10 @@ SILENCE_MAX_S = 3.0
 """A node that answers nothing for longer is not in contact; its connection lives on for some time."""
 ACK_INTERVAL_S = 5.0
 """Interval of acknowledgements below the threshold; the server's own consumer does the same."""
+PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
+FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
+OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
+"""The flags to try in turn: a server that does not know a flag answers EINVAL, and may hang up."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
 """Begins a stored key of the default collection; connections without collections leave it out."""
@@ -121,7 +126,7 @@ class NodeSession:
 
     async def open(self) -> None:
         """Log in, open DCP and negotiate. Raises ClusterError or ConfigError; then nothing stays open."""
-        for flags in self._open_flags():
+        for flags in OPEN_FLAGS:
             link, self.handshake = await enter(
                 self._access, self.address, self._clock, name=self.name, opaques=self._opaques
             )
@@ -148,13 +153,6 @@ class NodeSession:
             hint="Couchbase Server 5.5 or newer is needed",
         )
 
-    @staticmethod
-    def _open_flags() -> tuple[DcpOpenFlag, ...]:
-        """Return the flags to try, then fewer: a server that does not know a flag answers EINVAL, and may hang up."""
-        plain = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
-        with_times = plain | DcpOpenFlag.INCLUDE_DELETE_TIMES
-        return (with_times | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, with_times, plain)
-
     def _flags_granted(self, flags: DcpOpenFlag) -> DcpOpenFlag:
         if Feature.XATTR not in self.handshake.features:
             flags &= ~(DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
@@ -174,7 +172,7 @@ class NodeSession:
         if answer.status == Status.EINVAL:
             return False
         if answer.status == Status.EACCESS:
-            raise privilege_missing(link, "read DCP", self._access.source.bucket)
+            raise self._privilege_missing()
         if answer.status != Status.SUCCESS:
             raise HandshakeFailed(
                 f"{self.address} does not open DCP: {status_name(answer.status)}",
@@ -222,13 +220,17 @@ class NodeSession:
         if taken or (not required and answer.status in (Status.EINVAL, Status.NOT_SUPPORTED)):
             return taken
         if answer.status == Status.EACCESS:
-            raise privilege_missing(link, "read DCP", self._access.source.bucket)
+            raise self._privilege_missing()
         if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
             raise NotSupported(
                 f"{self.address} does not take {name.decode()}={value.decode()}",
                 hint="Couchbase Server 5.5 or newer is needed",
             )
         raise HandshakeFailed(f"{self.address} does not take {name.decode()}: {status_name(answer.status)}")
+
+    def _privilege_missing(self) -> PrivilegeMissing:
+        bucket = self._access.source.bucket
+        return PrivilegeMissing(f"{self.address} does not let this user read DCP on bucket {bucket}")
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -281,11 +283,7 @@ class NodeSession:
         self._streams[opaque] = owner
         link.routes[opaque] = row_prefix
 
-        def settle(outcome: Frame | ClusterError) -> None:
-            if isinstance(outcome, Frame):
-                self._stream_answered(owner, opaque, outcome)
-
-        self._ask(frame, settle, f"the stream request of vb {request.vbid}")
+        self._ask(frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {request.vbid}")
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:
@@ -401,11 +399,11 @@ class NodeSession:
         row = row_of(frame, self.link.routes[frame.opaque], b"" if collections else DEFAULT_COLLECTION_PREFIX)
         stream.on_rows(frame.opaque, [row], counted_size(frame))
 
-    def _stream_answered(self, stream: StreamOwner, opaque: int, frame: Frame) -> None:
-        if opaque not in self._streams:
-            return  # closed by us meanwhile
+    def _stream_answered(self, stream: StreamOwner, opaque: int, outcome: Frame | ClusterError) -> None:
+        if not isinstance(outcome, Frame) or opaque not in self._streams:
+            return  # the connection is over, or the stream was closed by us meanwhile
         try:
-            event = decode(frame)
+            event = decode(outcome)
         except RemoteProtocolError as error:
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
             return

@@ -22,7 +22,7 @@ from mirror.clock import Clock, SystemClock
 from mirror.config import Settings
 from mirror.errors import ClusterError, MirrorError, NotSupported
 from mirror.feed.cluster.collection_watch import CollectionWatch
-from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error, pause_s
+from mirror.feed.cluster.connections import Connections, NodeKeeper, report_defect
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import ConnectionString, NodeAddress
@@ -83,9 +83,7 @@ class Consumer:
             self._access, self.clock, self, self.map_follower.check_node, name=name, on_defect=self._end
         )
         self.map_follower.session_at = self.connections.session_at
-        self.collections = CollectionWatch(
-            selection, self.connections, self.map_follower, settings, self.clock, self._on_collections
-        )
+        self.collections = CollectionWatch(selection, self.connections, self.map_follower, self._on_collections)
         self.commits = GroupCommits(writers, settings, self.clock, self._on_reopened)
         self.vbuckets: dict[int, MirroredVbucket] = {}
         self._gated = settings.publish == "persisted"
@@ -119,7 +117,7 @@ class Consumer:
             )
         ]
         for task in tasks:
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(partial(report_defect, on_defect=self._end))
         try:
             for vbucket in self.vbuckets.values():
                 vbucket.start_machine()
@@ -145,14 +143,10 @@ class Consumer:
         await self.connections.close()
         self.commits.close()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._end(error)
-
     def _end(self, error: BaseException) -> None:
         assert self._ending is not None
         if not self._ending.done():
-            self._ending.set_exception(first_error(error))
+            self._ending.set_exception(error)
 
     # -- the map --------------------------------------------------------------------------------------------------
 
@@ -160,18 +154,12 @@ class Consumer:
         if self._first_map is not None:
             self.map_follower.check(self._first_map)
             self.follow(self._first_map)
-        attempt = 0
-        while self.map_follower.current is None:
-            try:
-                await self.map_follower.find_first()
-            except ClusterError as error:
-                if self._ends_on_refusal or error.retryable:
-                    raise
-                for vbucket in self.vbuckets.values():
-                    vbucket.report(VbucketStatus.REFUSED, str(error))
-                await self.clock.sleep(pause_s(attempt, self.settings, self.clock.jitter(), error))
-                attempt += 1
+        await self.map_follower.find_first(None if self._ends_on_refusal else self._show_refusal)
         await self.map_follower.run()
+
+    def _show_refusal(self, error: ClusterError) -> None:
+        for vbucket in self.vbuckets.values():
+            vbucket.report(VbucketStatus.REFUSED, str(error))
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
         """Refuse a map that makes going on impossible. Raises BucketChanged, NotSupported."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from mirror.clock import Clock
-from mirror.config import Settings
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
 from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
@@ -33,9 +31,7 @@ T = TypeVar("T")
 
 
 class SourceQueries:
-    def __init__(
-        self, maps: MapFollower, connections: Connections, settings: Settings, clock: Clock, timeout_s: float
-    ) -> None:
+    def __init__(self, maps: MapFollower, connections: Connections, timeout_s: float) -> None:
         """`timeout_s` is for each question."""
         self.refusal: MirrorError | None = None
         """Raised by every question once it is set: no further query can reach the source."""
@@ -43,8 +39,8 @@ class SourceQueries:
         """The JSON value of every stream request; see `resolve`."""
         self.maps = maps
         self.connections = connections
-        self.clock = clock
-        self._settings = settings
+        self.clock = connections.clock
+        self._settings = connections.access.settings
         self._timeout_s = timeout_s
         self._collection_ids: list[int] = []
 

@@ -25,7 +25,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from mirror.clock import SystemClock
 from mirror.config import PasswordSource, Settings
 from mirror.config_reader import load
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError
-from mirror.feed.cluster.connections import Connections, NodeKeeper, first_error
+from mirror.feed.cluster.connections import Connections, NodeKeeper, report_defect
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import Access
@@ -63,13 +64,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FixedPassword(PasswordSource):
-    password: str = ""
+    password: str = field(default="", repr=False)
 
     def read(self) -> str | None:
         return self.password
-
-    def __repr__(self) -> str:
-        return "FixedPassword()"
 
 
 class SourceReader:
@@ -157,7 +155,8 @@ class SourceReader:
     @property
     def sends_purge_seqno(self) -> bool:
         """True if snapshots have a `purge_seqno`."""
-        return self._core.sends_purge_seqno
+        sessions = [keeper.session for keeper in self._core.connections.keepers.values()]
+        return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     def high_seqnos(self) -> dict[int, int]:
         """Return the high seqno of each vbucket; if the reader selects collections, their highest seqno."""
@@ -241,17 +240,12 @@ class _Core:
             access, clock, self, self.maps.check_node, name=f"dcp-mirror:reader:{clock.unique()}", on_defect=self._fail
         )
         self.maps.session_at = self.connections.session_at
-        self.queries = SourceQueries(self.maps, self.connections, access.settings, clock, timeout_s)
+        self.queries = SourceQueries(self.maps, self.connections, timeout_s)
 
     @property
     def map(self) -> ClusterMap:
         assert self.maps.current is not None, "the reader is open"
         return self.maps.current
-
-    @property
-    def sends_purge_seqno(self) -> bool:
-        sessions = [keeper.session for keeper in self.connections.keepers.values()]
-        return all(session is not None and session.sends_purge_seqno for session in sessions)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +261,7 @@ class _Core:
         self.maps.begin(found)
         self._tasks = [asyncio.create_task(self.maps.run()), asyncio.create_task(self._watch_progress())]
         for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(partial(report_defect, on_defect=self._fail))
         if self._selected:
             await self.queries.resolve(self._selected)
 
@@ -283,10 +277,6 @@ class _Core:
     def on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail the current read with the error of a callback; otherwise it would wait for ever."""
         self._fail(context.get("exception") or MirrorError(str(context.get("message"))))
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(first_error(error))
 
     def _fail(self, error: BaseException) -> None:
         if self._reading is not None:

@@ -34,7 +34,6 @@ from mirror.wire.frame import Frame
 from storage.model import FailoverLog, SourceFacts, VbucketState
 
 MachineEvent = events.LocalEvent | ev.Event
-NOT_CONNECTED = "there is no connection to the node"
 
 
 Staging = ins.StageRows | ins.Advance | ins.StageSystemEvent
@@ -178,13 +177,14 @@ class VbucketHost(ABC):
                 self.report(instruction.status, instruction.text)
             case ins.SaveFacts():
                 sink.save(instruction.facts)
+            case ins.RequestStream() | ins.GetFailoverLog() if not self.connected:
+                return events.ConnectionLost("there is no connection to the node")
             case ins.RequestStream():
-                opaque = self.request_stream(instruction)
-                return events.ConnectionLost(NOT_CONNECTED) if opaque is None else events.StreamRequested(opaque)
+                return events.StreamRequested(self.request_stream(instruction))
             case ins.CloseStream():
                 self.close_stream(instruction.opaque)
             case ins.GetFailoverLog():
-                return None if self.get_failover_log() else events.ConnectionLost(NOT_CONNECTED)
+                self.get_failover_log()
             case ins.RollbackTo():
                 return sink.roll_back(instruction)
             case ins.AbandonStaged():
@@ -207,34 +207,34 @@ class VbucketHost(ABC):
         """Hand the answer of an instruction to the machine; return what follows from it."""
         return self.machine.handle(answer) if self.machine is not None else ()
 
-    def request_stream(self, request: ins.RequestStream) -> int | None:
+    @property
+    def connected(self) -> bool:
+        return self.session is not None and self.session.ready
+
+    def request_stream(self, request: ins.RequestStream) -> int:
         session = self.session
-        if session is None or not session.ready:
-            return None
+        assert session is not None, "it is connected"
         session.stream_filter = self.stream_filter  # other vbuckets' may differ
-        self.opaque = session.request_stream(request, self.sink.row_prefix(), self)
-        return self.opaque
+        opaque = self.opaque = session.request_stream(request, self.sink.row_prefix(), self)
+        return opaque
 
     def close_stream(self, opaque: int | None) -> None:
         if self.session is not None:
             self.session.close_stream(self.vbid, opaque)
         self.opaque = None
 
-    def get_failover_log(self) -> bool:
-        """Ask for the failover log; return False without a connection."""
+    def get_failover_log(self) -> None:
         session = self.session
-        if session is None or not session.ready:
-            return False
+        assert session is not None, "it is connected"
 
         def settle(outcome: Frame | Exception) -> None:
             if self.session is session and isinstance(outcome, Frame):
                 self.enter(failover_log_event(outcome))
 
         session.get_failover_log(self.vbid, settle)
-        return True
 
     def answer_marker(self, opaque: int) -> None:
-        if self.session is not None and self.session.ready and opaque == self.opaque:
+        if self.session is not None and self.connected and opaque == self.opaque:
             self.session.answer_marker(self.vbid, opaque)
 
     def reconnect(self, cause: str) -> None:
