@@ -6,7 +6,7 @@ connection stays (7.2 as recorded); servers of 6.0 and older hang up (`Session.h
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mirror.server.errors import Refused
 from mirror.server.privileges import DCP_PRODUCER
@@ -83,7 +83,7 @@ def take_answer(session: Session, frame: Frame) -> None:
         session.producer.marker_answered(frame.opaque)
 
 
-def _producer(session: Session) -> Producer:
+def _producer(session: Session) -> Producer[Any, Any]:
     if session.producer is None:
         raise _out_of_place(session, _NOT_DCP)
     return session.producer

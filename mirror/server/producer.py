@@ -81,32 +81,10 @@ def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | Non
     )
 
 
-class Producer(Protocol):
-    name: str
-
-    def control(self, name: bytes, value: bytes) -> Status: ...
-
-    def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """Return the failover log of a DCP_STREAM_REQ, newest first. Nothing is sent before the caller returns to the
-        loop. Raises Refused.
-        """
-
-    def close_stream(self, vbid: int, stream_id: int | None) -> None:
-        """Close a stream; a STREAM_END, if negotiated, follows the answer. Raises Refused."""
-
-    def acked(self, count: int) -> None:
-        """Take a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
-
-    def marker_answered(self, opaque: int) -> None:
-        """The client answered a snapshot marker that requested it."""
-
-    def statistics(self) -> dict[str, str]: ...
-
-
 StreamT = TypeVar("StreamT", bound=Stream)
 
 
-class BaseProducer(ABC, Generic[StreamT, FilterT]):
+class Producer(ABC, Generic[StreamT, FilterT]):
     def __init__(self, port: ProducerPort, name: str, controls: Controls) -> None:
         """`controls` holds what HELLO and DCP_OPEN negotiated."""
         self.name = name
@@ -159,7 +137,9 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return status
 
     def request_stream(self, request: StreamRequest) -> FailoverLog:
-        """Return the failover log, newest first. Raises Refused, mostly without a context, as recorded."""
+        """Return the failover log, newest first. Nothing is sent before the caller returns to the loop. Raises Refused,
+        mostly without a context, as recorded.
+        """
         request = self._check_request(self._with_known_flags(request))
         if (self.controls.xattrs or request.value) and not self.controls.noop_enabled:
             raise Refused(Status.NOT_SUPPORTED)  # enable_noop comes before xattrs and filters
@@ -180,6 +160,7 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         return history.failover_log if history.answered_log is None else history.answered_log
 
     def close_stream(self, vbid: int, stream_id: int | None) -> None:
+        """Close a stream; a STREAM_END, if negotiated, follows the answer. Raises Refused."""
         if (stream_id is not None) != self.controls.stream_ids:
             raise Refused(Status.DCP_STREAM_ID_INVALID)
         stream = self.streams.get((vbid, stream_id))
@@ -198,11 +179,15 @@ class BaseProducer(ABC, Generic[StreamT, FilterT]):
         self._send(end)
 
     def acked(self, count: int) -> None:
+        """Take a DCP_BUFFER_ACK. Raises RemoteProtocolError for more than was sent."""
         self.window.acked(count)
         self.wake()
 
     def marker_answered(self, opaque: int) -> None:
         """The client answered a snapshot marker that requested it."""
+
+    @abstractmethod
+    def statistics(self) -> dict[str, str]: ...
 
     # -- the judgement of a stream request
 

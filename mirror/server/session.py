@@ -12,7 +12,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from mirror.server.errors import Refused
 from mirror.server.producer import Producer
@@ -137,7 +137,7 @@ class Session(ABC):
         self.scram: tuple[str, ScramServer] | None = None
         self.known_map: Revision = _NEVER_SENT
         """The newest cluster map that this client was sent."""
-        self.producer: Producer | None = None
+        self.producer: Producer[Any, Any] | None = None
         self.xerror = self.tracing = self.collections = self.snappy = self.json = False
         self.unordered = self.sync_replication = False
 

@@ -397,7 +397,7 @@ class _Session(Session):
         raise Refused(Status.KEY_ENOENT)
 
     def open_producer(self, name: str, flags: int) -> None:
-        self.producer = _Producer(name, self.source, self.connection)
+        self.producer = _Producer(name, self.source, self.connection)  # type: ignore[assignment]
 
 
 class _Producer:

@@ -21,7 +21,7 @@ from mirror.sandbox.dcp.filter import SandboxFilter
 from mirror.sandbox.dcp.stream import DISK, ProducerStream, StreamOptions
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
-from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
+from mirror.server.producer import Producer, ProducerPort, StreamHistory
 from mirror.wire.constants import (
     MarkerVersion,
     SnapshotFlag,
@@ -57,7 +57,7 @@ class SandboxProducerPort(ProducerPort, Protocol):
         """The bytes to send of a stream at once without turns; 0: wait."""
 
 
-class SandboxProducer(BaseProducer[ProducerStream, SandboxFilter]):
+class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
     _port: SandboxProducerPort
 
     def __init__(

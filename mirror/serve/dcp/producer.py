@@ -26,7 +26,7 @@ from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.large import Pieces, drop, held_bytes, let_go
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused
-from mirror.server.producer import BaseProducer, ProducerPort, StreamHistory
+from mirror.server.producer import Producer, ProducerPort, StreamHistory
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import StreamRequest
 from storage.errors import StorageError
@@ -87,7 +87,7 @@ def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory
     return store.shared_seqno(view.reader(request.vbid), history.served, request.vbuuid, seqno)
 
 
-class DcpProducer(BaseProducer[DcpStream, ServedFilter]):
+class DcpProducer(Producer[DcpStream, ServedFilter]):
     def __init__(
         self,
         port: Port,
