@@ -34,7 +34,7 @@ from tests.supervise import in_process, scripted
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
 
-DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 IDENTITY = Identity("c1", "demo", "b1", 8, 4)
 NOBODY = "cannot connect to db1:11210: refused"
 
@@ -127,17 +127,13 @@ def fetched(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def readiness_in_docs() -> dict[str, bool]:
-    """Of each state of the table in docs/operations.md, whether a mirror in it is ready."""
-    table = DOCS[DOCS.index("| situation |") :]
-    rows = [row.split("|") for row in table[: table.index("\n\n")].splitlines()[2:]]
-    return {shown.split("`")[1]: {"yes": True, "no": False}[ready.strip()] for _, _, shown, ready, _ in rows}
-
-
-def test_the_table_has_each_state_and_its_readiness() -> None:
-    expected = {situation.state: situation.ready for situation in SITUATIONS.values()}
-    assert readiness_in_docs() == expected
-    assert expected.keys() | {"stopping"} == set(STATES)
+def test_the_documents_have_each_state_and_say_which_is_ready() -> None:
+    operations, troubles = ((DOCS / name).read_text() for name in ("operations.md", "troubleshooting.md"))
+    table = troubles[troubles.index("## States of the service") :].split("\n\n")[1]
+    assert {row.split("`")[1] for row in table.splitlines()[2:]} == set(STATES)
+    assert {situation.state for situation in SITUATIONS.values()} | {"stopping"} == set(STATES)
+    assert {situation.state for situation in SITUATIONS.values() if situation.ready} == {"following"}
+    assert "Only `following` is ready." in operations
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
