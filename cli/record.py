@@ -85,7 +85,7 @@ def record_into(
 ) -> tuple[int, str]:
     """Read the source into the recorder. Returns the number of snapshots and the reason of the end."""
     with (
-        SourceReader(url, settings=settings, tap=recorder) as reader,
+        SourceReader(url, settings=settings, tap=recorder.passed) as reader,
         render.task_screen() as screen,
     ):
         recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)

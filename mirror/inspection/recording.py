@@ -63,7 +63,7 @@ class Recorder:
     def names(self, *, bucket: str, bucket_uuid: str, vbuckets: int) -> None:
         self._write({"t": self._t(), "bucket": bucket, "bucket_uuid": bucket_uuid, "vbuckets": vbuckets})
 
-    def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
+    def passed(self, link: Link, data: bytes, ours: bool) -> None:
         if self.full:
             return
         number = self._numbers.get(link)

@@ -265,16 +265,15 @@ async def test_a_tap_is_shown_every_byte_of_both_directions() -> None:
     shown: list[tuple[bool, bytes]] = []
     all_shown = asyncio.Event()
 
-    class Listener:
-        def passed(self, link: Link, data: bytes, *, ours: bool) -> None:
-            shown.append((ours, data))
-            if len(shown) == 2:
-                all_shown.set()
+    def passed(_link: Link, data: bytes, ours: bool) -> None:
+        shown.append((ours, data))
+        if len(shown) == 2:
+            all_shown.set()
 
     async with ScriptedNode() as node:
         node.greeting = b"\x81"
         link = await open_link(NodeAddress("127.0.0.1", node.port), tls=None, timeout_s=5, clock=SystemClock())
-        link.tap = Listener()
+        link.tap = passed
         link.send(b"\x80")
         async with asyncio.timeout(10):
             await all_shown.wait()

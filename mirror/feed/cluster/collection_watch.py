@@ -1,10 +1,10 @@
-"""The collections that a mirror's streams request: its names, looked up in the source's manifest and looked up again.
+"""The collections that a mirror's streams request: their names, looked up in the source's manifest.
 
 Knows a selection, the newest manifest of any node, and the vbuckets that wait for another; must never know streams or
 the store. Invariants: a manifest is never replaced by one of a lower uid; a missing name is waited for and reported; a
-vbucket that was refused for an unknown collection, or lost all it had, is notified once something fits again. A user
-without the privilege to look up the server's own collections gets streams that silently leave them out
-(docs/protocol.md 2.2). This is reported: the cluster map says that there are some, and the manifest does not show them.
+vbucket that was refused for an unknown collection, or lost all it had, is notified once something fits again. For a
+user without the privilege to look up the server's own collections the source leaves them out of streams without a word
+(docs/protocol.md 2.2); the watch warns if the cluster map says that there are some and the manifest shows none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The connections to the source: one session for each node that is needed, and whether the source may go on sending.
 
-Knows which nodes are needed, their failures and pauses, and the opaques that all sessions share; must never know
-vbuckets or what streams bring. Invariants: at most one keeper for each address; what is no longer needed is closed;
-opaques are unique over all sessions; while acknowledgements are held, they are on every session, also on one that opens
-meanwhile; the pause after a failure doubles up to its cap and starts again once a session was ready; status shows a
-failure until the next success; an ended keeper leaves nothing open.
+Must never know vbuckets or what streams bring. Invariants: at most one keeper for each address; opaques are unique over
+all sessions; held acknowledgements are held on every session, also on one that opens meanwhile; the pause after a
+failure doubles up to its cap and starts again once a session was ready; a failure is shown until the next success.
 """
 
 from __future__ import annotations
@@ -104,16 +102,13 @@ class Connections:
     def hold_acks(self) -> None:
         """Have the source wait once the flow-control windows are full."""
         self.acks_held = True
-        for session in self._open_sessions():
+        for session in self.ready_sessions():
             session.acks_held = True
 
     def release_acks(self) -> None:
         self.acks_held = False
-        for session in self._open_sessions():
+        for session in self.ready_sessions():
             session.release_acks()
-
-    def _open_sessions(self) -> list[NodeSession]:
-        return [keeper.session for keeper in self.keepers.values() if keeper.session is not None]
 
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:

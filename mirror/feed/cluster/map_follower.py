@@ -1,14 +1,12 @@
-"""The follower of cluster maps: the first map, newer ones from any node, and the one that is followed.
+"""Follows the cluster map: finds the first one, takes newer ones from any node, and knows a vbucket's node.
 
-Knows nodes, the hosts of the connection string, the newest map and the address of a vbucket's node; must never know
-streams or the store, which are its user's. A node that was failed over while it was stopped still announces and answers
-its old map. A worker may be connected to such a node alone, so nodes without a session are queried, too.
+Must never know streams or the store, which are its user's. A node that was failed over while it was stopped still sends
+its old map, and may be the only node with a session. So every round queries all nodes of the followed map and all hosts
+of the source: over the session if there is one, else over a connection that stays open for announcements.
 
-Invariants: no map is followed that is older than one followed before, or than the floor (`NewestMap`); a node that
-sends the map of another bucket is refused before anything is requested of it (docs/protocol.md 2.5), unless it is no
-member of the cluster; the user gets each newer map once. Each round queries every node of the followed map and every
-host of the source, over its open session, else over a connection that stays open for announcements; a slow node delays
-no other; a node that failed is tried again with growing pauses.
+Invariants: no map is followed that is older than one followed before, or than the floor (`NewestMap`); a member of the
+cluster that sends the map of another bucket is refused before anything is requested of it (docs/protocol.md 2.5); the
+user gets each newer map once; a slow node delays no other; a node that failed is queried after growing pauses.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants: only
 features that HELLO granted are used; password, certificates and key are read again for each handshake, so they can be
 replaced without a restart; the password is sent in the clear only if TLS or a setting allows it, and never to a server
-that failed to prove that it knows it; every refusal is one typed error with a remedy. Sources: docs/protocol.md 2.2;
-kv_engine docs/BinaryProtocol.md (HELLO, SASL), docs/Duplex.md; SDK RFC 36 (client certificates: no SASL follows, and a
-server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps: known version, notifications,
-deduplication).
+that failed to prove that it knows it. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL),
+docs/Duplex.md; SDK RFC 36 (a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ Knows how a connection is negotiated, the vbucket of each opaque, flow control a
 meaning of a stream's messages, nor the store. Invariants:
 - a message whose opaque is not that of a live stream is dropped, yet acked (docs/protocol.md 2.1, 2.8);
 - every byte that counts is acked once, so the window never leaks shut;
-- a noop is answered before anything else that came with it is worked on;
-- a connection that is silent for twice the noop interval is ended; while the source sends no noops at that interval,
-  ours keep a sound one alive.
+- a noop is answered before anything else of the same read;
+- a connection that is silent for twice the noop interval is closed; if the source sends no noops in time, ours keep a
+  sound one open.
 
-A mirror has one filter and needs one stream for each vbucket and connection, so it requests no stream ids: they would
-exclude sync writes, and every request and close would have to name one. Messages that carry one are understood.
+We request no stream ids: they would exclude sync writes. Messages that carry one are understood.
 """
 
 from __future__ import annotations

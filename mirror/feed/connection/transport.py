@@ -36,12 +36,8 @@ NEXT_ADDRESS_DELAY_S = 0.25
 """Delay before a name's next address is tried at the same time (RFC 8305): the first may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
-
-
-class Tap(Protocol):
-    """Sees every byte of a connection, as it passes."""
-
-    def passed(self, link: Link, data: bytes, *, ours: bool) -> None: ...
+Tap = Callable[["Link", bytes, bool], None]
+"""Sees every byte of a connection as it passes; True: it is ours."""
 
 
 class Receiver(Protocol):
@@ -125,7 +121,7 @@ class Link(asyncio.BufferedProtocol):
         self.last_received = self._clock.monotonic()
         self.received_bytes += len(data)
         if self.tap is not None:
-            self.tap.passed(self, bytes(data), ours=False)
+            self.tap(self, bytes(data), False)
         self._have += len(data)
         if self._have < self._need:
             self._pieces.append(bytes(data))
@@ -187,7 +183,7 @@ class Link(asyncio.BufferedProtocol):
             self.close(SourceTimeout(f"{self.address} does not read our requests"))
             return
         if self.tap is not None:
-            self.tap.passed(self, data, ours=True)
+            self.tap(self, data, True)
         self._transport.write(data)
 
     def ask(self, frame: Frame, on_answer: OnAnswer) -> None:

@@ -1,15 +1,13 @@
 """A worker's side of mirroring: it requests each vbucket's stream over the session to its node.
 
-Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing itself (the sinks do).
-`map_follower` follows maps, `connections` keeps sessions, `group_commits` commits. One event loop, one thread: whatever
-comes from a socket is worked on before the next read, so nothing queues, and the flow-control window bounds the rest.
+Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do). All of
+it runs in one thread and event loop: what a socket brings is worked on before the next read, so nothing queues.
 
 Invariants:
 - an error of one vbucket, node or group never touches another;
-- with a supervisor, all workers follow a newer map once the supervisor has recorded it; a map of another bucket than
-  the stored one ends the consumer with `BucketChanged`; no connection and no map ever deletes local data;
-- a vbucket that receives nothing although its source is ahead is reported and requested again (`watch`);
-- a mirror of some collections asks for streams once it knows which these are (`collection_watch`).
+- with a supervisor, workers follow a newer map once the supervisor has recorded it; a map of another bucket than the
+  stored one ends the consumer with `BucketChanged`; no connection and no map ever deletes local data;
+- a mirror of some collections requests streams once it knows their ids (`collection_watch`).
 """
 
 from __future__ import annotations
@@ -106,16 +104,16 @@ class Consumer:
         self._ending = asyncio.get_running_loop().create_future()
         if self._stop_requested:
             self._ending.set_result(None)
-        tasks = [
-            asyncio.create_task(work(), name=f"feed {name}")
-            for name, work in (
-                ("maps", self._follow_maps),
-                ("high seqnos", self._source_watch.run),
-                ("background work", self.commits.work_in_background),
-                ("persistence", self._poll_persistence),
-                ("collections", self.collections.run),
-            )
-        ]
+        works = {
+            "maps": self._follow_maps(),
+            "high seqnos": self._source_watch.run(),
+            "background work": self.commits.work_in_background(),
+            "collections": self.collections.run(),
+        }
+        if self._gated:
+            poller = PersistencePoller(self._access, self.map_follower, self.clock)
+            works["persistence"] = poller.run(list(self.vbuckets.values()))
+        tasks = [asyncio.create_task(work, name=f"feed {name}") for name, work in works.items()]
         for task in tasks:
             task.add_done_callback(partial(report_defect, on_defect=self._end))
         try:
@@ -197,17 +195,16 @@ class Consumer:
         self._node_of[vbid] = address
         vbucket.polled = None
         if address is None:
-            vbucket.guarded(partial(vbucket.detach, events.NoActiveNode()))
+            vbucket.detach(events.NoActiveNode())
             current = self.map_follower.current
             node = current.node_of(vbid) if current is not None else None
             if node is not None:
                 how = "with TLS" if self._source.tls else "without TLS"
                 vbucket.report(VbucketStatus.WAITING, f"its node {node.host} offers the data service nowhere {how}")
             return
-        vbucket.guarded(partial(vbucket.detach, events.Stop(f"moved to {address}")))
-        keeper = self.connections.keep(address)
-        if keeper.session is not None and keeper.ready:
-            self._attach(vbucket, keeper.session)
+        vbucket.detach(events.Stop(f"moved to {address}"))
+        self.connections.keep(address)
+        self.attach_if_ready(vbucket)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +232,7 @@ class Consumer:
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
         for vbucket in self.vbuckets.values():
             if vbucket.session is session:
-                vbucket.guarded(partial(vbucket.detach, events.ConnectionLost(str(error))))
+                vbucket.detach(events.ConnectionLost(str(error)))
 
     def vbuckets_at(self, address: NodeAddress) -> list[MirroredVbucket]:
         return [self.vbuckets[vbid] for vbid, at in self._node_of.items() if at == address]
@@ -243,7 +240,7 @@ class Consumer:
     def _attach(self, vbucket: MirroredVbucket, session: NodeSession) -> None:
         """Let a vbucket request its stream, or report why its collections are not known."""
         if self.collections.resolved.streams:
-            vbucket.guarded(partial(vbucket.attach, session))
+            vbucket.attach(session)
         else:
             vbucket.report(VbucketStatus.WAITING, self.collections.text)
 
@@ -255,12 +252,8 @@ class Consumer:
     def reopen(self, vbucket: MirroredVbucket, cause: str) -> None:
         session = vbucket.session
         if session is not None:
-            vbucket.guarded(partial(vbucket.detach, events.Stop(cause)))
+            vbucket.detach(events.Stop(cause))
             self._attach(vbucket, session)
-
-    async def _poll_persistence(self) -> None:
-        if self._gated:
-            await PersistencePoller(self._access, self.map_follower, self.clock).run(list(self.vbuckets.values()))
 
     def _on_collections(self, waiting: set[int]) -> None:
         for vbid, vbucket in self.vbuckets.items():

@@ -1,12 +1,11 @@
 """The commits of a worker's groups, and recovery when a group's store fails.
 
-Knows groups, writers, vbuckets, due times of commits, and background work of the store; must never know connections or
-maps. Invariants:
+Must never know connections or maps. Invariants:
 - waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
   `commit_interval_ms` after they began to wait; when all together hold `batch_bytes_max`, the fullest is written;
 - a commit informs the vbuckets' machines of what it published before it returns;
-- a failure of one group never touches another: its machines are dropped and restarted from the store, later if the disk
-  is full, and never if the error is permanent.
+- a failed group drops its machines and restarts them from the store, later if the disk is full, and never if the error
+  is permanent; no other group is touched.
 """
 
 from __future__ import annotations

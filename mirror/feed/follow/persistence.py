@@ -1,17 +1,15 @@
-"""Publishing what the source has persisted on every copy: the snapshots that wait, and the questions to the copies.
+"""Asks every copy of a vbucket what it has persisted, for `publish = persisted`: OBSERVE_SEQNO (docs/protocol.md 3.4;
+kv_engine docs/BinaryProtocol.md).
 
-Knows snapshot ends that are complete and not yet visible, the cluster map's copies of a vbucket, and OBSERVE_SEQNO
-(docs/protocol.md 3.4; kv_engine docs/BinaryProtocol.md). Must never know rows: they stay staged in the store, so memory
-holds a few numbers for each vbucket. Invariants: an end is released when the active copy and every replica of the map
-have said, of the open stream's history and since the end was complete, that they persisted it; over a failover only
-what both histories share counts; no node is queried while nothing waits.
+Invariants: an end is released when the active copy and every replica of the map have said, of the open stream's history
+and since the end was complete, that they persisted it; over a failover only what both histories share counts; no node
+is queried while nothing waits.
 
-After a rollback nothing persisted need be lost: a replica that is promoted with part of a snapshot on its disk says
-that its history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below what was
-published. So in this mode a rollback is deferred (storage/FORMAT.md): the new history is staged next to what readers
-see, and they go over to it in one step, at its first persisted end that is not below what they saw. If the new history
-itself ends below that, as the source said twice since the stream was opened, the loss is real, and they go over to all
-of it.
+A rollback may lose nothing that was persisted: the history of a replica that is promoted with part of a snapshot on its
+disk begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the published seqno.
+So the rollback is deferred (storage/FORMAT.md): the new history is staged next to what readers see, and they change
+over at its first persisted end at or above that. If the source says twice on the new stream that the new history ends
+below, the loss is real, and they change over to all of it.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ is counted when the source sends it again (`requested_again_bytes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mirror.clock import Clock
 from mirror.feed.cluster.collection_watch import CollectionWatch
@@ -89,7 +90,10 @@ class MirroredVbucket(VbucketHost):
 
     def attach(self, session: NodeSession) -> None:
         self.last_progress = self._clock.monotonic()
-        super().attach(session)
+        self.guarded(partial(super().attach, session))
+
+    def detach(self, event: events.Stop | events.ConnectionLost | events.NoActiveNode) -> None:
+        self.guarded(partial(super().detach, event))
 
     def start_event(self, session: NodeSession) -> events.Start:
         shown = self._collections.resolved
@@ -134,16 +138,14 @@ class MirroredVbucket(VbucketHost):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def guarded(self, work: Callable[[], None]) -> None:
+        """Do something; if the store fails, stop the group."""
         try:
             work()
         except StorageError as error:
             self.group.failed(error)
 
     def enter(self, event: MachineEvent) -> None:
-        try:
-            self.handle(event)
-        except StorageError as error:
-            self.group.failed(error)
+        self.guarded(partial(self.handle, event))
         if not self.group.commit_waits:
             self.group.schedule()
 

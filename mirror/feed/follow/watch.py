@@ -1,13 +1,11 @@
-"""The source's high seqnos, queried from every node, and the streams that have stalled.
+"""Polls the source's high seqnos from every node, and requests stalled streams again.
 
-Knows the high seqnos, what each vbucket holds, and when its connection brought what; must never know a message's
-meaning. A stalled stream is requested again, and the second time in a row the connection is recreated: nothing less
-fixes a window that leaked shut, or a node that answers and does not stream (docs/protocol.md 3). A stream that stops in
-the middle of a snapshot is requested again, too, though its source is not ahead: its filter may leave out all the rest,
-and the source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants: a vbucket is stalled
-until its stream brings something or the source turns out not to be ahead; while a connection is busy with a disk
-snapshot of one vbucket, the others that wait for their turn are not stalled; a node that sends no high seqnos counts as
-one that does not answer.
+A vbucket is stalled while it receives nothing although its source is ahead; the second time in a row its connection is
+closed, because nothing less fixes a window that leaked shut, or a node that answers and does not stream
+(docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too: its filter may leave out all the
+rest, and the source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants: while a
+connection is busy with one vbucket's disk snapshot, the others that wait for their turn are not stalled; a node that
+sends no high seqnos counts as one that does not answer.
 """
 
 from __future__ import annotations

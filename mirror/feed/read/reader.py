@@ -1,14 +1,11 @@
 """A bounded reader of a DCP source, for other processes: plain iteration, whole snapshots, no store.
 
-Knows how to run connections, one to each node, in a thread of its own, to follow the cluster map, and to hand the items
-of a read to the thread that iterates. `reading` and `ingest` interpret the streams. The source is a cluster or another
-mirror.
-
-Invariants:
+It runs its connections in a thread of its own, and hands the items of a read to the thread that iterates. The source is
+a cluster or another mirror. Invariants:
 - the reader follows no map older than its last one, and none older than that of the mirror under comparison
   (`followed`);
-- connections live as long as the reader, and each read uses them again; one read at a time;
-- a permanent refusal is raised at once; any other obstacle is raised if a vbucket makes no progress for `timeout_s`;
+- connections live as long as the reader; one read at a time uses them;
+- a permanent refusal is raised at once, any other obstacle if a vbucket makes no progress for `timeout_s`;
 - no thread, connection or file outlives the context.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:

@@ -1,12 +1,10 @@
 """The host of one vbucket: its machine, its sink, and the session that carries its stream.
 
-Knows how to hand events to the machine and execute its instructions, how to request a stream, and the pause before a
-retry; must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`): the machine
-gets events one at a time and in order; its instructions are executed in list order; an answer is handed to the machine,
-and what it returns is executed, before the next instruction of the list; a sink's refusal ends the list; an opaque
-of another session, or of a stream that was closed, never reaches the machine; after `drop_machine` nothing is sent and
-no pause is running. Errors of the store pass through: the group's owner drops its machines and starts them again from
-what is stored.
+Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`): the machine gets
+events one at a time and in order; its instructions are executed in list order; the answer of one is handed to the
+machine, and what it returns is executed, before the next one; a refusal by the sink ends the list; an opaque of another
+session, or of a closed stream, never reaches the machine; after `drop_machine` nothing is sent and no pause runs.
+Errors of the store pass through: the group drops its machines and starts them again from what is stored.
 """
 
 from __future__ import annotations
