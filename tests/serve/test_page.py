@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mirror.health import STATES
-from tests.serve.http_site import Site, judged
+from tests.serve.http_site import Site, judged, made, running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/run installs it")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; .ci/run installs it"),
+    pytest.mark.xdist_group("page"),  # one browser
+]
 PICTURES = os.environ.get("PAGE_PICTURES")
 """A folder: the tests leave pictures of the page there, for somebody to look at."""
 
@@ -89,6 +93,12 @@ def browser() -> Iterator[Any]:
 def context(browser: Any) -> Iterator[Any]:
     with browser.new_context(viewport={"width": 1200, "height": 900}) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with made(tmp_path_factory.mktemp("page")) as source, running(Path(source.path), source) as served:
+        yield served
 
 
 @pytest.fixture
@@ -357,7 +367,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(page: Any, site: Site, sche
 def test_with_the_service_down_it_shows_what_is_stored(page: Any, site: Site) -> None:
     site.source.put("a")
     page.emulate_media(color_scheme="dark")
-    opened(page, site)
+    opened(page, site, {})
     assert page.locator("#headline").inner_text() == "no service runs: nothing follows the source"
     assert "8 stored" in page.locator("#legend").inner_text()
     assert "–" in page.locator("#figures").inner_text()
