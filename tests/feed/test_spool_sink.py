@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from mirror.feed.read.reader import SourceReader
-from mirror.feed.read.snapshot import Position, Snapshot
+from mirror.feed.read.snapshot import Position, Snapshot, SpoolSink
 from mirror.feed.read.spool import OpenSpools, SpoolFile
-from mirror.feed.read.spool_sink import SpoolSink
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
 from mirror.wire import events as ev

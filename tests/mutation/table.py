@@ -238,7 +238,7 @@ MUTATIONS = (
         "tests/feed/test_host.py",
     ),
     Mutation(
-        "mirror/feed/read/spool_sink.py",
+        "mirror/feed/read/snapshot.py",
         "self.discard()\n                    return StagingRefused(",
         "return StagingRefused(",
         "tests/feed/test_spool_sink.py -k refused",

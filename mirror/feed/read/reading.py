@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
 from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.read.queries import SourceQueries
-from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack
+from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack, SpoolSink
 from mirror.feed.read.spool import OpenSpools, SpoolFile
-from mirror.feed.read.spool_sink import SpoolSink
 from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row

@@ -1,19 +1,26 @@
-"""The items of a bounded read: whole snapshots, and the end of a vbucket's read.
+"""The snapshots of a bounded read: collected by a vbucket's sink in a spool, and handed out when they are complete.
 
-Knows the rows of a snapshot as a spool of frames in stored form; must never know streams or connections. Invariants: a
-snapshot is valid until it is closed, and gives its memory and disk back then, once.
+Must never know connections or the reader. Invariants: only whole snapshots are handed out, those of a vbucket in the
+order of their seqnos, each once; none is taken back: a rollback or a resync ends the vbucket's read; a message that
+cannot be part of a snapshot is refused, so that it is never missing from one. A snapshot is valid until it is closed,
+and gives its memory and disk back then, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from mirror.feed.read.spool import Spool
+from mirror.feed.read.spool import OpenSpools, Spool
+from mirror.feed.stream.host import Staging
+from mirror.ingest import instructions as ins
+from mirror.ingest.events import Abandoned, Published, StagingRefused
 from storage.format.records import decode_row
-from storage.model import Branch, Document, Manifest
+from storage.model import Branch, Document, FailoverLog, Manifest, Seqno, SourceFacts, VbucketState
 
-_BRANCH = Branch(0)
+BRANCH = Branch(0)
+ROW_PREFIX = bytes(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Snapshot:
 
         Malformed values stay as they are: `storage.format.records.value_problem` gives the reason.
         """
-        return (decode_row(self.vbid, _BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
+        return (decode_row(self.vbid, BRANCH, frame, raw=raw, lenient=True) for frame in self.frames())
 
     def close(self) -> None:
         if not self._closed:
@@ -103,3 +110,105 @@ class ReadEnded:
 
 
 Item = Snapshot | SourceRolledBack | ReadEnded
+
+
+class SpoolSink:
+    def __init__(
+        self,
+        vbid: int,
+        position: Position,
+        spools: OpenSpools,
+        hand_out: Callable[[Snapshot], None],
+        on_lost: Callable[[int], None],
+    ) -> None:
+        """`on_lost` is called with the seqno up to which the source still holds what was read: the read ends there."""
+        self.vbid = vbid
+        self._spool: Spool | None = None
+        self._spools = spools
+        self._hand_out = hand_out
+        self._on_lost = on_lost
+        self._boundary = Seqno(position.seqno)
+        # A position names one history, so the entry covers every seqno.
+        self._log = FailoverLog.of([(position.vbuuid, 0)] if position.seqno else ())
+        self._manifest = Manifest.initial()
+        self._manifest_open = self._manifest
+        self._purge_seqno = 0
+
+    @property
+    def position(self) -> Position:
+        return Position(int(self._log.vbuuid_at(self._boundary)), int(self._boundary))
+
+    def state(self) -> VbucketState:
+        seqno = self._boundary
+        return VbucketState(
+            vbid=self.vbid,
+            branch=BRANCH,
+            published_seqno=seqno,
+            history_floor_seqno=seqno,
+            staging_branch=BRANCH,
+            staged_seqno=seqno,
+            staging_published_seqno=seqno,
+            open_snapshot=None,
+            failover_log=self._log,
+            source_purge_seqno=Seqno(self._purge_seqno),
+            local_purge_seqno=Seqno(0),
+            manifest=self._manifest,
+        )
+
+    def row_prefix(self) -> bytes:
+        return ROW_PREFIX
+
+    def discard(self) -> None:
+        if self._spool is not None:
+            self._spools.release(self._spool)
+            self._spool.close()
+            self._spool = None
+        self._manifest_open = self._manifest
+
+    # -- staging --------------------------------------------------------------------------------------------------
+
+    def stage(self, staging: Staging) -> StagingRefused | None:
+        match staging:
+            case ins.StageRows(rows=rows):
+                if any(earlier[0] >= later[0] for earlier, later in pairwise(rows)):
+                    self.discard()
+                    return StagingRefused(self.state(), "seqnos do not rise inside a run of rows")
+                self._spool = self._spools.append(self._spool, [frame for _, frame in rows])
+            case ins.StageSystemEvent():
+                self._spool = self._spools.append(self._spool, [staging.row_value])
+                self._manifest_open = staging.manifest
+            case ins.Advance():
+                pass  # the machine knows the position, and what is not complete is not resumed after a restart
+        return None
+
+    # -- publishing -----------------------------------------------------------------------------------------------
+
+    def publish(self, snapshot: ins.PublishSnapshot) -> Published:
+        spool, self._spool = self._spool or self._spools.new(), None
+        self._spools.release(spool)
+        start_seqno, self._boundary = int(self._boundary), snapshot.seqno
+        self._manifest = self._manifest_open
+        if snapshot.source_purge_seqno is not None:
+            self._purge_seqno = snapshot.source_purge_seqno
+        vbuuid, end_seqno = self.position.vbuuid, int(snapshot.seqno)
+        self._hand_out(
+            Snapshot(self.vbid, vbuuid, start_seqno, end_seqno, spool, self._manifest, snapshot.source_purge_seqno)
+        )
+        return Published(snapshot.seqno)
+
+    def save(self, facts: SourceFacts) -> None:
+        """Keep the failover log alone: a read has one filter from its beginning to its end."""
+        self._log = facts.get("failover_log", self._log)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def roll_back(self, target: ins.RollbackTo) -> None:
+        self._on_lost(int(target.seqno))
+
+    def abandon(self, staged: ins.AbandonStaged) -> Abandoned:
+        self.discard()
+        return Abandoned(self.state())
+
+    def begin_resync(self, cause: str) -> None:
+        """End the vbucket's read, because the source cannot continue it: the caller decides whether to read from 0."""
+        self._on_lost(0)
