@@ -373,10 +373,9 @@ def test_garbage_after_requests_is_reported_once_they_are_answered(site: Site) -
     assert b"urn:dcp-mirror:bad-request" in answer
 
 
-def test_a_request_for_another_protocol_is_answered_in_this_one_and_closed(site: Site) -> None:
-    """As curl --http2 does."""
-    more = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n\r\n"
-    answer = site.raw(LIVEZ + HOST + more)
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_a_request_for_another_protocol_is_answered_in_this_one_and_closed(site: Site, protocol: str) -> None:
+    answer = site.raw(request("/livez", "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}"))
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b"connection: close" in answer
 

@@ -320,9 +320,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_S, self._too_slow)
 
-    def _should_upgrade(self) -> bool:
-        return False
-
 
 def protocol_config(app: Any) -> Config:
     config = Config(
