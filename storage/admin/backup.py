@@ -1,9 +1,9 @@
-"""Backups: a mirror is copied as checked parts next to a running service, and made into a mirror again elsewhere.
+"""Backups: copy a mirror in checked parts, also while its service runs, and restore a mirror from them.
 
 Knows the layout of a backup (FORMAT.md, "Backups"); `storage.admin.archive` knows where the parts are kept. Invariants:
 each group is copied in one read transaction, so every vbucket comes with its state; the manifest is the last part, so
-an unfinished backup has none; nothing is in place at the target before every checksum was compared, and `mirror.json`
-comes last; a copy gives positions above its published ones a history of its own, so no token of the original is
+an unfinished backup has none; a restore puts nothing in place before it has compared every checksum, and writes
+`mirror.json` last; a copy gives positions above its published ones a history of its own, so no token of the original is
 mistaken for one of the copy.
 """
 
@@ -34,10 +34,10 @@ VERSION = 1
 MANIFEST = "backup.json"
 KIND = "dcp-mirror backup"
 PART_BYTES = 16 << 20
-"""A part is whole in memory before it is written: a tar has the size of a member before its bytes."""
+"""A whole part is in memory before it is written, because a tar names the size of a member before its bytes."""
 MANIFEST_BYTES_MAX = 256 << 20
 WORK = "restore.new"
-"""Folder in the target in which a restored mirror is prepared, so that it is on the same file system."""
+"""Folder in the target, on the same file system, in which a restored mirror is prepared."""
 _PART = re.compile(rf"group-(\d{{4}})/{re.escape(DATA_FILE)}\.(\d{{6}})")
 AGAIN = "make the backup again, or take another one"
 

@@ -1,4 +1,4 @@
-"""The integrity walk: every invariant of FORMAT.md, over every row of every vbucket.
+"""The integrity walk: checks every invariant of FORMAT.md on every row of every vbucket.
 
 Each vbucket is read in one transaction, so the file of a running service does not grow. The walk shows that the stored
 data is consistent in itself; `verify` compares it with the source.
@@ -270,7 +270,7 @@ class _VbucketCheck:
         return references
 
     def _must_have_key_row(self, branch: int, seqno: int) -> bool:
-        """Return True for rows that were published; staged rows get key rows when their snapshot is complete."""
+        """Return True for published rows; staged rows get key rows when their snapshot is complete."""
         if branch == self.state.staging_branch:
             return seqno <= self.indexed
         return any(link.branch == branch and seqno <= link.cut for link in self.served)

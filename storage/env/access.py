@@ -1,9 +1,9 @@
-"""Rights on a mirror's files: who besides its owner may read them.
+"""Rights on a mirror's files for readers other than its owner.
 
 Knows modes and groups of the system; never what the files hold. Members of the group read: they may list and enter the
 directories, read `mirror.json`, `map.json` and the data files, and write the lock files, in which LMDB registers its
-readers. Invariant: no right to write data is ever given, and no right at all to anyone else; a file gets its group
-before it gets the group's rights.
+readers. Invariant: nobody gets a right to write data, and others get no right at all; a file gets its group before it
+gets the group's rights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def group_id(name: str) -> int:
 
 
 def share(path: str, gid: int) -> None:
-    """Let a group enter the mirror at `path` and read what it is; each folder has its own `share_group`."""
+    """Let a group enter the mirror at `path` and read its description; `share_group` does the same for each folder."""
     _give(path, gid, DIRECTORY_MODE)
     for name in (directory.FILE, map_record.FILE):
         _give(os.path.join(path, name), gid, READ_MODE)
@@ -70,7 +70,7 @@ def _give(path: str, gid: int, mode: int) -> None:
 
 
 def closed_parent(path: str, gid: int) -> str | None:
-    """Return the first directory above `path` whose modes shut out the members of a group; None: they get to `path`."""
+    """Return the first directory above `path` whose modes shut out the members of a group, or None."""
     parent = os.path.dirname(os.path.realpath(path))
     while True:
         try:

@@ -1,10 +1,10 @@
 """A compacted copy of an LMDB file as of one transaction, made page by page.
 
-Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never what the trees hold. LMDB has
-such a copy itself. That of py-lmdb 3.0.0 ends the process if a key has some hundred values of a fixed size (its patch
-`validate-md-pad` uses a cursor's tree, which the copy's cursor does not have), and every version follows damaged page
-numbers. Invariants: pages are read from the file, never from the map; a page number, a node and a length are compared
-with their bounds before they are used; the copy holds the live pages in their old order, with their references
+Knows the layout of LMDB 0.9 files (mdb.c: MDB_page, MDB_node, MDB_db, MDB_meta); never what the trees hold. LMDB's own
+compacting copy is not used: that of py-lmdb 3.0.0 ends the process if a key has some hundred values of a fixed size
+(its patch `validate-md-pad` uses a cursor's tree, which the copy's cursor lacks), and every version follows damaged
+page numbers. Invariants: pages are read from the file, never from the map; a page number, a node and a length are
+compared with their bounds before they are used; the copy holds the live pages in their old order, with their references
 renumbered, and an empty list of free pages.
 """
 
@@ -44,7 +44,8 @@ class Compaction:
     """The live pages of one transaction, found before the first is copied. Use it while that transaction is open."""
 
     def __init__(self, environment: Environment, txn: lmdb.Transaction) -> None:
-        """Find the live pages. Begin soon after the transaction did: two commits later its meta page is overwritten.
+        """Find the live pages. Call it soon after the transaction began: two commits later its meta page is
+        overwritten.
 
         Raises CorruptedError, StorageError.
         """

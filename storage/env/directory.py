@@ -32,7 +32,7 @@ META_BYTES = 8192
 """LMDB's two meta pages: a file without them holds nothing."""
 DAMAGED_HINT = "remove the file: the next command prints the line that makes it again"
 LOCK_PAUSES_S = (0.002, 0.01)
-"""A reader that looks whether somebody writes holds the lock for some microseconds."""
+"""A reader that tests the lock holds it for some microseconds."""
 VBUCKETS_MAX = 65536
 GROUPS_MAX = 1024
 
@@ -93,7 +93,7 @@ def _meta(environment: Environment) -> tuple[bytes, bytes]:
 
 
 def _stored_description(stored: bytes | None, path: str) -> dict[str, object]:
-    """Return the `mirror.json` that the environment at `path` was made with, from its `meta`. Raises CorruptedError."""
+    """Return the `mirror.json` of the environment at `path`, from its `meta`. Raises CorruptedError."""
     try:
         stored_format, _, *values = msgpack.unpackb(stored or b"")
         names = [field.name for field in fields(Identity)]
@@ -254,7 +254,7 @@ def sync_directory(path: str) -> None:
 def replace_file(path: str, data: bytes, *, mode: int = 0o600, like: str | None = None) -> None:
     """Replace a file whole; it is on the disk when this returns. Raises OSError.
 
-    It is as readable as the file `like`, if there is one, else by `mode` and the process's mask.
+    It gets the mode of the file `like`, if there is one, else `mode` under the process's mask.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path + ".new", flags, mode), "wb") as file:

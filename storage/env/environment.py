@@ -37,7 +37,7 @@ from storage.errors import (
 from storage.format import keys
 
 MAP_SIZE = 64 << 30
-"""Address space reserved per environment, bytes. The file only takes what is written; the writer grows it when full."""
+"""Address space reserved per environment, bytes. The file holds written pages alone; the writer grows a full map."""
 READER_TRIES = 3
 """Walks of a file that seems cut short before a reader believes it."""
 READERS_MAX = 1024
@@ -48,17 +48,17 @@ LOCK_FILE = "lock.mdb"
 WRITER_LOCK_FILE = "writer.lock"
 """Locked by flock by the process that writes the environment."""
 LOOK_INTERVAL_S = 1.0
-"""Between two looks whether the file that is open is still the one at its path: a few microseconds each."""
+"""Pause between two checks that the open file is still the one at its path; each takes a few microseconds."""
 UNREGISTERED_LOOK_INTERVAL_S = 0.01
-"""The same where readers cannot be registered: less than a writer that starts takes for its first two commits."""
+"""The same if readers cannot be registered: less than the time of a starting writer's first two commits."""
 REMAP_WAIT_S = 10.0
-"""A map is taken over in a new size when no transaction of the process is open: each is some milliseconds of work."""
+"""A map takes its new size when no transaction of the process is open; each lasts some milliseconds."""
 REMAP_POLL_S = 0.0005
 SPACE_MIN = 1 << 20
 """With less space than this an input/output error of LMDB is a write that was cut short, bytes."""
 
 LMDB_VERSION_MIN = (3, 0)
-"""Of py-lmdb: older ones have no page verification, and trust page numbers and lengths of a damaged file."""
+"""Oldest usable py-lmdb: earlier ones cannot verify pages, and trust page numbers and lengths of a damaged file."""
 DAMAGE = (
     lmdb.BadTxnError,  # a page of this transaction was found damaged by a call that cannot return it
     lmdb.CorruptedError,
@@ -158,8 +158,8 @@ def _check_is_there(path: str) -> None:
 def _refuse_unregistered(path: str) -> None:
     """Raise ReadOnly unless no process writes the environment at `path`, which is mounted read-only.
 
-    LMDB does not register readers there, and does not say so: a writer, which has the same files mounted otherwise,
-    would use pages again that are being read.
+    LMDB silently registers no readers there, so a writer with another mount of the same files would reuse pages that
+    are being read.
     """
     try:
         descriptor = os.open(os.path.join(path, WRITER_LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -222,7 +222,7 @@ class Environment:
         """
         self._handles: dict[bytes, Any] = {}
         self.history_id = secrets.randbits(64) or 1
-        """Of the branches and positions that this writer makes, and of no other's."""
+        """The history id of the branches and positions that this writer makes."""
         if not create:
             _check_is_there(path)
         self._unregistered = not writable and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
@@ -234,7 +234,7 @@ class Environment:
         self.look_at = time.monotonic() + self._look_interval_s
         """The next time for `look`, by `time.monotonic`; 0: always."""
         self.replaced = False
-        """The group's folder or file was moved, removed or replaced; the open file is not read any more."""
+        """True once the group's folder or file was moved, removed or replaced; the open file is no longer read."""
         try:
             self._refuse_cut_short(tries=1 if writable else READER_TRIES)
             if writable and sync != "unsafe":
@@ -277,10 +277,10 @@ class Environment:
             raise found from error
 
     def _settle_meta_pages(self) -> None:
-        """Write both meta pages to the disk as they are in memory, before any other write.
+        """Write both meta pages to the disk, as they are in memory, before any other write.
 
-        LMDB writes over pages of older commits because the meta page of a newer one was synced. After a sync that
-        failed this is not so: the kernel counts the page as written and never writes it again. Everything that the meta
+        LMDB writes over pages of older commits because the meta page of a newer one was synced. After a failed sync
+        this does not hold: the kernel counts the page as written and never writes it again. Everything that the meta
         page refers to was synced before it was written.
         """
         try:
@@ -321,15 +321,15 @@ class Environment:
     def missing_bytes(self) -> int:
         """Return how much shorter the file is than the pages that its meta page counts.
 
-        A few may be missing lawfully: LMDB does not write pages at the end that a transaction took and gave back. Any
-        other one that is touched ends the process by SIGBUS.
+        A few may lawfully be missing: LMDB does not write pages at the end that a transaction took and gave back. A
+        touch of any other missing page ends the process by SIGBUS.
         """
         pages = int(self.env.info()["last_pgno"]) + 1
         return max(0, pages * int(self.env.stat()["psize"]) - self.file_bytes())
 
     def _refuse_cut_short(self, tries: int) -> None:
-        """Follow every reference where pages are missing. While a writer changes the file a walk may
-        find what is none, so a reader looks `tries` times.
+        """Follow every reference if pages are missing. While a writer changes the file, a walk may find damage where
+        there is none, so a reader walks up to `tries` times.
         """
         missing = self.missing_bytes()
         if not missing:
@@ -419,8 +419,7 @@ class Environment:
     def _remap(self, size: int, seen_count: int) -> None:
         """Map the file in another size (0: as large as it has become), unless another thread has since `seen_count`.
 
-        LMDB moves the map, under the transactions of other threads too: so they are waited for, and those that would
-        begin wait.
+        LMDB moves the map under the transactions of other threads, so this waits for them, and new ones wait meanwhile.
         """
         with self._map_lock:
             if self._remap_count != seen_count:
@@ -516,4 +515,4 @@ class _Shared:
 
 
 SHARED = _Shared()
-"""The one place of this package with process-wide state, because LMDB has the same."""
+"""The only process-wide state of this package, because LMDB's is process-wide."""

@@ -1,9 +1,9 @@
-"""A group's environment as one closed file: what moves between machines and folders, and is a mirror's again there.
+"""A group's environment as one closed file that moves between machines and becomes part of a mirror there.
 
-Knows a mirror's directory; never who made the environment or where it goes. LMDB itself must
-not work on network file systems, but a finished file may lie there: `pack` writes it in one stroke, `describe` makes a
-folder of such files a mirror, and neither opens LMDB there. Invariant: a group's folder under its own name is whole and
-synced; `mirror.json` is written last.
+Knows a mirror's directory; never who made the environment or where it goes. LMDB must not run on a network file system,
+but a finished file may lie there: `pack` writes it in one pass, `describe` makes a folder of such files a mirror, and
+neither opens LMDB there. Invariant: a group's folder under its own name is whole and synced; `mirror.json` is written
+last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from storage.model import Identity
 
 
 def pack(folder: str, group: int, identity: Identity, target: str) -> int:
-    """Copy the group environment in `folder`, which nobody has open, into the mirror's directory `target`; its bytes.
+    """Copy the group environment in `folder`, which nobody has open, into the mirror's directory `target`. Return its
+    bytes.
 
     A group that is there already stays. Raises StorageError where the disk is full, or the folder cannot be written.
     """

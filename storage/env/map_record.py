@@ -1,7 +1,7 @@
-"""`map.json`: the newest cluster map that was followed for a mirror, so that no older one is followed after a restart.
+"""`map.json`: the newest cluster map that a mirror followed, so that it follows no older one after a restart.
 
-Knows the file, never a map: what follows from it is the service's to say. Invariants: the file is replaced whole, by
-fsync and rename, before the map that it names is followed; a record of another bucket than the mirror's counts as none.
+Knows the file, never a map; the service decides what follows from it. Invariants: the file is replaced whole, by fsync
+and rename, before the map that it names is followed; a record of another bucket than the mirror's counts as none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A transaction: what every function of this package that reads or writes an environment is given.
+"""A transaction, which every function that reads or writes an environment takes.
 
-Knows LMDB's transaction, the names of the trees and how the small records are read. It is one commit's state: what was
-read through it may be wrong after its end. Hot loops use `raw` with handles that they looked up once.
+Knows LMDB's transaction, the names of the trees and how the small records are read. It shows one commit; values read
+through it may be outdated after its end. Hot loops use `raw` with handles that they looked up once.
 """
 
 from __future__ import annotations

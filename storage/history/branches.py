@@ -18,8 +18,9 @@ from storage.history import chain, manifests
 from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, FailoverLog, Rollback, Seqno, VbucketState, Vbuuid
 
 HISTORY_IDS_MAX = 512
-"""Histories of one branch that are kept apart: one for each owner that published on it. Positions of older ones are
-refused. A service that cron starts each minute is an owner each time; a row with all of them takes 10 KiB."""
+"""Most history ids of one branch, one for each owner that published on it. Positions of older ones are refused. A
+service that cron starts each minute is an owner each time; a full row takes 10 KiB.
+"""
 
 
 class Moment(NamedTuple):
@@ -33,7 +34,7 @@ NEVER = Moment(0, 0)
 
 
 class BoundaryCounters(NamedTuple):
-    """Sums over the boundaries of a chain, which spare a walk."""
+    """Sums over the boundaries of a chain, kept to avoid a walk."""
 
     ordinal: int
     """Of the newest boundary; 0: there is none yet."""
@@ -49,7 +50,7 @@ class PurgeRow(NamedTuple):
     local_purge_seqno: int = 0
     """The newest tombstone that it took."""
     chain_id: int = 0
-    """Drawn at random whenever branches were merged or forgotten: remembered chains are void."""
+    """Drawn at random whenever branches are merged or forgotten, which makes remembered chains void."""
     resyncs_gone: int = 0
     """Resyncs that readers saw and whose branches were forgotten."""
 
@@ -132,7 +133,7 @@ def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
 
 
 def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: int) -> records.HistoryIds:
-    """Return the ids of a branch whose positions above a seqno belong to another history from now on."""
+    """Return the history ids of a branch with a new one for positions above a seqno."""
     kept = [*history_ids[:1], *(each for each in history_ids[1:] if each[1] < above_seqno)]
     return (*kept, (history_id, above_seqno))[-HISTORY_IDS_MAX:]
 
@@ -140,9 +141,9 @@ def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: 
 def begin_history(txn: Transaction, vbid: int) -> None:
     """Begin a new history id for positions above the published one, as each owner does.
 
-    Commits that readers saw may have been undone before (a power cut, an older copy of the file, a volume that was set
-    back). Positions that readers got above the published one must differ from those of the next commits. Readers that
-    stayed open read their chains again.
+    Commits that readers saw may have been undone (by a power cut, an older copy of the file, a restored volume).
+    Positions that readers got above the published one must differ from those of the next commits. Readers that stayed
+    open read their chains again.
     """
     history_id = txn.environment.history_id
     pub = txn.pub(vbid)

@@ -19,11 +19,11 @@ class History(NamedTuple):
     floor_ms: int | None
     """Time of the floor's boundary, milliseconds since 1970; None: nothing was published."""
     boundaries: int | None
-    """Kept boundaries, those of branches that a rollback left included; and each drop or creation of a collection. None
-    while staged rows wait for their key rows: only a walk would tell.
+    """Kept boundaries, including those of branches that a rollback left, plus each drop or creation of a collection.
+    None while staged rows wait for their key rows, because only a walk would tell.
     """
     versions: int
-    """Versions of documents that are stored, tombstones included: less the live documents, it is what history takes."""
+    """Stored versions of documents, tombstones included. Without the live documents they are the history."""
     row_bytes: int
     """Pages of the row tree."""
     key_bytes: int

@@ -1,10 +1,10 @@
-"""Key rows of a large staged snapshot, built just before it is published.
+"""Builds the key rows of a large staged snapshot just before it is published.
 
-Rows of a snapshot that spans several transactions are appended to `v<vbid>` alone; nobody can see them, so nobody needs
-their key rows yet. When the snapshot is complete this job reads them back, sorts and inserts the key rows in slices of
-bounded size: random insertion as rows come is several times slower and writes ten times the bytes.
-Invariants: memory holds at most one run of `RUN_ROWS` key rows and a chunk of each spilled run; every write transaction
-holds at most `SLICE_ROWS` rows; doing the whole job again after a crash changes nothing (existing dups are kept).
+A snapshot that spans several transactions first goes to `v<vbid>` alone; no reader sees its rows, so they need no key
+rows yet. When it is complete, this job reads them back, and sorts and inserts the key rows in slices of bounded size:
+inserting them as rows arrive would be several times slower and write ten times the bytes. Invariants: memory holds at
+most one run of `RUN_ROWS` key rows and a chunk of each spilled run; every write transaction holds at most `SLICE_ROWS`
+rows; doing the whole job again after a crash changes nothing (existing dups are kept).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from storage.format.runs import SortedRuns
 RUN_ROWS = 200_000
 """Key rows sorted in memory at once: about 40 MB."""
 SLICE_ROWS = 20_000
-"""Rows read or written in one step: some 20-50 ms, so that noops and heartbeats are answered in between."""
+"""Rows read or written in one step of some 20 to 50 ms; between steps the worker answers noops and sends heartbeats."""
 
 KeyRow = tuple[bytes, bytes]
 BY_KEY = itemgetter(0)
@@ -116,7 +116,7 @@ def rows_between(
 
 
 def check_end(txn: Transaction, vbid: int, cursor: Any, key: bytes, value: bytes) -> None:
-    """Raise CorruptedError if a walk over rows ended at one that a flipped bit put behind the others."""
+    """Raise CorruptedError if a walk over rows ended early at a row whose key a flipped bit changed."""
     check_place(txn, vbid, key, value)
     if cursor.next() and bytes(cursor.key()) <= key:
         raise not_in_order(txn, vbid)

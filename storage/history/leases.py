@@ -1,14 +1,14 @@
-"""Leases: positions that readers hold for a while, so that history does not leave them.
+"""Leases: positions that readers hold for a while, so that the purger keeps the history that they need.
 
 Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who holds it,
 nor how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the
 newest kept boundary at or below that position, nor, after a rollback, the point where the history that is served then
-left the held one; and rows that such a rollback retracts stay. So reading as of the position goes on, and changes since
-it can be listed. It holds nothing when a vbucket is resynced: no history is common then; nor at seqno 0, since all that
-followed can always be listed. A position ahead of what is published, which a power cut has undone, is granted too: it
-holds what is kept below it, and the position itself once it is published again; where nothing was kept below it, the
-first boundary that is published may be beyond it. Invariants: granted only for what is still kept; a lease that ended,
-by release or by time, holds nothing from then on.
+left the held one; and rows that such a rollback retracts stay. So reads as of the position go on, and changes since it
+can be listed. A lease holds nothing once a vbucket is resynced, because no history is common then; nor at seqno 0,
+because all changes since can always be listed. A position above the published seqno, which a power cut has undone, is
+granted too: the lease holds what is kept below it, and the position itself once it is published again. If nothing was
+kept below it, the first published boundary may lie beyond it. Invariants: granted only for what is still kept; a lease
+that ended, by release or by time, holds nothing from then on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
 
 LEASES_MAX = 256
-"""Leases of a group at once: each costs the purger a look. A job holds one."""
+"""Most leases of a group: the purger looks at each. A job holds one."""
 
 LEASE_MAX_MS = 86_400_000
-"""No lease is held longer than this without being renewed, whatever the clock said that its end was taken from."""
+"""Longest hold without a renewal, whatever the clock said when the lease was granted."""
 
 Position = tuple[int, int]
 """Branch and seqno."""
@@ -41,11 +41,11 @@ class Leases:
         self._held: dict[str, HeldLease] = {}
 
     def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
-        """Hold what was found to be kept (`check_kept`); an older lease of that name is replaced."""
+        """Hold positions that `check_kept` accepted; this replaces an older lease of that name."""
         self._held[name] = HeldLease(positions, until_ms)
 
     def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
-        """Hold on. False: no such lease holds these (any more); what one that ended held may be gone since."""
+        """Renew a lease. Return False if no such lease holds these positions now; what an ended one held may be gone."""
         self.prune(now_ms)
         lease = self._held.get(name)
         if lease is None or lease.positions != positions:

@@ -1,4 +1,4 @@
-"""A vbucket as a writer continues it: its state, and what that state was made of. Reads the small records only."""
+"""A vbucket as a writer continues it: its state and the positions in its trees. Reads the small records only."""
 
 from __future__ import annotations
 

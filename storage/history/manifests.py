@@ -17,8 +17,9 @@ from storage.model import Manifest, ManifestChange
 
 SHARED_MAX = 8
 _shared: dict[int, Manifest] = {}
-"""Manifests that were read lately, by uid. Vbuckets with equal collections share one: 1,000 collections in each of
-1,024 vbuckets are a million objects, and looking for cycles among these takes 0.2 s."""
+"""Recently read manifests, by uid. Vbuckets with equal collections share one: 1,000 collections in each of 1,024
+vbuckets would be a million objects, and a search for cycles among them takes 0.2 s.
+"""
 
 Key = tuple[int, int]
 """(branch, seqno) of a manifest row; (0, 0): the initial manifest, which has no row."""
@@ -83,8 +84,8 @@ def between(
 
 
 def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> bool:
-    """Remove the rows before a whole manifest, which no later read needs. Return False if it is not whole, or none was
-    there.
+    """Remove the rows before a whole manifest, which no later read needs. Return False if it is not whole or there were
+    none.
     """
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:

@@ -1,10 +1,9 @@
 """Merging links of a chain that are history, so that reads do not slow down with each failover in the life of a mirror.
 
-Knows chains, and every tree that says on which branch something lies; when there is a moment for it, the purger knows.
-A branch stays on the chain after a rollback for as long as it has a row that nothing has replaced. Below the floor
-nobody goes back to it any more, so its rows can be its parent's: they are moved there, oldest first, and its base rises
-with them; when none is left it goes itself. Of more than `LINKS_MAX` links the one with the fewest seqnos goes first: a
-row is moved again only when what it lies on has at least doubled.
+Knows chains, and every tree that names a branch; the purger chooses the moment. After a rollback a branch stays on the
+chain as long as one of its rows was not replaced. Below the floor no rollback ends on it, so its rows can become its
+parent's: they move there, oldest first, its base rises with them, and the empty branch goes. Of more than `LINKS_MAX`
+links the one with the fewest seqnos goes first, so a row moves again only after its branch has at least doubled.
 
 Invariants:
 - a step is one transaction, after which the same rows are visible at the same seqnos; the next one may be another
@@ -30,9 +29,9 @@ from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
-"""Links of a chain that may lie below the floor: a mirror of few failovers never moves a row for this."""
+"""Most links of a chain below the floor. A mirror with few failovers never moves a row."""
 ROLLBACKS_KEPT = 16
-"""Of rollbacks that are history, the newest few stay: for people, and for those who wait for a write that was lost."""
+"""The newest rollbacks stay in history: for people, and for readers that wait for a lost write."""
 
 
 class Pair(NamedTuple):

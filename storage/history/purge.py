@@ -1,8 +1,8 @@
-"""History: raise the floor, and remove rows that no boundary at or above it sees, in small steps.
+"""The purger: raises the floor and removes, in small steps, rows that no boundary at or above it sees.
 
 Knows boundaries, versions, branches, and time only as `history_clock`. The group's writer calls it when idle. Its work
-follows what changed, not the size of the bucket: it visits each row once, in seqno order, after the floor has passed
-it. Invariants:
+depends on the changes, not on the size of the bucket: it visits each row once, in seqno order, after the floor has
+passed it. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
   below it (`vbucket_reader` and `validity` refuse);
 - a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
@@ -34,7 +34,7 @@ LOOK_VBUCKETS = 8
 STEP_ROWS = 4_000
 """Rows removed, and twice as many visited, in one step at most."""
 STEP_MS_MAX = 20
-"""Milliseconds that a step should take at most: one near it halves the next."""
+"""Longest step in milliseconds; a step that comes near it halves the next one."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches that readers see from their first publish on; until then they have no time."""
 SHARE_MIN = 0.05
@@ -53,7 +53,7 @@ class Window:
 
 
 class AdaptiveStepSize:
-    """Rows that a step may take, by the last steps' duration: disks and neighbours differ."""
+    """The number of rows in a step, adapted to the duration of the last steps, because disks differ."""
 
     def __init__(self) -> None:
         self._share = 0.25

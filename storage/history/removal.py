@@ -1,11 +1,11 @@
 """Removing a range of rows that no view sees, with their key rows, in steps of bounded work.
 
-Knows both trees of a vbucket and which rows are dead; why they are, the purger knows. Rows lie in seqno order and are
-cheap to remove side by side; their key rows lie anywhere in the key tree, where removing them as they come would touch
-a page each. So rows are read in runs, each run's key rows are removed in key order, and only then its rows. Invariants:
-a key row goes before its row, so that at any moment every reference has its row; memory holds one run; a step does at
-most some multiple of `limit` in the transaction it is given; `settle` says that it was committed, without which the
-next step does the same once more; being forgotten in the middle is harmless, since what is left is found again.
+Knows both trees of a vbucket and which rows are dead, but not why. Neighbouring rows are cheap to remove; their key
+rows lie anywhere in the key tree, and each removal would touch another page. So rows are read in runs; each run's key
+rows are removed in key order, and then its rows. Invariants: a key row goes before its row, so every reference always
+has its row; memory holds one run; a step removes at most some multiple of `limit` rows in its transaction; without
+`settle` after the commit, the next step repeats it; a removal that is forgotten halfway is harmless, because the rest
+is found again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROW_SHARE = 4
 
 
 class Dead(NamedTuple):
-    """Rows (after_seqno, to_seqno] of a branch that no view sees, since `since_ms`; None: they never were published."""
+    """Rows (after_seqno, to_seqno] of a branch that no view has seen since `since_ms` (None: ever)."""
 
     branch: int
     after_seqno: int
@@ -51,7 +51,7 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The result of one reading: key and dup of each row in one, sorted; rows and boundaries counted; the next key."""
+    """A run that was read: the sorted key rows (key and dup in one), the counts of rows and boundaries, the next key."""
 
     references: list[bytes]
     size: int

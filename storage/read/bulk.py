@@ -4,11 +4,10 @@ Knows the key and row trees and what is visible. Invariants: the documents are t
 finds, whatever is written, purged or rolled back meanwhile, or ViewInvalidated is raised; a chunk is read in one
 transaction and holds at most `rows_max` rows or `CHUNK_BYTES` (and a run of `GET_ROWS` rows).
 
-There are two ways. Walking the rows from the newest to the oldest, and taking the first of each key, is several times
-faster than a look-up of each row; but it has to remember keys, and walks over older versions and unrequested rows. A
-read begins so, and goes on by keys when that does not pay. Each row that is met is verified, even if it only hides
-another or is not requested. The order of rows does not show that a row is missing; the order of keys does, as do
-`check`, `scan` and `get`.
+A read walks the rows from the newest to the oldest and takes the first of each key: several times faster than a look-up
+of each row, but it must remember keys, and visits older versions and unrequested rows. Once that does not pay, it goes
+on in the order of keys. It verifies every row that it visits. A walk over rows does not notice a missing row; a walk
+over keys does, as do `check`, `scan` and `get`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GET_ROWS = 128
 REMEMBERED_MAX = 500_000
 """Keys of a vbucket that are remembered while its rows are walked: some 60 MB."""
 ROWS_PER_DOCUMENT = 3
-"""Up to about so many rows for each document, a walk over rows is faster than a look-up of each document."""
+"""Up to about this many rows for each document, a walk over rows is faster than a look-up of each document."""
 _FOREVER = b"\xff"
 _NO_SEQNO = bytes(8)
 _MUTATIONS = b"\x80\x57\x00", b"\x80\x57\x01"

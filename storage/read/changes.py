@@ -1,9 +1,9 @@
 """Published events of a vbucket in the order of seqnos, from any position on, also across a rollback.
 
-Knows the row tree, chains and rollback records; `retractions` finds what a rollback takes back, `validity` says what a
-reader is promised. Invariants: every piece of rows is read in one checked transaction, and holds `CHUNK_ROWS` rows at
-most; the events between two positions are always the same while they are kept, and a range that is not kept is refused
-before its first event.
+Knows the row tree, chains and rollback records; `retractions` finds the versions that a rollback takes back, `validity`
+keeps the promises to readers. Invariants: every piece of rows is read in one checked transaction, and holds
+`CHUNK_ROWS` rows at most; the events between two positions are always the same while they are kept, and a range that is
+not kept is refused before its first event.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def check_kept(reader: VbucketReader, txn: Transaction, way: Range) -> None:
 
 
 def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> Manifest:
-    """Return the collections as of a position on the way; for one below what was purged when the range was resolved,
-    those that rows down there can be of. Raises ViewInvalidated.
+    """Return the collections as of a position on the way. Below the purge seqno of the time when the range was
+    resolved, return those that rows there can belong to. Raises ViewInvalidated.
     """
     with reader.environment.read() as txn:
         check_kept(reader, txn, way)

@@ -22,7 +22,7 @@ from storage.read import scan, validity
 from storage.read.vbucket_reader import Served, VbucketReader
 
 UNDONE_BYTES = 1024
-"""Memory for the positions of a row that was rolled back and of the one in its place; a key has at most 250 bytes."""
+"""Memory for the positions of a rolled back row and of the row in its place; a key has at most 250 bytes."""
 
 
 class Undone(NamedTuple):
@@ -163,8 +163,8 @@ class _RetractionWalk:
 class NewToReader:
     """Filter for a reader that came from a lost history: true for events that are new to it. Seqnos must rise.
 
-    Documents of a collection that the new history has dropped or flushed are not new. The reader may already have the
-    drop or flush; it would not get it again, and would keep those documents.
+    Documents of a collection that the new history has dropped or flushed are not new. The reader may already have had
+    the drop or flush, would not get it again, and would keep those documents.
     """
 
     def __init__(self, reader: VbucketReader, lost: chain.Chain, replacing: chain.Chain, raw: bool) -> None:
@@ -178,7 +178,7 @@ class NewToReader:
         with reader.environment.read() as txn:
             self._manifest = reader.manifest_on(txn, replacing)
         self._overridden: set[tuple[int, bytes]] = set()
-        """Keys whose newer version the reader lost: it got an older version instead."""
+        """Keys whose newer version was retracted; the reader got an older version instead."""
 
     def __call__(self, document: Document) -> bool:
         if document.seqno > self._lost[0].cut:

@@ -1,8 +1,8 @@
 """Positions of vbuckets: what is published, kept boundaries, resyncs, the stored state, newest seqnos of collections.
 
 Knows the small records and boundary rows; reads documents only to find the newest of a collection, a bounded number at
-a call. Invariants: each answer is read in one transaction; a Boundary that is returned is kept, and lies on the served
-chain or on the one that was asked for.
+a call. Invariants: each answer is read in one transaction; a returned Boundary is kept, and lies on the served chain or
+on the requested one.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _manifest_uid(txn: Transaction, vbid_key: bytes, at: bytes) -> int:
 
 
 def history_ids(reader: VbucketReader, branch: int) -> tuple[int, ...]:
-    """Return the histories that positions on a branch are of, oldest first; empty for an unknown branch. There are
-    several if a power cut may have undone positions that readers had.
+    """Return the history ids of positions on a branch, oldest first; none for an unknown branch. There are several if a
+    power cut may have undone positions that readers had.
     """
     with reader.environment.read() as txn:
         try:

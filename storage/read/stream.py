@@ -36,7 +36,7 @@ from storage.read.vbucket_reader import Served, VbucketReader
 PIECE_ROWS = 2_000
 """Rows looked at in one transaction."""
 SETTLED_MS = 10_000
-"""A boundary so much older than the newest one is settled: a failover is not expected to lose it."""
+"""A boundary older than the newest one by this is settled: a failover is not expected to lose it."""
 
 Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
@@ -183,7 +183,7 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
 
 
 class Commits:
-    """Notices publishes at a cost that does not depend on the number of vbuckets. The first call returns all."""
+    """Notices publishes at a cost independent of the number of vbuckets. The first call returns all vbuckets."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}

@@ -62,8 +62,8 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
 def check_tombstones(
     reader: VbucketReader, txn: Transaction, pinned: Served, after_seqno: int, purged_before: int = 0
 ) -> None:
-    """Raise ViewInvalidated if the purger took a tombstone above `after_seqno`, except for those that it took before
-    the reader had anything (`purged_before`, the `purged_seqno` of that time).
+    """Raise ViewInvalidated if the purger took a tombstone above `after_seqno` after the reader began (`purged_before`:
+    the `purged_seqno` of that time).
     """
     purged = purged_seqno(reader, txn, pinned, after_seqno)
     if after_seqno < purged != purged_before:
@@ -75,7 +75,7 @@ def purged_seqno(reader: VbucketReader, txn: Transaction, pinned: Served, after_
     """Return a seqno above which no tombstone was purged.
 
     It is no longer stored for a copy that a resync has replaced. But the purger takes nothing more from such a copy,
-    and it had taken each boundary below a tombstone before, or together with, that tombstone.
+    and took each boundary below a tombstone no later than that tombstone.
     """
     if pinned.survives_rollback:
         pub = txn.pub(reader.vbid)

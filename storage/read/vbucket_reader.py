@@ -35,7 +35,7 @@ from storage.model import (
 )
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
-"""Kinds of rows that have a reference. No two that differ in one bit mean different things to a reader."""
+"""Kinds of rows that have a reference. A single flipped bit turns no kind into one with another meaning for readers."""
 CHAINS_MAX = 8
 """Chains of a vbucket that are remembered: the served one, and those of a few positions."""
 MANIFESTS_MAX = 2
@@ -71,7 +71,7 @@ class Served:
     stale: bool = False
     unavailable: bool = False
     survives_rollback: bool = False
-    """Valid while all of it is kept, even if a rollback or resync has left its chain."""
+    """True if the position stays valid after a rollback or resync, as long as all of it is kept."""
 
     @property
     def history_id(self) -> int:
@@ -149,7 +149,7 @@ class VbucketReader:
     # -- chains and manifests -------------------------------------------------------------------------------------
 
     def remembered(self, txn: Transaction) -> _Memory:
-        """Return what is remembered and valid in this transaction."""
+        """Return the memory that is valid in this transaction."""
         chain_id = self.purge_row(txn).chain_id
         memory = self._memory
         if memory is None or memory.chain_id != chain_id:
@@ -316,8 +316,8 @@ class VbucketReader:
         self.check_row(txn.get(reference[ROW_KEY], b"", self.rows), wire_key, reference)
 
     def check_absent(self, txn: Any, cursor: Any, wire_key: bytes) -> None:
-        """Raise CorruptedError unless the keys before and behind an absent one are in order, and are those of their
-        rows: a key that a flipped bit changed stands next to its old place.
+        """Raise CorruptedError unless the keys before and behind an absent one are in order and match their rows: a key
+        with a flipped bit lies next to its old place.
         """
         if there := cursor.set_range(wire_key):
             behind, reference = cursor.item()

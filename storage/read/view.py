@@ -77,8 +77,8 @@ class View(PointReads):
     """A reader of one mirror, made by `open_view`. Use it as a context manager, or call `close`.
 
     Each answer is read in one transaction: documents and their position are of one moment. A scan keeps the boundary
-    that it began with. Many threads may use one view, one thread at a time a generator that it returned. After fork,
-    open another view in the child.
+    that it began with. Many threads may share a view; a generator belongs to one thread at a time. After fork, open
+    another view in the child.
 
     Documents: `get`, `get_many`, `exists`, `scan`. Changes: `changes`, `changes_between`, `token`. One's own writes:
     `wait_for`. Positions and history: `state`, `states`, `boundaries`, `rollbacks`, `history`. Collections: `manifest`.
@@ -215,7 +215,7 @@ class View(PointReads):
         return [self.state(vbid) for vbid in self.vbids]
 
     def published(self) -> list[Served]:
-        """Return what each of `vbids` serves, in that order. This is the cheapest way to see that one moved."""
+        """Return what each of `vbids` serves, in that order: the cheapest way to notice a publish."""
         return states.published(self.groups, self._known_positions)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
@@ -271,11 +271,11 @@ class View(PointReads):
     ) -> Iterator[Change]:
         """Yield published events in order, up to now; with `since` those after a token.
 
-        A token below the history floor resumes too, as long as no tombstone above it was purged: older versions of
-        what the reader has yet to see are left out, as the source's own deduplication does. If the token's history was
-        rolled back, the rollback comes first, with what it retracted and restored; the last of these carries the first
-        token of the new history. A reader that applies each change has the documents of the boundary that was published
-        at the beginning.
+        A token below the history floor resumes too, as long as no tombstone above it was purged; superseded versions
+        may then be missing, as after the source's own deduplication. If the token's history was rolled back, the
+        rollback comes first, with what it retracted and restored; the last of these carries the first token of the new
+        history. A reader that applies each change has the documents of the boundary that was published at the
+        beginning.
 
         Raises ViewInvalidated if a resync replaced the token's history or it is no longer kept, and if a rollback
         happens, or the purger overtakes the reader, while the generator runs. A lease on the oldest boundary keeps the

@@ -1,14 +1,14 @@
-"""Reading one's own writes: whether a write made at the source can be seen here, cannot yet, or never will.
+"""Reading one's own writes: decides if a write made at the source is visible here, is not yet, or never will be.
 
-Knows mutation tokens as SDKs give them, failover logs and published seqnos; must never know who waits. Publishing, a
-rollback and the failover log that goes with it are each one transaction, so asking again is enough. The rule for a
-token (vbid, vbuuid, seqno):
-- its history stands in the failover log: writes above the seqno at which the next newer history began are lost; others
-  can be seen once published_seqno has reached them;
+Knows mutation tokens as SDKs give them, failover logs and published seqnos; must never know who waits. A publish, and a
+rollback with its failover log, are each one transaction, so polling is enough. The rule for a token (vbid, vbuuid,
+seqno):
+- its history is in the failover log: writes above the seqno at which the next newer history began are lost; others are
+  visible once published_seqno has reached them;
 - its history was rolled back here, and a newer log without it has come since: lost;
-- its history is unknown: the mirror has yet to hear of a failover, so it waits.
-While a vbucket is resynced, or a rollback is deferred, nothing counts as published. Invariant: a token that is `LOST`
-was never `PUBLISHED` by the history that is served now.
+- its history is unknown: the mirror has not heard of a failover yet, so the reader waits. While a vbucket is resynced,
+  or a rollback is deferred, nothing counts as published. Invariant: a token that is `LOST` was never `PUBLISHED` by the
+  history that is served now.
 """
 
 from __future__ import annotations
