@@ -45,7 +45,7 @@ class Leases:
         self._held[name] = HeldLease(positions, until_ms)
 
     def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
-        """Renew a lease. Return False if no such lease holds these positions now; what an ended one held may be gone."""
+        """Renew a lease. Return False if no such lease holds these positions; what an ended one held may be gone."""
         self.prune(now_ms)
         lease = self._held.get(name)
         if lease is None or lease.positions != positions:

@@ -51,7 +51,7 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A run that was read: the sorted key rows (key and dup in one), the counts of rows and boundaries, the next key."""
+    """A run of rows: their sorted key rows (key and dup in one), the counts of rows and boundaries, the next key."""
 
     references: list[bytes]
     size: int
