@@ -24,12 +24,12 @@ from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
 from mirror.serve.http.changes import get_changes
 from mirror.serve.http.documents import get_document, get_document_now, get_documents, scan_documents
-from mirror.serve.http.problems import Problem, internal, of_http, of_storage
+from mirror.serve.http.problems import MEDIA_TYPE, TITLES, TYPE_PREFIX, Problem, internal, of_http, of_storage
 from mirror.serve.http.query import post_query
 from mirror.serve.http.requests import Parameters, header, vbucket
 from mirror.serve.http.service import Service, refuse_websites
 from mirror.serve.http.status import Report, partly_shown, partly_shown_reasons, partly_shown_rows
-from mirror.serve.metrics import CONTENT_TYPE, exposition, own_exposition
+from mirror.serve.metrics import CONTENT_TYPE, STATES, exposition, own_exposition
 from mirror.serve.objects import dumps, rollback_object
 from storage.errors import StorageError
 from storage.model import DOCUMENT_FIELDS
@@ -197,22 +197,33 @@ def page_file(name: str) -> bytes:
 
 @cache
 def description() -> bytes:
-    """Return the OpenAPI document: the page's, with the fields of a document and the program's version."""
+    """Return the OpenAPI document: the page's, with the version, the fields of a document, states and problems."""
     found: dict[str, Any] = json.loads(page_file("openapi.json"))
     found["info"]["version"] = __version__
     components = found["components"]
-    schema = {"type": "integer", "minimum": 0}
-    document = components["schemas"]["Document"]
-    members = {each.name: schema | {"description": each.meaning} for each in DOCUMENT_FIELDS if each.in_json}
-    document["properties"] = members | document["properties"]
-    document["required"] += members
+    schemas = components["schemas"]
+    number = {"type": "integer", "minimum": 0}
+    members = {each.name: number | {"description": each.meaning} for each in DOCUMENT_FIELDS if each.in_json}
+    schemas["Document"]["properties"] = members | schemas["Document"]["properties"]
+    schemas["Document"]["required"] += members
+    schemas["Vbucket"]["properties"]["state"]["enum"] = list(STATES)
+    schemas["Problem"]["properties"]["type"]["enum"] = [TYPE_PREFIX + name for name in TITLES]
+    titles: dict[str, list[str]] = {}
+    for status, title in TITLES.values():
+        titles.setdefault(str(status), []).append(title)
+    bodyless = {code: {"description": " / ".join(each)} for code, each in titles.items()}
+    problem = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
+    components["responses"] = {code: answer | problem for code, answer in bodyless.items()}
     for each in DOCUMENT_FIELDS:
         name = f"Mirror-{each.name.replace('_', '-').title()}"
-        components["headers"][name] = {"description": each.meaning, "required": True, "schema": schema}
-    headers = {name: {"$ref": f"#/components/headers/{name}"} for name in components["headers"]}
-    for operation in found["paths"]["/v1/collections/{collection}/documents/{key}"].values():
-        for status in ("200", "304"):
-            operation["responses"][status]["headers"] = headers
+        components["headers"][name] = {"description": each.meaning, "required": True, "schema": number}
+    path = found["paths"]["/v1/collections/{collection}/documents/{key}"]
+    answers = path["get"]["responses"]
+    for code in ("200", "304"):
+        answers[code]["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in components["headers"]}
+    head = {"200": {each: answers["200"][each] for each in ("description", "headers")}, "304": answers["304"]}
+    head |= {code: bodyless[code] for code in answers if code in bodyless}
+    path["head"] = path["get"] | {"operationId": "head_document", "summary": "A document's headers", "responses": head}
     return dumps(found)
 
 
