@@ -45,3 +45,12 @@ class SystemClock:
 
     def unique(self) -> str:
         return uuid.uuid4().hex[:16]
+
+
+async def happens(event: asyncio.Event, within_s: float | None) -> bool:
+    """Wait for an event; return False if it does not happen in time. None: wait for ever."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await event.wait()
+    except TimeoutError:
+        return False

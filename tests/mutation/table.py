@@ -575,8 +575,8 @@ MUTATIONS = (
     # --- a vbucket without a node gets one as soon as there is one
     Mutation(
         "mirror/feed/cluster/map_follower.py",
-        "asyncio.timeout(interval_s)",
-        "asyncio.timeout(None)",
+        "happens(self._wake, interval_s)",
+        "happens(self._wake, None)",
         "tests/feed/test_map_follower.py -k alone_that_gets",
     ),
     # --- who may read an answer is judged when it is made

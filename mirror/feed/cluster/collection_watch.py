@@ -10,9 +10,9 @@ user without the privilege to look up the server's own collections the source le
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
+from mirror.clock import happens
 from mirror.errors import ClusterError, NotSupported
 from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
@@ -83,9 +83,7 @@ class CollectionWatch:
         """Follow the manifest until cancelled. Raises NotSupported if the source has no collections to choose."""
         while True:
             polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.map_poll_interval_s if polls else None):
-                    await self._wake.wait()
+            await happens(self._wake, self._settings.map_poll_interval_s if polls else None)
             self._wake.clear()
             await self._look_once()
             if self.selection.whole and self._waiting:  # nothing can be missing: its stream is requested as before

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from mirror.clock import Clock
+from mirror.clock import Clock, happens
 from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, OlderMap
 from mirror.feed.cluster.connections import QueriedNode, pause_s
 from mirror.feed.cluster.discovery import discover, first_addresses
@@ -135,9 +135,7 @@ class MapFollower:
         while self.current is None:
             try:
                 self.begin(await discover(self._access, self._clock, bucket_uuid=self.maps.bucket_uuid))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SHARED_MAP_S):
-                        await self._has_map.wait()
+                await happens(self._has_map, SHARED_MAP_S)
             except ClusterError as error:
                 waited_s = self._clock.monotonic() - started
                 limit_s = settings.bootstrap_timeout_s
@@ -151,9 +149,8 @@ class MapFollower:
                 self._search_error = str(error)
                 if attempt & (attempt + 1) == 0:
                     log.warning("source-not-reached", error=str(error), tries=attempt + 1)
-                with contextlib.suppress(TimeoutError):  # another worker may find one
-                    async with asyncio.timeout(pause_s(attempt, settings, self._clock.jitter(), error)):
-                        await self._has_map.wait()
+                # Another worker may find one.
+                await happens(self._has_map, pause_s(attempt, settings, self._clock.jitter(), error))
                 attempt += 1
 
     def begin(self, found: ClusterMap) -> None:
@@ -269,10 +266,7 @@ class MapFollower:
         try:
             async with asyncio.TaskGroup() as queries:
                 while True:
-                    try:
-                        async with asyncio.timeout(interval_s):
-                            await self._wake.wait()
-                    except TimeoutError:
+                    if not await happens(self._wake, interval_s):
                         pause_s = ROUND_PAUSE_S
                     self._wake.clear()
                     await self._find_hosts()

@@ -11,12 +11,11 @@ Must never know connections or maps. Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from mirror.clock import Clock
+from mirror.clock import Clock, happens
 from mirror.config import Settings
 from mirror.feed.stream.host import VbucketHost
 from mirror.ingest.events import Published
@@ -251,6 +250,4 @@ class GroupCommits:
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self.has_work.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STEP_IDLE_S):
-                    await self.has_work.wait()
+            await happens(self.has_work, STEP_IDLE_S)

@@ -25,15 +25,13 @@ from mirror.wire import events as ev
 from storage.errors import StorageError
 from storage.write.writer import RollbackResult
 
-ERROR_STATES = frozenset(
-    (
-        VbucketStatus.REFUSED,
-        VbucketStatus.DAMAGED,
-        VbucketStatus.ROLLING_BACK,
-        VbucketStatus.RESYNCING,
-        VbucketStatus.WAITING,
-    )
-)
+ERROR_STATES = {
+    VbucketStatus.REFUSED,
+    VbucketStatus.DAMAGED,
+    VbucketStatus.ROLLING_BACK,
+    VbucketStatus.RESYNCING,
+    VbucketStatus.WAITING,
+}
 """The text of these states is kept as the last error."""
 
 POLLS_MIN = 2
