@@ -264,7 +264,7 @@ class SourceFacts(TypedDict, total=False):
     failover_log: FailoverLog
     source_purge_seqno: Seqno
     missing_seqno: int
-    stream_filter: str
+    stream_filter: str | None
 
 
 class VbucketState(NamedTuple):
@@ -301,6 +301,16 @@ class VbucketState(NamedTuple):
     """Tombstones of the staging branch up to here may never have come: the source had purged them when it sent the
     first snapshot. SEQNO_MAX until that snapshot is published if the source does not say what it had purged.
     """
+
+    @property
+    def facts(self) -> SourceFacts:
+        """All of them."""
+        return {
+            "failover_log": self.failover_log,
+            "source_purge_seqno": self.source_purge_seqno,
+            "missing_seqno": self.missing_seqno,
+            "stream_filter": self.stream_filter,
+        }
 
     @property
     def purge_seqno(self) -> int:

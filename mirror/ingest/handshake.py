@@ -20,7 +20,6 @@ from mirror.ingest.instructions import (
     RequestStream,
     RetryReason,
     RollbackTo,
-    SaveFacts,
     VbucketStatus,
 )
 from mirror.ingest.offset import StreamOffset, resume_offset
@@ -50,7 +49,7 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
 
 
 def _filter_continues(machine: MachineState) -> bool:
-    requested, stored = machine.features.filter, machine.stored_filter
+    requested, stored = machine.features.filter, machine.facts["stream_filter"]
     if not machine.assembler.position_seqno:
         return True
     if requested is None:
@@ -69,14 +68,14 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
         offset = StreamOffset.between_snapshots(assembler.boundary_seqno, machine.handshake.next_vbuuid)
     else:
         offset = resume_offset(
-            assembler.boundary_seqno, assembler.position_seqno, assembler.open_snapshot, machine.failover_log
+            assembler.boundary_seqno, assembler.position_seqno, assembler.open_snapshot, machine.facts["failover_log"]
         )
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
         # Only here: between snapshots a consumer below the purge seqno lacks deletions in any case.
-        if machine.features.sends_purge_seqno and machine.source_purge_seqno:
-            purge_seqno = machine.source_purge_seqno
+        if machine.features.sends_purge_seqno:
+            purge_seqno = machine.facts["source_purge_seqno"] or None
     machine.offset = offset
     machine.report(VbucketStatus.REQUESTING, f"requesting the seqnos after {offset.start_seqno}", out)
     out.append(RequestStream(machine.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
@@ -100,21 +99,14 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     if machine.is_stale(event.opaque):
         return machine.phase
     machine.handshake = HandshakeState()
-    log = event.failover_log
-    features = machine.features
-    facts: SourceFacts = {}
-    missing_seqno = machine.missing_seqno
+    features, known = machine.features, machine.facts
+    facts = SourceFacts(failover_log=event.failover_log or known["failover_log"])
     if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on
-        earlier = missing_seqno if machine.offset.start_seqno else 0
-        missing_seqno = earlier if features.sends_purge_seqno else SEQNO_MAX
-    if (log and log != machine.failover_log) or missing_seqno != machine.missing_seqno:
-        machine.failover_log = log or machine.failover_log
-        machine.missing_seqno = missing_seqno
-        facts |= {"failover_log": machine.failover_log, "missing_seqno": missing_seqno}
-    if features.filter is not None and features.filter.text != machine.stored_filter:
-        machine.stored_filter = facts["stream_filter"] = features.filter.text
-    if facts:
-        out.append(SaveFacts(machine.vbid, "stream accepted", facts))
+        earlier = known["missing_seqno"] if machine.offset.start_seqno else 0
+        facts["missing_seqno"] = earlier if features.sends_purge_seqno else SEQNO_MAX
+    if features.filter is not None:
+        facts["stream_filter"] = features.filter.text
+    machine.save("stream accepted", out, **facts)
     machine.assembler.begin_stream(
         inside_snapshot=machine.offset.inside_snapshot,
         collections_granted=features.collections,
@@ -184,7 +176,7 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
-    if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]:
+    if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.facts["failover_log"][1:]]:
         # The source is behind: the consumer knows all of its histories.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
@@ -192,7 +184,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     boundary_seqno = machine.assembler.boundary_seqno
     # The polled high seqno may be older than held rows and would undo them. The answer to the next request, which
     # names the common vbuuid, has the true seqno.
-    common = common_history(machine.failover_log, boundary_seqno, event.failover_log)
+    common = common_history(machine.facts["failover_log"], boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
@@ -203,9 +195,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
         return _roll_back(machine, common.seqno, cause, out)
     if machine.assembler.holds_part:
         return machine.abandon(cause, None, out)
-    if common.failover_log != machine.failover_log:
-        machine.failover_log = common.failover_log
-        out.append(SaveFacts(machine.vbid, cause, {"failover_log": common.failover_log}))
+    machine.save(cause, out, failover_log=common.failover_log)
     return _request(machine, cause, out)
 
 
@@ -230,10 +220,8 @@ def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
 
 def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instruction]) -> Phase:
     machine.load(event.state)
-    log = machine.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
-    if log != machine.failover_log:
-        machine.failover_log = log
-        out.append(SaveFacts(machine.vbid, "rolled back", {"failover_log": log}))
+    log = machine.facts["failover_log"].pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
+    machine.save("rolled back", out, failover_log=log)
     return begin(machine, "rolled back", out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum, auto
+from typing import Unpack
 
 from mirror.ingest import events as ev
 from mirror.ingest.assembler import Assembler
@@ -21,11 +22,12 @@ from mirror.ingest.instructions import (
     ReportStatus,
     RetryAfter,
     RetryReason,
+    SaveFacts,
     VbucketStatus,
 )
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import Action, Reaction
-from storage.model import VbucketState, Vbuuid
+from storage.model import SourceFacts, VbucketState, Vbuuid
 
 _STREAMING_TEXTS = {
     VbucketStatus.RESYNCING: "fetching the vbucket again next to the old copy",
@@ -100,13 +102,17 @@ class MachineState:
 
     def load(self, state: VbucketState) -> None:
         self.assembler.load(state)
-        self.failover_log = state.failover_log
-        self.source_purge_seqno = int(state.source_purge_seqno)
-        self.missing_seqno = state.missing_seqno
-        self.stored_filter = state.stream_filter
+        self.facts = state.facts
         self.resyncing = state.staging_branch != state.branch and not self.assembler.boundary_seqno
         self.empty_reported = bool(state.failover_log) and not self.resyncing  # matters only while nothing is held
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
+
+    def save(self, cause: str, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
+        """Have facts saved if one of them is new."""
+        changed: SourceFacts = {**self.facts, **facts}
+        if changed != self.facts:
+            self.facts = changed
+            out.append(SaveFacts(self.vbid, cause, facts))
 
     def is_stale(self, opaque: int) -> bool:
         if opaque == self.opaque:

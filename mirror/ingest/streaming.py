@@ -18,7 +18,6 @@ from mirror.ingest.instructions import (
     Instruction,
     PublishSnapshot,
     RetryReason,
-    SaveFacts,
     VbucketStatus,
 )
 from mirror.ingest.reactions import on_stream_end
@@ -35,7 +34,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from storage.model import SEQNO_MAX, Seqno, SourceFacts
+from storage.model import SEQNO_MAX, Seqno
 
 _ACK = int(SnapshotFlag.ACK)
 """As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
@@ -83,6 +82,8 @@ def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction])
     if event.opaque != machine.opaque:
         machine.shown.ignored_count += 1
         return Phase.STREAMING
+    if machine.marker_purge_seqno:
+        _save_purge_seqno(machine, out)
     try:
         machine.assembler.marker(event, out)
     except Violation as violation:
@@ -104,15 +105,12 @@ def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction])
 
 
 def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
-    """Save the marker's purge seqno before its first item: a mid-snapshot request after a restart sends it."""
+    """Save the marker's purge seqno before its first item or its end: a request after a restart sends it."""
     purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
-    missing_seqno = machine.missing_seqno
+    missing_seqno = machine.facts["missing_seqno"]
     if not machine.assembler.boundary_seqno:
         missing_seqno = max(missing_seqno, purge_seqno)
-    if (purge_seqno, missing_seqno) != (machine.source_purge_seqno, machine.missing_seqno):
-        machine.source_purge_seqno, machine.missing_seqno = purge_seqno, missing_seqno
-        facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno), missing_seqno=missing_seqno)
-        out.append(SaveFacts(machine.vbid, "first item", facts))
+    machine.save("first item", out, source_purge_seqno=Seqno(purge_seqno), missing_seqno=missing_seqno)
 
 
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
@@ -121,8 +119,10 @@ def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Ph
     # A stream without end cannot reach its end, so OK then means no more than the other codes.
     regular = event.reason == StreamEndReason.OK and machine.features.end_seqno != SEQNO_MAX
     if regular:
+        if machine.marker_purge_seqno:
+            _save_purge_seqno(machine, out)
         machine.assembler.stream_ended_regularly(out)
-        if out:
+        if out and type(out[-1]) is PublishSnapshot:
             _progressed(machine, out)
     machine.forget_stream()
     if regular and not machine.assembler.holds_part:

@@ -184,7 +184,7 @@ class PendingVbucket:
         self._bytes.count += change.byte_count
 
     @contained
-    def publish(self, boundary_seqno: int, snap_start_seqno: int, source_purge_seqno: int | None = None) -> None:
+    def publish(self, boundary_seqno: int, snap_start_seqno: int) -> None:
         """Take the snapshot that ends at `boundary_seqno` for complete; a coming commit makes it visible.
 
         `boundary_seqno` is the staged seqno, or above it if the source skipped the end. It is below it if a complete
@@ -200,8 +200,6 @@ class PendingVbucket:
         else:
             above = records.row_key(self.prefix, boundary_seqno + 1)
             self.complete_count = bisect_left(self.rows, above, key=itemgetter(0))
-        if source_purge_seqno is not None:
-            self.change(source_purge_seqno=Seqno(source_purge_seqno))
         self.dirty = True
 
     def save(self, **facts: Unpack[SourceFacts]) -> None:

@@ -43,12 +43,12 @@ def options() -> dict[str, Any]:
 
 def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> None:
     gate = PersistenceGate()
-    gate.hold(5, 1, None)
-    gate.hold(9, 6, 3)
-    gate.hold(12, 10, None)
+    gate.hold(5, 1)
+    gate.hold(9, 6)
+    gate.hold(12, 10)
     assert gate.release(4) is None
     assert gate.waiting == 3
-    assert gate.release(11) == (9, 6, 3)
+    assert gate.release(11) == (9, 6)
     assert gate.persisted_seqno == 11
     assert gate.waiting == 1
     assert gate.drop()
@@ -60,13 +60,13 @@ def test_however_many_wait_few_are_kept_and_what_is_released_was_an_end(seed: in
     rng, gate, ends, released = Random(seed), PersistenceGate(), [0], 0
     for _ in range(3000):
         ends.append(ends[-1] + rng.randrange(1, 4))
-        gate.hold(ends[-1], ends[-2] + 1, None)
+        gate.hold(ends[-1], ends[-2] + 1)
         assert gate.waiting <= HELD_MAX
         if rng.random() < 0.05 and (found := gate.release(rng.randrange(released, ends[-1] + 1))) is not None:
             assert found[0] in ends
             assert released < found[0] <= gate.persisted_seqno
             released = found[0]
-    assert gate.release(ends[-1]) == (ends[-1], ends[-2] + 1, None) or gate.waiting == 0
+    assert gate.release(ends[-1]) == (ends[-1], ends[-2] + 1) or gate.waiting == 0
 
 
 def test_of_a_failover_only_what_both_histories_share_counts() -> None:

@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HANDSHAKE,
-        "machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.failover_log[1:]]",
+        'machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.facts["failover_log"][1:]]',
         "False",
         f"{_OF_MACHINE} -k behind",
     ),
@@ -180,7 +180,12 @@ MUTATIONS = (
         "if self.phase is not Phase.STREAMING or not rows:",
         _OF_MACHINE,
     ),
-    Mutation(_HANDSHAKE, "if (log and log != machine.failover_log) or", "if False or", _OF_MACHINE),
+    Mutation(
+        _HANDSHAKE,
+        'failover_log=event.failover_log or known["failover_log"]',
+        'failover_log=known["failover_log"]',
+        _OF_MACHINE,
+    ),
     Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),
     Mutation(_MODEL, "kept = [FailoverEntry(Vbuuid(vbuuid), Seqno(seqno))]", "pass", _OF_MODEL),
     Mutation(

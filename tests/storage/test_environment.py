@@ -209,7 +209,7 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
     publish(writer, 0, [(key, b"old", 1)])
     if "another" in grown_by:
         writer.close()
-    begun, grown = threading.Event(), threading.Event()
+    begun, written, grown = threading.Event(), threading.Event(), threading.Event()
     seen: list[object] = []
     with open_view(path, map_size=1 << 20) as view:
         environment = view.groups.environment(0)
@@ -219,7 +219,9 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
                 with environment.read() as txn:
                     before = txn.get(keys.DB_PUB, b"\0\0")
                     begun.set()
-                    grown.wait(5 if "another" in grown_by else 0.5)  # who meets the new size waits for this read
+                    if "another" in grown_by:
+                        written.wait(60)
+                    grown.wait(0.5)  # who meets the new size waits for this read
                     seen.append(before == txn.get(keys.DB_PUB, b"\0\0"))
             except Exception as error:
                 seen.append(error)
@@ -229,6 +231,7 @@ def test_a_read_of_another_thread_ends_before_the_map_is_taken_over_in_its_new_s
             begin.start()
             begun.wait()
             subprocess.run([sys.executable, "-c", GROWING, path], check=True)
+            written.set()
             found = view.get(key)  # meets the new size
         else:
             begin = threading.Thread(target=read_slowly)

@@ -25,8 +25,8 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 HELD_MAX = 64
 """Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
 
-Held = tuple[int, int, int | None]
-"""Snapshot end, its start, the source's purge seqno where known."""
+Held = tuple[int, int]
+"""End and start of a snapshot."""
 
 
 class PersistenceGate:
@@ -44,8 +44,8 @@ class PersistenceGate:
     def waiting(self) -> int:
         return len(self._held)
 
-    def hold(self, seqno: int, snap_start_seqno: int, purge_seqno: int | None) -> None:
-        self._held.append((seqno, snap_start_seqno, purge_seqno))
+    def hold(self, seqno: int, snap_start_seqno: int) -> None:
+        self._held.append((seqno, snap_start_seqno))
         if len(self._held) > HELD_MAX:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
 
@@ -108,9 +108,9 @@ class StoreSink:
 
     def publish(self, snapshot: ins.PublishSnapshot) -> None:
         if self.gate is not None:
-            self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
+            self.gate.hold(snapshot.seqno, snapshot.snap_start_seqno)
         else:
-            self.writer.publish(snapshot.seqno, snapshot.snap_start_seqno, snapshot.source_purge_seqno)
+            self.writer.publish(snapshot.seqno, snapshot.snap_start_seqno)
 
     def save(self, facts: SourceFacts) -> None:
         self.writer.save(**facts)
