@@ -1,8 +1,8 @@
-"""`changes`: published events in order, from a position on, and on as they come; cursor files.
+"""`changes`: published events in order, from a position on, with `--follow` also later ones; cursor files.
 
 A cursor file has a token for each vbucket, one a line. Invariants: the token of the last printed line resumes after it;
-with --follow each event is printed once, rollbacks included; a cursor file is written after the events that it covers
-were flushed, so after a kill events may come again and none is lost; it is replaced whole, by fsync and rename.
+with --follow each event is printed once, rollbacks included; a cursor file is replaced, by fsync and rename, after its
+events were flushed, so a kill may repeat events but loses none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From an error to one clear line and an exit code: the only place where commands end badly.
+"""Turns an error into one clear line and an exit code, for all commands.
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
 another bucket; 4 the source refused; 5 the requested document does not exist; 130 interrupted. Invariants: a user's
-mistake is one line on stderr, never a traceback; a bug is one line, too, which names the way to its traceback
+mistake is one line on stderr, never a traceback; so is a bug, and that line names the way to its traceback
 (`DCP_MIRROR_LOG_LEVEL=debug`).
 """
 

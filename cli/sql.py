@@ -1,4 +1,4 @@
-"""`sql`: questions to a mirror, one as an argument or many in a shell.
+"""`sql`: queries of a mirror, one as an argument or many in a shell.
 
 Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so that
 Ctrl-C cancels it and nothing else; stdout has the answer alone, errors and progress go to stderr; a file gets its name

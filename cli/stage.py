@@ -1,4 +1,4 @@
-"""The processes of the demo: a sandbox and a service, started as a person would.
+"""The processes of the demo: a sandbox and a service, started by the commands that a person would type.
 
 Each has its own session, so that Ctrl-C reaches the demo alone, which ends them in order; the kernel ends them if the
 demo is killed. Invariant: leaving the stage leaves no process behind.

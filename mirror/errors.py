@@ -1,7 +1,7 @@
-"""Everything that can go wrong around the store and the protocol, as one tree.
+"""The errors outside of the store and the protocol, as one tree.
 
-Knows nothing but words: what went wrong, how to fix it, whether trying again can help, and which exit code of the
-command line it means. Must never import any other package of the project. A rollback is not here: it is a normal event.
+An error knows what went wrong, the remedy, if a retry can help, and its exit code. This module must never import
+another package of the project. A rollback is no error but a normal event.
 
     MirrorError
     ├── ConfigError                  a setting is wrong (exit 2)

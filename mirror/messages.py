@@ -27,7 +27,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class GetSource:
-    """Answer: `settings`, those that say how to reach the source."""
+    """Answer: `settings`, those of the source."""
 
     op: ClassVar[str] = "source"
 
@@ -225,7 +225,7 @@ Message = ControlCommand | ProcessCommand | PipeMessage
 
 
 Rows = list[dict[str, Any]]
-"""Rows of a report. The process that makes them knows their keys."""
+"""Rows of a report, with the keys that its process gives them."""
 
 
 class GroupFailure(TypedDict):

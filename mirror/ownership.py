@@ -1,4 +1,4 @@
-"""Owners and modes of files: which ones a service trusts, and who may read the data.
+"""Owners and modes of files: checks that a service may trust a file, and makes files that only their readers can read.
 
 Invariants: a service trusts no file or directory that another user owns or may write (sshd's rule); documents leave the
 mirror in files of mode 0600.

@@ -1,1 +1,1 @@
-"""Inspection: what stands between a mirror and a source, and whether a copy is equal to it."""
+"""Inspection of a source, and of a mirror's equality with it: doctor, verify, repair, recordings."""

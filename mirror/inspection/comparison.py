@@ -1,23 +1,23 @@
-"""Two copies of a vbucket, each as it was at a moment of its own: what can be said of their difference, exactly.
+"""Compares two copies of a vbucket, each as of its own moment, and says exactly what differs.
 
-Knows fingerprints and the seqnos at which the two copies were taken; must never know how they were read. `here` is the
-mirror's state at its published boundary B, `there` the source's state at the end E of a snapshot, both on one history
-(the caller has seen to that). For each key the two newest versions at or below B and E are compared. Why this is
-exact although B and E differ, with L the lower of both:
+Knows fingerprints and the seqnos of the two copies; must never know how they were read. `here` is the mirror's state at
+its published boundary B, `there` the source's state at the end E of a snapshot, both on one history (the caller sees to
+that). It compares, for each key, the newest versions at or below B and E. L is the lower of both seqnos. The comparison
+is exact although B and E differ:
 
-- A version at or below L is the key's newest at L on its side, since the side is complete beyond L. So two versions at
-  or below L must be the same version, and a key that one side lacks must be absent there.
-- A version above L is newer than what the other side can know: the key moved on between the two moments. It says
-  nothing, neither good nor bad, and is looked at again when the side that was behind has come further (`MOVED`).
-- Tombstones are forgotten in time. One that only the mirror holds was purged at the source, or is one that the source
-  no longer sends: either way both say that the document is absent. One that only the source holds must be at or below
-  what the mirror's own purger has passed; else a deletion is missing. A *document* that only the mirror holds is a
-  difference; only where B < E and the source has purged above B its deletion may have come and gone (`excuse_purged`).
+- A version at or below L is the key's newest at L on its side, because that side is complete up to L. So two versions
+  at or below L must be the same, and a key that one side lacks must be absent there.
+- A version above L is newer than the other side: the key changed between the two moments. It is compared again once the
+  side behind has advanced (`MOVED`).
+- Tombstones are purged in time. One that only the mirror holds was purged at the source, or is no longer sent: on both
+  sides the document is absent. One that only the source holds must be at or below the mirror's own purge seqno; else a
+  deletion is missing. A *document* that only the mirror holds is a difference, unless B < E and the source has purged
+  above B: then its deletion may have come and gone (`excuse_purged`).
 - A version whose revision differs by one and nothing else is the same (`REV_ONLY`): kv_engine 7.2.4 raises the revision
   of a committed version, in memory until it restarts, when a durable delete of its key aborts.
-- Documents whose collection is gone on the other side: the drop or flush came between the two moments where the side
-  that knows of it is the later one; else it is a difference.
-- Expiry is no question: both sides say versions, and an expired document is one until its deletion has a seqno.
+- A document whose collection is gone on the other side is a difference, unless that side is the later one: then the
+  drop or flush came between the two moments.
+- Expiry does not matter: both sides hold versions, and an expired document is one until its deletion has a seqno.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from storage.format.digest import Digest, Fingerprint
 from storage.model import Manifest
 
 DIFFERENCES_MAX = 100
-"""Differing keys that are listed for each vbucket; the rest is counted."""
+"""Listed differing keys of a vbucket; the rest is counted."""
 MOVED_MAX = 20_000
-"""Keys of a vbucket that are remembered for a second look; with more, the whole vbucket is compared again."""
+"""Keys of a vbucket that are remembered to be compared again; with more, the whole vbucket is."""
 
 
 class Verdict(Enum):

@@ -1,8 +1,8 @@
-"""The way between a mirror and its source, step by step, before any of it costs time.
+"""Examines the way between a mirror and its source, step by step.
 
-No document is fetched: requested streams end at their start, so that a source says if it would resume there, and sends
-nothing. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; steps that
-depend on a failed one are left out; every connection is closed at the end.
+It fetches no document: requested streams end at their start, so the source only says if it would resume there.
+Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; steps that depend on
+a failed one are left out; every connection is closed at the end.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Doctor:
             self._fail("map", OlderMap.of(newest.revision, maps.floor))
 
     def _judge_service(self) -> None:
-        """Repeat what the running service says of itself, so that no finding contradicts it."""
+        """Repeat the judgement of the running service, so that no finding contradicts it."""
         if self._status is None:
             return
         troubles = self._status["troubles"]
@@ -571,5 +571,5 @@ async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:
 
 
 def _content(found: ClusterMap) -> tuple[list[tuple[int | None, int | None]], tuple[int, ...]]:
-    """Return what maps of one revision must agree on; hosts are as each client calls them."""
+    """Return the content on which maps of one revision must agree; each client names the hosts in its own way."""
     return [(node.kv_port, node.tls_port) for node in found.nodes], found.active

@@ -1,7 +1,7 @@
-"""A DCP session in a file: every frame of every connection, both directions, with its time; the secrets left out.
+"""Records a DCP session in a file: every frame of every connection in both directions, with its time, without secrets.
 
-Knows the file's format and what in a frame is secret; must never know what streams mean. The format, version 1: lines
-of JSON, in the order in which things happened.
+Knows the file's format and the secrets in frames; must never know what streams mean. The format, version 1: lines of
+JSON, in the order in which things happened.
 
     {"format": "dcp-mirror-recording", "version": 1, "time_ms": ...}    the first line
     {"t": seconds, "bucket": ..., "bucket_uuid": ..., "vbuckets": N}    once that is known
@@ -12,7 +12,7 @@ of JSON, in the order in which things happened.
 they are: the file is as secret as the bucket (mode 0600). A crash may cut off the last line. The recordings of real
 engines in the tests have lines of the last kind alone, and their frames may straddle lines.
 
-Invariants: what was written is whole frames; a full disk, or `bytes_max`, ends the recording and nothing else.
+Invariants: the file holds whole frames; a full disk, or `bytes_max`, ends the recording and nothing else.
 """
 
 from __future__ import annotations

@@ -1,22 +1,21 @@
-"""The mirror against its source: every version of every key of every vbucket, and what differs.
+"""Compares every version of every key of every vbucket of a mirror with its source.
 
-Knows a view of the mirror and a reader of the source, in which order the two are looked at, and when to look again;
-what two states say of each other is `comparison`'s. Nothing is changed, and memory is bounded: the source's versions
-are fingerprints in sorted runs on disk, the mirror's come in key order by themselves.
+Knows a view of the mirror, a reader of the source, and the order in which they are read; `comparison` compares two
+states. It changes nothing, and its memory is bounded: the source's versions are fingerprints in sorted runs on disk,
+and the mirror yields its own in key order.
 
-Why the answer is exact. For each vbucket the source is read from 0 to the end E of a snapshot, so `there` is its whole
-state at E. Then, where a service runs, the mirror is waited for until it has published E on that history, and `here` is
-what it publishes, at a boundary B, held by a lease while it is read. The rules of `comparison` need nothing more: keys
-that changed between the two moments are looked at again, a few at a time, with the source read on from E, until none is
-left that has not been seen standing still (a key that changes all the time stays `not_compared`). Without a service B
-stays what it is: what the source changed since is `not_compared`, all else is as exact.
-Three things can come in between:
-- A rollback. At the end a query finds out, as a stream request would, whether it still has (vbuuid, B) and what was
-  read of it, (vbuuid, E). Where it does not, the vbucket is compared again once the mirror has followed; a mirror that
-  cannot follow (no service) is reported as `rollback`, for then it holds what the source has lost.
-- The source's purge of tombstones: it takes deletions away that both sides agree upon, never documents. Where B < E
-  and the source has purged above B (the same question says so), what only the mirror holds may have been deleted and
-  forgotten since: it is `not_compared`. Elsewhere a document that only the mirror holds is a difference.
+Why the answer is exact: for each vbucket it reads the source from 0 to the end E of a snapshot, so `there` is its whole
+state at E. If a service runs, it waits until the mirror has published E on that history; `here` is the published state
+at a boundary B, held by a lease while it is read. Keys that changed between the two moments are compared again, a few
+at a time, with the source read on from E, until each was seen unchanged (a key that changes all the time stays
+`not_compared`). Without a service B does not advance: later changes of the source are `not_compared`, everything else
+is as exact. Three things can come in between:
+- A rollback. At the end a stream request asks if the source still has (vbuuid, B) and (vbuuid, E). If not, the vbucket
+  is compared again once the mirror has followed. A mirror without a service cannot follow; it holds what the source has
+  lost and is reported as `rollback`.
+- The source's purge of tombstones. If B < E and the source has purged above B (the same request says so), a document
+  that only the mirror holds may have been deleted and its tombstone purged since: it is `not_compared`. Otherwise it is
+  a difference.
 - The mirror's own purger: the lease keeps the floor below B.
 """
 
@@ -45,14 +44,14 @@ from storage.read.view import Pin, View
 from storage.read.wait import MutationToken
 
 ATTEMPTS_MAX = 4
-"""Comparisons of a whole vbucket: a rollback or too much movement spoils one."""
+"""Comparisons of a whole vbucket: a rollback or too many changes spoil one."""
 ROUNDS_MAX = 40
 SCANS_MAX = 5
-"""Scans of the mirror; a rollback or the purger may break one off."""
+"""Scans of the mirror: a rollback or the purger may end one early."""
 WAIT_S = 60.0
 """Time for the mirror to publish what was read from the source."""
 IMPATIENT_S = 0.5
-"""The same after a wait in vain."""
+"""The same after a wait without success."""
 
 Progress = Callable[[int, int, int], None]
 

@@ -1,4 +1,5 @@
-"""From a request to its answer: login, bucket, privilege and the request's shape are checked here, once for all.
+"""Dispatches a request: checks login, bucket, privilege and the request's shape for all operations, and calls the
+operation.
 
 A request that its operation refuses, or cannot decode, is answered with the status, and the connection stays.
 """
@@ -40,7 +41,7 @@ def answer(session: SessionT, operations: Mapping[int, Operation[SessionT]], fra
 
 
 def answer_at_once(session: SessionT, operations: Mapping[int, Operation[SessionT]], frame: Frame) -> Reply | None:
-    """Answer like `answer`, but run a `Later` to its end: for a test server."""
+    """Answer like `answer`, but run a `Later` to its end (for the sandbox)."""
     found = answer(session, operations, frame)
     before: tuple[Reply, ...] = ()
     while isinstance(found, Later):

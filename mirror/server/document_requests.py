@@ -29,10 +29,10 @@ KEY_BYTES_MAX = 250
 """Of a key without its collection id."""
 
 LARGE_BYTES = 64 * 1024
-"""Bytes that a lookup walks through if all its paths are at the document's end: above, other clients have turns."""
+"""Bytes that a lookup visits if all its paths are at the document's end; above, other clients have turns."""
 
 PIECE_BYTES = 256 * 1024
-"""Of an answer with large values, written at a time."""
+"""Bytes of an answer with large values that are written at a time."""
 
 ACCESS_DELETED = 0x04
 REPLICA_READ = 0x20

@@ -1,4 +1,4 @@
-"""Refusals: the one exception with which an operation of any server ends a request, and how it is answered."""
+"""Refusals: the exception by which an operation of any server refuses a request, and its answer."""
 
 from __future__ import annotations
 

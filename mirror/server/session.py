@@ -1,4 +1,4 @@
-"""A client's negotiated state, and the parts of an answer: shared by every operation of every server.
+"""A client's negotiated state and the parts of an answer, for every operation of every server.
 
 `Session` has a client's state and the answers that follow from it. Its abstract methods are the policy: features, users
 and the bucket. An answer has the negotiated framing (with tracing every answer but HELLO's carries its duration, as
@@ -75,7 +75,7 @@ class Later:
     barrier: bool = False
     """Later requests of the client wait for this answer, whatever it negotiated."""
     done: Callable[[], None] = lambda: None
-    """Called once, when the answer was written to its end or was given up."""
+    """Called once, after the answer was written to its end or given up."""
 
 
 class LoginAttempt(Protocol[T_co]):

@@ -1,4 +1,4 @@
-"""The form of documents for one DCP client: key, value, datatype and tombstones by features and flags.
+"""The form of documents for one DCP client: key, value, datatype and tombstones, by its features and flags.
 
 docs/protocol.md 2.2, 2.3 and 2.11, and the recordings 72_h* and 605_h*. Producers send a mutation as it is if `plain`
 allows, and compute the differing parts here.

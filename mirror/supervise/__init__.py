@@ -1,1 +1,1 @@
-"""Processes: who runs what, restarts, signals, the control socket, systemd. Knows feed; decides in `plan` alone."""
+"""The supervisor: processes, restarts, signals, the control socket, systemd."""

@@ -1,8 +1,8 @@
 """Values that the parts of one service share: its settings, data directory, and knowledge of its mirror.
 
-Each value has one writer: `settings` a reload, `identity`, `maps` and `leases` the setup, `stopping` the supervisor.
-Invariants: `maps` is known if `identity` is; a map is on the disk before workers follow it, unless the disk takes no
-writes; a map older than the record is never followed.
+Each value has one writer: a reload writes `settings`, the setup `identity`, `maps` and `leases`, the supervisor
+`stopping`. Invariants: `maps` is known if `identity` is; a map is on the disk before workers follow it, unless writing
+fails; no map older than the record is followed.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ TICK_S = 0.2
 """Interval between checks of deadlines and restart pauses."""
 COMPLAINT_INTERVAL_S = 60.0
 SOURCE_PATIENCE_S = 0.5
-"""Readers are served after this long without an answer from the source; for a new mirror, HTTP alone."""
+"""Servers start after this long without an answer from the source; for a new mirror HTTP alone."""
 CATCH_UP_SOURCE_LIMIT_S = 60.0
-"""With `--until-caught-up`, give up on an unreachable source after this long: a caller waits for the end."""
+"""With `--until-caught-up`, give up on an unreachable source after this long, because a caller waits."""
 
 log = get_logger("supervisor")
 
@@ -198,7 +198,7 @@ class Supervisor:
         return self._reports.document()
 
     def _check_place(self, lock: ServiceLock) -> None:
-        """End the service if its directory is gone: later commits could not be found."""
+        """End the service if its directory is gone, because nobody could find later commits."""
         try:
             lock.check_place(made=self._context.identity is not None)
         except SupervisionError as error:

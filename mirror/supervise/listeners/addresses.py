@@ -2,7 +2,7 @@
 
 A server's slot is a worker's slot without groups, numbered above all workers. Invariants: an address is held from
 before the first process until after the last, or until a reload drops it; addresses change together or not at all; a
-setting of readers alone restarts no worker, and the other way round.
+setting that concerns readers alone restarts no worker, and one of workers no server.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _each(held: Held) -> Iterator[tuple[str, Address, Reserved]]:
 
 
 def _place(address: Address) -> Address:
-    """The address without regard to TLS."""
+    """The address without its TLS prefix."""
     return replace(address, tls=False)
 
 

@@ -2,7 +2,7 @@
 
 The socket has mode 0600 in the data directory, so a user who may read the data may send commands; `mirror.client` is
 the other end. Invariants: every line gets exactly one line back, errors included; a client that sends garbage or too
-much, or does not take its answers, harms itself alone: one answer is kept for it, then it is disconnected.
+much, or takes no answers, harms only itself: after one untaken answer it is disconnected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mirror.messages import Reply
 REQUEST_LENGTH_MAX = 1024 * 1024
 """A command is a name and a few numbers."""
 CLIENTS_MAX = 64
-"""Operators, scripts and a status page need fewer."""
+"""More than operators, scripts and a status page need."""
 ANSWER_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
 """Limit for a client to take an answer."""

@@ -1,8 +1,7 @@
 """The pipe between the supervisor and one process: whole messages in order, either way.
 
-A frame is its length as u32, then msgpack of what `mirror.messages` encodes. The end of the pipe means that the other
-side is gone. Invariants: a message arrives whole or not at all; one above the limit is an error before it is read or
-sent.
+A frame is a length (u32) and a message of `mirror.messages` in msgpack. The end of the pipe means that the other side
+is gone. Invariants: a message arrives whole or not at all; one above the limit is an error before it is read or sent.
 """
 
 from __future__ import annotations

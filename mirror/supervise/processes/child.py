@@ -1,7 +1,7 @@
-"""A child process from the supervisor's side: spawned, sent messages, killed and reaped.
+"""A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
-The child opens the store itself: an LMDB environment must not cross a fork. Invariants: its messages and at last its
-death become events in one queue; its command line contains no secrets.
+The child opens the store itself: an LMDB environment must not cross a fork. Invariants: its messages, and its death
+after them, become events in one queue; its command line contains no secrets.
 """
 
 from __future__ import annotations

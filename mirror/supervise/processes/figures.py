@@ -1,7 +1,7 @@
 """Figures of a process: processor share, private memory, threads, open files.
 
 Private memory is RssAnon: without the pages of the mapped store, which the kernel can take back. The figures of a
-process that is gone, or of a system without /proc, are None; nothing is decided by them.
+process that is gone, or of a system without /proc, are None; no decision depends on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A child's side of the pipe: a worker or server from its first message to its last.
 
-Invariants: this process exits when its supervisor is gone; the supervisor alone handles a terminal's Ctrl-C; nothing of
-the work is imported here, so that a server starts without a worker's modules.
+Invariants: this process exits when its supervisor is gone; the supervisor alone handles a terminal's Ctrl-C; this
+module imports nothing of the work, so that a server starts without a worker's modules.
 """
 
 from __future__ import annotations

@@ -118,10 +118,10 @@ def plan(
 BEAT_INTERVAL_MS = 500
 
 DEADLINE_MS = 15_000
-"""Allowed silence: thirty beats, so that one slow disk sync is not taken for death."""
+"""Allowed silence: thirty beats, because a slow disk sync blocks the loop that beats."""
 
 START_DEADLINE_MS = 60_000
-"""Allowed time to the first beat: a cold disk and a large store take long."""
+"""Allowed time to the first beat: opening a large store on a cold disk takes long."""
 
 
 @dataclass(slots=True)
@@ -144,10 +144,10 @@ class Heartbeat:
 
 
 RESTART_FIRST_MS = 200
-"""Long enough for locks and sockets to go, short enough for a blink of lag."""
+"""Long enough for locks and sockets to be released, short enough to add little lag."""
 
 RESTART_LIMIT_MS = 30_000
-"""An operator who fixed the cause waits no longer than this."""
+"""The longest wait of an operator who has fixed the cause."""
 
 PROVEN_MS = 60_000
 """A worker that lived this long is not in a crash loop; the count starts again."""

@@ -1,6 +1,6 @@
 """The reports of all processes, once a second or on a command: collected, judged and shown.
 
-Owns the rows of all vbuckets and the state of the service. Invariants: the shown rows and state are of one moment; a
+Owns the rows of all vbuckets and the state of the service. Invariants: rows and state are shown as of one moment; a
 process that does not answer keeps its previous rows; vbuckets without a worker have no lag.
 """
 
@@ -30,14 +30,14 @@ from mirror.supervise.status import VbucketRow, bucket_fields, reported_row, tot
 REPORT_INTERVAL_S = 1.0
 """Shortest interval between full reports."""
 VBUCKETS_PER_REPORT_S = 256
-"""With more vbuckets the interval grows: each costs the supervisor 0.1 ms and its worker less."""
+"""The interval per vbucket: each costs the supervisor 0.1 ms and its worker less."""
 TURN_PAUSE_S = 0.1
-"""Pause between a worker's news and the next look: the other workers mostly have the same news."""
+"""Pause between a worker's news and the next report, because other workers mostly have the same news."""
 VBUCKETS_PER_NEWS_S = 1000
-"""With more vbuckets, looks because of news come more rarely, too."""
+"""The same pause per vbucket."""
 REPORT_TIMEOUT_S = 10.0
 REPORTS_AWAITED_S = 2.0
-"""One look waits this long for reports; later ones count at the next."""
+"""A collection waits this long for reports; later ones count at the next."""
 
 log = get_logger("supervisor")
 

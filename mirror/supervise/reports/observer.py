@@ -1,8 +1,8 @@
 """Events found by comparing each report with the one before. Pure.
 
-The caller gives rows and moments. News of vbuckets are collected for a second, so that a node's failover is one event.
-Invariants: of a first look only damage is news; a replaced worker makes no news of what it reports again; contact lost
-for less than a second (a moving vbucket) is no news.
+The caller gives rows and moments. News of vbuckets is collected for a second, so that a node's failover is one event.
+Invariants: in the first reports only damage is news; what a replaced worker reports again is not; contact lost for less
+than a second (a moving vbucket) is not.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Observer:
         self._unreachable_since_ms: int | None = None
         self._filling: bool | None = None
         self._troubles: dict[str, tuple[int, int, bool]] = {}
-        """Of each: since when, last seen, and True once it was reported."""
+        """Per trouble: the time since when, the time when it was last seen, and True once it was reported."""
 
     def fill_begins(self) -> None:
         self._filling = True

@@ -1,6 +1,6 @@
 """Reports compared over time: lag in seconds, rates, and the progress of a first fill. Pure.
 
-The caller gives the moments; a figure that is not known is None, never 0.
+The caller gives the moments; an unknown figure is None, never 0.
 """
 
 from __future__ import annotations
