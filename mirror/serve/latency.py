@@ -10,7 +10,7 @@ from bisect import bisect_left
 from typing import TypedDict
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Upper bounds; one more class has what took longer."""
+"""Upper bounds of the classes; one more class has the longer durations."""
 
 
 class Figures(TypedDict):

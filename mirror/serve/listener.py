@@ -136,7 +136,7 @@ class Reserved:
 
 
 def reserve(address: Address, setting: str, *, shared: bool = False) -> Reserved:
-    """Take an address for the processes to come. Raises ConfigError if somebody else has it. `shared`: processes of
+    """Take an address for the processes to come. Raises ConfigError if another process has it. `shared`: processes of
     this service listen on its port already, at another of the machine's addresses.
     """
     try:

@@ -70,7 +70,7 @@ class Budget:
         return granted
 
     def withdraw(self, byte_count: int, granted: asyncio.Future[None]) -> None:
-        """End a request; return what it took."""
+        """End a request; give back the bytes that it took."""
         if granted.done():
             self.give_back(byte_count)
         else:

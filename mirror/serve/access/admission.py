@@ -106,7 +106,7 @@ class Slot:
 
     def release(self) -> None:
         self._cancel()
-        self.abort = bool  # it refers to what refers to this: a handshake's buffers would stay until garbage collection
+        self.abort = bool  # break the reference cycle: a handshake's buffers would stay until garbage collection
         self._admission.released(self)
 
     def _cancel(self) -> None:

@@ -28,7 +28,7 @@ from mirror.serve.access.auth import Reader, Users
 from mirror.wire.sasl import SaslError
 
 NICENESS = 10
-"""Of the thread that checks passwords, some milliseconds each: users who are logged in come first."""
+"""Niceness of the thread that checks passwords, some milliseconds each: users who are logged in come first."""
 USER_FAILURES_FREE = 3
 """Failures of a user without a delay: people mistype."""
 PEER_FAILURES_FREE = 20
@@ -95,7 +95,7 @@ class Attempt(Generic[T]):
         self._done = done
 
     def poll(self) -> tuple[T | None] | None:
-        """Return a tuple of what the check returned (None: refused), or None while that is unknown."""
+        """Return the outcome of the check in a tuple (None: refused), or None while it is unknown."""
         return self._done
 
     async def wait(self) -> None:
@@ -133,7 +133,7 @@ class Logins:
         return self._by_peer.delay_s(peer, self.clock.monotonic()) > 0
 
     async def _outcome(self, user: str, peer: str, check: Callable[[], T | None]) -> T | None:
-        """Return what `check` returns in its turn; None, later after each failure, if it refuses."""
+        """Call `check` in its turn. Return None if it refuses, later after each failure."""
         try:
             if self.guesses(peer):
                 async with self._line:

@@ -270,7 +270,7 @@ class GuardedApp:
         assert scope["type"] == "http", "there are no websockets, and no lifespan"
         started = self._service.clock.monotonic()
         status = byte_count = 0
-        scope["app"] = self._app  # without it, starlette answers what has no route by itself
+        scope["app"] = self._app  # without it, starlette itself answers paths without a route
         scope.setdefault("state", {})["service"] = self._service
 
         async def counted(message: Message) -> None:

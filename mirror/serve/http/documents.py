@@ -149,7 +149,7 @@ class DocumentRequest(NamedTuple):
 
 
 def get_document_now(service: Service, request: Request) -> Response | None:
-    """Return what `get_document` returns if that is sent whole and waits for nothing. Raises the same."""
+    """Answer as `get_document` if the answer is sent whole and need not wait; None: call that. Raises the same."""
     reader = service.reader_or_login(request)
     if isinstance(reader, Credentials):
         return None
@@ -215,7 +215,7 @@ async def scan_documents(request: Request) -> Response:
         if extra := [name for name in first if parameters.all(name)]:
             raise Problem("bad-request", f"{extra[0]} with page", hint="a page's token holds the first parameters")
         page = Page.parse(text, view.identity.vbucket_count)
-        service.judge(reader, collection, ())  # a name; what the token says is judged when it is read
+        service.judge(reader, collection, ())  # a name; the token's id is judged when it is read
         known = collection_id(view.manifest_of(page.pin), collection) if isinstance(collection, str) else collection
         if known != page.collection_id:
             raise Problem("bad-request", "this page's token is of another collection")

@@ -2,7 +2,7 @@
 
 Knows status codes, the store's errors and words; never a route or a request. Invariants: every error is
 `application/problem+json` with `type`, `title`, `status`, `detail` and perhaps a `hint` for a remedy; paths and
-tracebacks stay inside; `Retry-After` marks what may succeed later.
+tracebacks stay inside; `Retry-After` marks problems that may pass.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
     if name == "not-published":
         return Problem(name, "this mirror is still empty", hint="retry once it has reached its source")
-    hint = COLLECTIONS_HINT if name == "no-collection" else error.hint  # the store's names what a reader may not know
+    hint = (
+        COLLECTIONS_HINT if name == "no-collection" else error.hint
+    )  # the store's hint names collections that the reader may not know
     problem = Problem(name, error.message, hint=hint)
     if error.vbid is not None:
         problem.more["vbid"] = int(error.vbid)

@@ -32,7 +32,7 @@ HEAD_BYTES_MAX = 256 * 1024
 HEADERS_MAX = 100
 """Headers of a request: browsers and proxies send some thirty."""
 FRAMING_BYTES_MAX = HEAD_BYTES_MAX
-"""Of a chunked body, without a byte of the body in between: a chunk's extensions, or the trailers."""
+"""Bytes of a chunked body's framing, extensions or trailers, between two bytes of the body."""
 SLICE_BYTES = 4 * 1024
 """Bytes parsed at a time: requests in them wait as objects, those behind them as bytes."""
 PARSE_S = 0.001
@@ -42,7 +42,7 @@ WITH_MORE = frozenset((b"content-length", b"expect", b"transfer-encoding", b"upg
 LINGER_S = 2.0
 """Time in which input of a refused client is thrown away: closing at once would lose the refusal."""
 REQUEST_TIMEOUT_S = 20.0
-"""For a whole request, from the opening of the connection or its first byte."""
+"""Time for a whole request, from the opening of the connection or its first byte."""
 TURNED_AWAY = (
     b"HTTP/1.1 %s\r\nContent-Type: application/problem+json\r\nRetry-After: 1\r\n"
     b"Cache-Control: no-store\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"

@@ -26,7 +26,7 @@ ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ")
 SMALL_HEAPS = {"MALLOC_ARENA_MAX": "2", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Reserve little address space, which counts for the bound of memory."""
 END_S = 5.0
-"""For a process to end by itself."""
+"""Time for a process to end by itself."""
 
 
 class QueryChild:

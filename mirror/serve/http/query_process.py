@@ -33,7 +33,7 @@ ABOVE_LIMIT_BYTES = 768 * 1024 * 1024
 NICENESS = 5
 """Ingest and point reads come first."""
 LEAVE_TRIES, LEAVE_TRY_S = 60, 0.05
-"""For a query to end by itself once nobody waits for it; one that is only planned takes no notice."""
+"""Time for an abandoned query to end by itself; the planner does not notice an interrupt."""
 
 JsonObject = dict[str, Any]
 
@@ -110,7 +110,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     QueryProcess(line).run()
-    os._exit(0)  # what DuckDB's module says of its own functions at the end is nobody's business
+    os._exit(0)  # without the messages of DuckDB's module about its own functions
 
 
 if __name__ == "__main__":

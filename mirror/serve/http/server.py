@@ -34,7 +34,7 @@ from storage.errors import StorageError
 SWITCH_INTERVAL_S = 0.0005
 """Time that a bulk read computes before the event loop runs: Python's own 5 ms are as long as some requests."""
 DRAIN_S = 5.0
-"""For answers on their way when the process stops."""
+"""Time for answers on their way when the process stops."""
 
 
 class HttpServer:

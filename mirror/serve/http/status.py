@@ -146,7 +146,7 @@ class StatusReporter:
             return kept
 
     async def rendered(self, render: Callable[[Report], bytes]) -> bytes:
-        """Return what `render` makes of the report with disk, history and lag limit: in a thread, once for each."""
+        """Render the report with disk, history and lag limit, in a thread and once for each report."""
         report = await self.report()
         async with self._rendering:
             if self._clock.monotonic() - self._disk_and_history_s >= HISTORY_FRESH_S:
