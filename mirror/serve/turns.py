@@ -1,9 +1,9 @@
-"""Bounds on what large work costs other clients: turns of the event loop, and the memory of answers.
+"""Bounds on the cost of large work for other clients: turns of the event loop, and the memory of answers.
 
-Knows callbacks, numbers of bytes and those who wait; never a client or its work. Fast requests take no turns: they wait
-for one step of large work at most, for any number of clients. Invariants: steps and requests are granted in order; one
-step in each turn, so the loop looks at sockets between any two; at most a budget's bound is out, except for a single
-larger answer.
+Knows callbacks and numbers of bytes; never a client or its work. Fast requests take no turns: whatever the number of
+clients, they wait for one step of large work at most. Invariants: steps and requests are granted in order; each turn of
+the loop has one step, so that it looks at sockets between any two; answers hold at most the budget's bound, except for
+a single larger one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Changes as server-sent events: everything published, in order, from a position on, until the reader leaves.
+"""Changes as server-sent events: everything published after a position, in order, until the client leaves.
 
 Knows the text of event streams (WHATWG HTML, "Server-sent events") and positions. Every event carries its token. A
 stream of one vbucket gives each event an id, and resumes exactly after it; a stream of several gives an id to the last
 event of each batch, and resumes after that batch, so an event may come twice. A rollback comes as `rollback`,
-`retraction` and `restoration`. Invariants: a stream that cannot go on without a gap says so (`reset`) and ends; one
-that meets an error names it (`problem`: a browser's `error` is its own) and ends, ready to resume. Memory is bounded
-for any number of streams, read or not: one thread reads one batch at a time; a batch above `BUDGETED_BYTES` is in the
-budget of answers; a stream that waits for budget holds its position and less than `PIECE_BYTES` (in a rollback: the
-place of the next rows).
+`retraction` and `restoration`. Invariants: a stream that cannot go on without a gap sends `reset` and ends; after
+an error it sends `problem` (browsers have an `error` of their own) and ends, and can be resumed. Memory is bounded for
+any number of streams, read or not: one thread reads one batch at a time; a batch above `BUDGETED_BYTES` is in the
+budget of answers; a stream that waits for budget holds its position and less than `PIECE_BYTES`.
 """
 
 from __future__ import annotations

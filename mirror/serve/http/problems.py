@@ -105,9 +105,7 @@ def of_storage(error: StorageError) -> Problem:
     name = _OF_STORAGE.get(type(error), "unavailable")
     if name == "not-published":
         return Problem(name, "this mirror is still empty", hint="retry once it has reached its source")
-    hint = (
-        COLLECTIONS_HINT if name == "no-collection" else error.hint
-    )  # the store's hint names collections that the reader may not know
+    hint = COLLECTIONS_HINT if name == "no-collection" else error.hint  # the store's hint lists all collections
     problem = Problem(name, error.message, hint=hint)
     if error.vbid is not None:
         problem.more["vbid"] = int(error.vbid)
