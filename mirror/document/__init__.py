@@ -1,1 +1,1 @@
-"""Documents taken apart and looked into, for requests that read a store or memory."""
+"""Paths and values in documents, for requests that read a store or memory."""

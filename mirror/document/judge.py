@@ -16,7 +16,7 @@ from mirror.document.walk import Buffer, Steps
 
 STEP_BYTES = 16 * 1024
 STEP_VALUES = 256
-"""So many values, judged one by one, take as much work as STEP_BYTES."""
+"""This many values, judged one by one, take as much work as STEP_BYTES."""
 DEPTH_MAX = 900
 """The limit for nested containers. Programs that read JSON have limits of their own, mostly near this one."""
 NUMBER_BYTES_MAX = 4096

@@ -73,7 +73,7 @@ def join(xattrs: Xattrs, body: bytes, datatype: int) -> tuple[bytes, int]:
 
 
 def tombstone_value(value: bytes, datatype: int) -> tuple[bytes, int]:
-    """Return what a delete leaves: the system xattrs."""
+    """Return the value of a tombstone: the system xattrs."""
     if not datatype & XATTR:
         return b"", 0
     xattrs, _ = split(value, datatype)

@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | mmap
 
 STEP_BYTES = 32 * 1024
 TOKEN_COST_BYTES = 128
-"""A member, a string or a bracket costs as much work as so many bytes, however short it is."""
+"""The work of a member, a string or a bracket in bytes, however short it is."""
 FLAT_BYTES_MAX = 2 * 1024
 NAME_BYTES_MAX = 6 * PATH_BYTES_MAX
 """The longest name in a path, with each byte written as an escape."""
@@ -34,7 +34,7 @@ _PLAIN = re.compile(rb"[-+.0-9A-Za-z]*+")
 """Numbers, true, false and null."""
 _TOKEN = re.compile(rb'[\[\]{}"]')
 _FLAT = re.compile(rb'[\[{][^\[\]{}"\\]*+(?>(?:"[^"\\]*+"[^\[\]{}"\\]*+)*)[\]}]')
-"""A container without inner containers and escapes. Most containers are flat, and this skips them fast."""
+"""A container without inner containers and escapes. Most containers are flat, and this pattern skips them fast."""
 
 _QUOTE, _COLON, _COMMA, _BACKSLASH, _BLANK_MAX = b'":,\\ '
 _ARRAY, _OBJECT = b"[{"

@@ -76,7 +76,7 @@ class HighSeqno:
 
 @dataclass(frozen=True, slots=True)
 class StreamRequested:
-    """RequestStream was sent, with this opaque. Handed in before anything that carries the opaque."""
+    """RequestStream was sent with this opaque. The host hands this in before anything that carries the opaque."""
 
     opaque: int
 
@@ -124,7 +124,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """RollbackTo was executed: `state` stands at the newest kept boundary."""
+    """RollbackTo was executed: `state` is at the newest kept boundary."""
 
     state: VbucketState
 
@@ -136,7 +136,7 @@ class NoBoundary:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """AbandonStaged was executed: `state` stands at the newest complete boundary of the staging branch."""
+    """AbandonStaged was executed: `state` is at the newest complete boundary of the staging branch."""
 
     state: VbucketState
 

@@ -1,6 +1,6 @@
-"""Instructions: the values that `VbucketMachine.handle` returns, one for each thing to do for a vbucket.
+"""Instructions: the values that `VbucketMachine.handle` returns, one for each action.
 
-Knows what each instruction means and what its host (`feed.stream.host`) must guarantee; must never know how. Every
+Says what each instruction means and what its host (`feed.stream.host`) guarantees; must never know how. Every
 instruction carries the vbucket and its `cause`, so that an effect can be traced to the event that led to it.
 
 A host guarantees:
@@ -64,12 +64,12 @@ class RequestStream(InstructionFields):
     end_seqno: int
     flags: int
     purge_seqno: int | None = None
-    """To be sent as `purge_seqno` (decimal string) in the request's JSON value; None: leave it out."""
+    """The `purge_seqno` (decimal string) of the request's JSON value; None: leave it out."""
 
 
 @dataclass(slots=True)
 class CloseStream(InstructionFields):
-    """Send CLOSE_STREAM for the vbucket. What still comes with `opaque` is dropped, and acked."""
+    """Send CLOSE_STREAM for the vbucket. Later messages with `opaque` are dropped, and acked."""
 
     opaque: int | None
 
@@ -108,7 +108,7 @@ class Reconnect(InstructionFields):
 
 @dataclass(slots=True)
 class StageRows(InstructionFields):
-    """Accept rows above the staged position, hidden until a publish. The bytes may be acked once they are accepted."""
+    """Accept rows above the staged position, hidden until a publish. Their bytes may then be acked."""
 
     rows: list[Row]
     byte_count: int

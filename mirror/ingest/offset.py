@@ -1,4 +1,4 @@
-"""The point from which a stream is requested, and the one rule that holds for it.
+"""The point from which a stream is requested, and its rule.
 
 Knows the position in a stream request and its derivation from the stored state. Must never know streams, answers or
 rows.
@@ -9,9 +9,9 @@ with ERANGE; docs/protocol.md 2.4). Of the three kinds of offset:
 - between snapshots: E,E,E where E is the newest complete boundary. The range of a marker whose first item was not yet
   accepted is never part of an offset;
 - inside a snapshot: start is the last staged seqno X, the range is [E, end of the open snapshot]. The range begins at
-  our own boundary and not at the marker's start, which is not reliable (2.6). If that is the first item, start equals
-  snap_start: the producer takes the snapshot for not begun and may accept on another history, which never sends the
-  items that were deduplicated below.
+  our own boundary and not at the marker's start, which is not reliable (2.6). With the marker's start, a first item
+  would have start = snap_start: the producer would take the snapshot for not begun and might accept on another history,
+  which never sends the items that were deduplicated below.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Knows codes, the reaction to each, and a text with the remedy. Must never know the state of a vbucket.
 
-Invariants: every code has a reaction, unknown ones included; only codes named here stop a vbucket, and none does so in
-silence. Any end of a stream may hide a rollback, so every way back is a full stream request. A delay never exceeds its
-schedule's cap, never falls with the attempt (at equal jitter), and is at least half of the full delay, so that a
-thousand vbuckets refused at once do not come back at once. The caller brings the jitter.
+Invariants: every code has a reaction, unknown ones included; only codes named here stop a vbucket, and each is
+reported. Any end of a stream may hide a rollback, so the machine always resumes by a full stream request. A delay never
+exceeds its schedule's cap, never falls with the attempt (at equal jitter), and is at least half of the full delay, so
+that a thousand vbuckets refused at once do not come back at once. The caller brings the jitter.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ function here is pure and total.
 
 Producer (`producer_answer`): the numbered rule of docs/protocol.md 2.5, which compares the purge seqno with the *start*
 seqno. It gives the recorded answer of two real engines in all cases of tests/recordings (`rollback_answers_*`).
-Consumer (`common_history`): the part of the data to keep instead of fetching everything again.
+Consumer (`common_history`): the part of the data that need not be fetched again.
 """
 
 from __future__ import annotations

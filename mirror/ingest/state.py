@@ -1,7 +1,7 @@
-"""The state of one vbucket's machine, and the ways in which a turn of its conversation with the source ends.
+"""The state of one vbucket's machine, and the ways in which the handling of an event ends.
 
-Knows the vbucket's stored position, its stream, and its requests to the source. `handshake` and `streaming`
-decide, and `machine` calls them. A function that ends a turn appends its instructions and returns the next phase.
+Knows the vbucket's stored position, its stream, and its requests to the source. `handshake` and `streaming` decide, and
+`machine` calls them. A function that ends the handling appends its instructions and returns the next phase.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _ACK = int(SnapshotFlag.ACK)
 """As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
 
 MARKER_ACKS_MAX = 1024
-"""Markers waiting to be answered. One snapshot is open at a time; more than a few is a source gone wrong."""
+"""Markers that wait for their answer. One snapshot is open at a time, so more than a few mean a faulty source."""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
     SeqnoAdvanced: Assembler.seqno_advanced,

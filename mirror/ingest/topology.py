@@ -1,14 +1,14 @@
-"""The cluster map: which node serves which vbucket, from the JSON that nodes send, and which of two maps is followed.
+"""The cluster map: reads from a node's JSON which node serves which vbucket, and decides which of two maps is followed.
 
-Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. The JSON
-is judged before it is believed: a missing field, or one of the wrong type, is a MalformedClusterMap that names it.
+Knows the JSON of a cluster configuration (bucket or cluster level). Must never know sockets or name look-ups. A missing
+field, or one of the wrong type, is a MalformedClusterMap that names it.
 
 Invariants: `active[vbid]` is an index into `nodes`, or NO_NODE; maps are ordered by (rev_epoch, rev), epoch first, both
 unbounded ints; a map never replaces a newer one (`NewestMap` and `newest_of` alone compare maps). Nodes differ by
 host and ports.
 
-The reason for "never": a node that was failed over and comes back (or was only partitioned) still has its old map and
-its old data, and believes that it is active. Its map is well formed, so only the revision tells it from the cluster's.
+The reason for "never": a node that was failed over and comes back (or was partitioned) still has its old map and data,
+and believes that it is active. Only the revision tells its map from the cluster's.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ClusterMap:
     network: str = "default"
     """The network of the nodes' addresses; later maps of the same source are read by the same."""
     network_offered: bool = True
-    """Some node has addresses of that network; else all have their own."""
+    """True if some node has addresses of that network; else all have their own."""
     replaces: bool = False
     """It takes the place of a map of its own revision (`NewestMap.instead`)."""
     of_mirror: bool = False

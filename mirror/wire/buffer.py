@@ -35,11 +35,11 @@ class FrameBuffer:
 
     @property
     def ready(self) -> bool:
-        """True if `take` has something new; False: more bytes have to come first."""
+        """True if `take` has something new; False if more bytes must come first."""
         return self._size >= self._bytes_needed
 
     def take(self) -> tuple[bytes, int]:
-        """Return all bytes here, and the position of the first that did not leave. Call `release` next."""
+        """Return all bytes, and the position of the first that was not handed out. Call `release` next."""
         if self._pieces:
             rest = self._data[self._pos :] if self._pos else self._data
             self._data = b"".join((rest, *self._pieces)) if rest else b"".join(self._pieces)
@@ -76,6 +76,6 @@ class FrameBuffer:
         return frame
 
     def end(self) -> None:
-        """Note that the peer will send no more: bytes still here are a cut frame."""
+        """Note that the peer sends no more: bytes still here are a cut frame."""
         if self._size:
             raise RemoteProtocolError(f"the connection ended inside of a frame: {self._size} bytes of it came")

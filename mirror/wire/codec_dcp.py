@@ -199,7 +199,7 @@ _FROM_FRAME: dict[str, Callable[[Frame], Any]] = {
 
 
 def _row(event: type[Any], layout: str = "", *names: str, key: str = NONE, value: str = NONE) -> _Row:
-    """Return the row of a message: its extras are the named fields, and the frame has the others."""
+    """Return the row of a message with the named fields in its extras; the frame has the others."""
     extras = struct.Struct(f">{layout}")
     own = [(each.name, _FROM_FRAME[each.name]) for each in fields(event) if each.name in _FROM_FRAME]
     key_name = "name" if any(name == "name" for name, _ in own) else "key"

@@ -1,4 +1,4 @@
-"""The words of the memcached binary protocol and of DCP: numbers with names, and the bounds put on lengths.
+"""The words of the memcached binary protocol and of DCP: named numbers, and bounds on lengths.
 
 Knows numbers only; imports nothing of the project. Must never know the meaning of a message or when it is legal.
 Invariants: every value is the one on the wire; unknown numbers are no error here (a frame keeps plain ints).
@@ -12,8 +12,9 @@ from enum import IntEnum, IntFlag
 HEADER_SIZE = 24
 
 BODY_LENGTH_MAX = 32 * 1024 * 1024
-"""Largest body believed: a 20 MiB document, 1 MiB of system xattrs, and slack for keys, extras, compression overhead
-and the largest cluster configurations. A header that claims more is an error, not a reason to wait."""
+"""Largest accepted body: a 20 MiB document, 1 MiB of system xattrs, and a reserve for keys, extras, compression and the
+largest cluster configurations. A header that claims more is an error at once.
+"""
 
 KEY_LENGTH_MAX = 65_535
 """The plain header's limit. Servers bound keys of documents (250 bytes and the collection id)."""
@@ -22,7 +23,7 @@ DCP_NAME_LENGTH_MAX = 200
 """Longest name of a DCP connection (open-connection.md)."""
 
 FAILOVER_LOG_LENGTH_MAX = 4096
-"""Entries believed in one failover log. Servers keep 25 by default; far more is a broken peer."""
+"""Most accepted entries of a failover log. Servers keep 25 by default."""
 
 NO_END_SEQNO = 2**64 - 1
 """End seqno of a stream without end."""

@@ -29,7 +29,7 @@ class ProtocolError(Exception):
         self.op = op
         self.vbid = vbid
         self.status = int(status)
-        """A server's answer, if the message can be answered at all."""
+        """The status of a server's answer, if it can answer the message at all."""
         self.opaque: int | None = None
         """Opaque of the request at fault, if there is one to answer."""
         super().__init__(detail)

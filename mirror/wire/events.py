@@ -49,9 +49,9 @@ class PreparedEnd(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMarker(StreamEvent):
-    """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not to be trusted. Fields after `flags`
-    are 0 if the marker's version does not carry them. `high_completed_seqno` is valid on disk snapshots only. `version`
-    is a MarkerVersion.
+    """The next messages up to `end_seqno` are one snapshot. `start_seqno` is not reliable. Fields after `flags` are 0
+    if the marker's version does not carry them. `high_completed_seqno` is valid on disk snapshots only. `version` is a
+    MarkerVersion.
     """
 
     vbid: int
@@ -69,7 +69,7 @@ class SnapshotMarker(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class Mutation(DocumentEvent):
-    """A document as of `seqno`. An expiry in the past means: expired, and not yet deleted."""
+    """A document as of `seqno`. With an expiry in the past it has expired and is not deleted yet."""
 
     flags: int = 0
     expiry: int = 0
@@ -88,7 +88,7 @@ class Deletion(DocumentEvent):
     datatype: int = 0
     value: bytes = b""
     delete_time: int | None = None
-    """None: the message was of the form without a time (V1). 0: not known, the deletion came from memory."""
+    """None in the form without a time (V1). 0 if unknown, because the deletion came from memory."""
     metadata: bytes = b""
 
 
@@ -137,7 +137,7 @@ class SystemEvent(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class SeqnoAdvanced(StreamEvent):
-    """All up to `seqno` has come. Does not close a snapshot that ends later."""
+    """Every change up to `seqno` was sent. It does not close a snapshot that ends later."""
 
     vbid: int
     seqno: int
@@ -153,7 +153,7 @@ class OsoSnapshot(StreamEvent):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd(StreamEvent):
-    """The stream is over; `reason` is a StreamEndReason, or a number newer than this code."""
+    """The stream is over; `reason` is a StreamEndReason, or an unknown newer number."""
 
     vbid: int
     reason: int
@@ -270,7 +270,7 @@ class CollectionModified(CollectionSettings):
 
 @dataclass(frozen=True, slots=True)
 class CollectionDropped:
-    """A collection ends, and with it, without a word, every document it had below this seqno."""
+    """A collection ends, and every document that it had below this seqno with it; no deletions are sent."""
 
     manifest_uid: int
     scope_id: int

@@ -1,6 +1,6 @@
 """One frame of the memcached binary protocol and its bytes: 24-byte header, plain or flexible framing.
 
-Knows the fields' positions and possible lengths; must never know the meaning of opcodes, nor whose turn it is.
+Knows the fields' positions and possible lengths; must never know the meaning of opcodes or the order of messages.
 Invariants: `decode(encode(f)) == (f, f.wire_size)`; no length is used before it is checked against its bound and
 against the others; an opcode without a name is no error here. Sources: kv_engine docs/BinaryProtocol.md (packet
 structure, flexible framing extras), include/memcached/dcp_stream_id.h; docs/protocol.md 2.1.

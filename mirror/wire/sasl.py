@@ -27,10 +27,10 @@ HASHES = {"SCRAM-SHA512": "sha512", "SCRAM-SHA256": "sha256", "SCRAM-SHA1": "sha
 MECHANISMS = (*HASHES, "PLAIN")
 
 ITERATIONS_MAX = 1_000_000
-"""More would let a hostile server keep a processor busy: this is half a second. Servers use 4,000 to 15,000."""
+"""More would let a hostile server keep a processor busy; this takes half a second. Servers use 4,000 to 15,000."""
 
 ITERATIONS_MIN = 4_000
-"""Fewer would give a hostile server an easy hash to crack; this is the least that clusters were ever set up with."""
+"""Fewer would give a hostile server a hash that is easy to crack; no cluster was ever set up with less."""
 
 ITERATIONS_DEFAULT = 4096
 MESSAGE_BYTES_MAX = 4096
@@ -110,7 +110,7 @@ class ScramClient:
 
 @dataclass(frozen=True, slots=True)
 class ScramVerifier:
-    """Stored instead of a password: enough to check a proof, not enough to log in elsewhere."""
+    """Stored instead of a password: it checks a proof and cannot log in elsewhere."""
 
     salt: bytes
     iterations: int

@@ -1,10 +1,10 @@
-"""The hot loop: a buffer of received bytes to runs of rows that are ready for the store.
+"""The hot loop: turns a buffer of received bytes into runs of rows for the store.
 
-Knows the header, the extras lengths of the three data messages, and the four bytes that the owner wants before each
-seqno. Must never know the use of rows, nor check the order of seqnos. A source sends its streams in turn, message by
-message (docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants: each frame comes out
-exactly once; those of one opaque in their order, and an answer after everything that came before it and before
-everything after; streams have no order between them; a row's bytes are those of the wire; an impossible header is a
+Knows the header, the extras lengths of the three data messages, and the owner's four bytes before each seqno. Must
+never know the use of rows, nor check the order of seqnos. A source sends its streams in turn, message by message
+(docs/protocol.md 2.8), so a stream's rows are gathered over the whole buffer. Invariants: each frame comes out exactly
+once; those of one opaque in their order, and an answer after everything that came before it and before everything
+after; streams have no order between them; a row's bytes are those of the wire; an impossible header is a
 RemoteProtocolError at once, before the rest of its frame; the result does not depend on the cut into buffers, except
 that a run ends with its buffer; a run holds only storable keys (`key_problem`): a message with another comes as a
 Frame, for its owner to judge. Written for speed in plain Python: one `unpack` a frame, local names only, no object per
