@@ -9,11 +9,13 @@ import random
 import pytest
 
 from mirror.serve.dcp import connection as dcp_connection
+from mirror.serve.dcp.connection import NOTED_S, SourceContact
 from mirror.serve.dcp.stream import PIECE_BYTES
 from mirror.serve.kv.connection import HIGH_WATER_BYTES
 from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
+from tests.manual_clock import ManualClock
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpEndpoint, serving_dcp, until
 from tests.serve.kv_rig import Store
@@ -139,3 +141,16 @@ async def test_an_error_of_this_program_ends_the_connection_and_is_logged(
     monkeypatch.setattr("mirror.serve.dcp.stream.DcpStream.take", broken)
     assert (await client.stream(0)).status == 0
     assert await client.receive() is None
+
+
+def test_what_is_not_noted_lately_is_not_in_contact() -> None:
+    clock = ManualClock()
+    contact = SourceContact([0, 1], clock)
+    assert contact.lost_ms() == {0: 0, 1: 0}
+    contact.note({1: 700})
+    clock.advance(1)
+    assert contact.lost_ms() == {1: 1700}
+    contact.note({})
+    assert contact.lost_ms() == {}
+    clock.advance(NOTED_S + 1)
+    assert contact.lost_ms() == {0: 6000, 1: 6000}
