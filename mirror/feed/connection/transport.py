@@ -86,7 +86,6 @@ class Link(asyncio.BufferedProtocol):
         """Takes requests of the node besides streams (kv_engine docs/Duplex.md); it wants no answer to them."""
         self.tap: Tap | None = None
         self.read_bytes_max = READ_BYTES_MAX
-        self.received_bytes = 0
         self._clock = clock
         self.last_received = self._waits_since = clock.monotonic()
         self._transport: asyncio.Transport | None = None
@@ -119,7 +118,6 @@ class Link(asyncio.BufferedProtocol):
         if self.error is not None:
             return
         self.last_received = self._clock.monotonic()
-        self.received_bytes += len(data)
         if self.tap is not None:
             self.tap(self, bytes(data), False)
         self._have += len(data)
@@ -155,7 +153,7 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def secure(self) -> bool:
-        return self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
+        return self.tls_object is not None
 
     @property
     def tls_object(self) -> ssl.SSLObject | None:

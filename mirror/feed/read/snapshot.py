@@ -62,10 +62,6 @@ class Snapshot:
         """The number of rows; 0 in a snapshot that only moves the position."""
         return self._open.frame_count
 
-    @property
-    def byte_count(self) -> int:
-        return self._open.byte_count
-
     def frames(self) -> Iterator[bytes]:
         return self._open.frames()
 

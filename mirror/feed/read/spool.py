@@ -92,10 +92,6 @@ class Spool:
         self.disk_bytes = 0
         self.frame_count = 0
 
-    @property
-    def byte_count(self) -> int:
-        return self.memory_bytes + self.disk_bytes
-
     def append(self, frames: Sequence[bytes]) -> int:
         """Take frames; return their bytes, which are now in memory."""
         byte_count = sum(map(len, frames))
