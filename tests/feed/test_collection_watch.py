@@ -241,7 +241,7 @@ async def test_a_source_without_collections_is_one_clear_error(tmp_path: Path) -
     async with SandboxCluster(nodes=1, vbuckets=VBUCKETS, seed=1, profile="6.6") as old:
         error = await Mirrors(old, tmp_path).start(selection=AIRLINE).fails()
         assert isinstance(error, NotSupported)
-        assert "knows no collections" in str(error)
+        assert "does not support collections" in str(error)
         assert "7.0 or newer" in str(error)
 
 

@@ -26,12 +26,12 @@ from tests.feed.test_bootstrap import MAP, SECURE_MAP, access_to, first, secure_
 async def test_a_map_without_a_port_of_the_kind_that_is_requested_is_refused(tmp_path: Path) -> None:
     only_tls = MAP | {"nodesExt": [{"services": {"kvSSL": 11207}}]}
     async with ScriptedNode({Opcode.GET_CLUSTER_CONFIG: refuse(Status.SUCCESS, json.dumps(only_tls).encode())}) as node:
-        with pytest.raises(NotSupported, match="nowhere without TLS") as caught:
+        with pytest.raises(NotSupported, match="its data service without TLS") as caught:
             await discover(access_to(node, tmp_path), SystemClock())
     assert "couchbases://" in caught.value.hint
     secure = Access.of(parse("couchbases://demo@h/b"), Settings())
     plain = parse_cluster_map(json.dumps(MAP), "h")
-    with pytest.raises(NotSupported, match="nowhere with TLS"):
+    with pytest.raises(NotSupported, match="its data service with TLS"):
         check_ports(plain, secure, NodeAddress("h", 1))
     assert [secure.address_of(node) for node in plain.nodes] == [None], "nor is its plain port connected to"
 

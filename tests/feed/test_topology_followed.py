@@ -326,7 +326,7 @@ async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tm
         added = await cluster.add_node()
         cluster.tls = kept
         cluster.move(5, added)
-        await mirror.until(lambda: "nowhere with TLS" in str(mirror.row(5)), "the reason")
+        await mirror.until(lambda: "does not offer the data service with TLS" in str(mirror.row(5)), "the reason")
         write(cluster, 50)
         await mirror.until(lambda: mirror.row(1)["published_seqno"] == cluster.vbucket(1).high_seqno, "the others")
         cluster.move(5, 0)

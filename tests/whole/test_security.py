@@ -59,10 +59,10 @@ def test_the_certificate_of_the_source(authority: Authority, tmp_path: Path) -> 
         refused(run(url, data), ExitCode.REFUSED, "none of the authorities of this machine", "give the cluster's CA")
         refused(run(url, data, "--tls-ca-file", stranger.ca_file), ExitCode.REFUSED, "authorities in", "stranger.pem")
         ours = ("--tls-ca-file", authority.ca_file)
-        refused(run(url, data, *ours), ExitCode.REFUSED, "not for the name 127.0.0.1", "name that the certificate")
+        refused(run(url, data, *ours), ExitCode.REFUSED, "not for the name 127.0.0.1", "name of the certificate")
         assert source.cluster.tls is not None
         source.call(source.cluster.tls.rotate, *authority.sign(*NAMES, days=-1))
-        refused(run(url, data, *ours), ExitCode.REFUSED, "has expired", "renewed")
+        refused(run(url, data, *ours), ExitCode.REFUSED, "has expired", "renew")
     assert not (data / "mirror.json").exists()
 
 

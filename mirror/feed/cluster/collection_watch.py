@@ -100,7 +100,7 @@ class CollectionWatch:
                 if self.selection.whole:
                     return
                 raise NotSupported(
-                    f"{session.address} knows no collections, and {self.selection} is to be mirrored",
+                    f"{session.address} does not support collections, and {self.selection} is to be mirrored",
                     hint="Couchbase Server 7.0 or newer has them; mirror the whole bucket into a new data directory",
                 )
             try:

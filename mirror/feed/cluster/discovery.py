@@ -176,14 +176,14 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
     if not found.network_offered:
         raise NotSupported(
             f"the cluster of {address} advertises no addresses of the network {found.network}",
-            hint="have alternate addresses set at its nodes, or use network=default",
+            hint="set alternate addresses at its nodes, or use network=default",
         )
     if found.nodes and not any(node.tls_port if tls else node.kv_port for node in found.nodes):
         kind, remedy = ("with TLS", "couchbase://") if tls else ("without TLS", "couchbases://")
         where = "" if found.network == "default" else f" on the network {found.network}"
         raise NotSupported(
-            f"the cluster of {address} offers its data service nowhere {kind}{where}",
-            hint=f"have it enabled, or use {remedy}" + ("" if not where else ", or another network"),
+            f"no node of the cluster of {address} offers its data service {kind}{where}",
+            hint=f"enable it, or use {remedy}" + ("" if not where else ", or another network"),
         )
 
 

@@ -149,7 +149,7 @@ async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, 
     """Return the value of the answer. Raises ClusterError."""
     answer = await link.request(opcode, extras=extras, timeout_s=timeout_s)
     if answer.status != Status.SUCCESS:
-        raise HandshakeFailed(f"{link.address} gives no {what}: {status_name(answer.status)}", hint=hint)
+        raise HandshakeFailed(f"{link.address} sent no {what}: {status_name(answer.status)}", hint=hint)
     return answer.value
 
 
@@ -212,7 +212,7 @@ async def fetch_high_seqnos(
         if answer.status == Status.UNKNOWN_COLLECTION and collection_ids is not None:
             continue
         if answer.status != Status.SUCCESS:
-            raise HandshakeFailed(f"{link.address} gives no high seqnos: {status_name(answer.status)}")
+            raise HandshakeFailed(f"{link.address} sent no high seqnos: {status_name(answer.status)}")
         try:
             for vbid, seqno in decode_all_vb_seqnos(answer.value):
                 highest[vbid] = max(seqno, highest.get(vbid, 0))
@@ -272,10 +272,12 @@ async def _hello(link: Link, settings: Settings, name: str) -> frozenset[int]:
         timeout_s=settings.connect_timeout_s,
     )
     if answer.status != Status.SUCCESS or len(answer.value) % 2:
-        raise HandshakeFailed(f"{link.address} does not take HELLO: {status_name(answer.status)}")
+        raise HandshakeFailed(f"{link.address} refused HELLO: {status_name(answer.status)}")
     features = frozenset(code for (code,) in struct.iter_unpack(">H", answer.value))
     if Feature.SELECT_BUCKET not in features:
-        raise NotSupported(f"{link.address} knows no SELECT_BUCKET", hint="Couchbase Server 5.0 or newer is needed")
+        raise NotSupported(
+            f"{link.address} does not support SELECT_BUCKET", hint="Couchbase Server 5.0 or newer is needed"
+        )
     return features & frozenset(FEATURES)
 
 
@@ -301,7 +303,7 @@ async def _authenticate(link: Link, access: Access) -> None:
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
     if answer.status == Status.NOT_SUPPORTED and certified:
         raise AuthRejected(
-            f"{link.address} knows us by our client certificate, and takes no other user than the certificate's",
+            f"{link.address} knows us by our client certificate, and accepts only the certificate's user",
             hint=f"take {user}@ out of the connection string, or tls_client_cert_file out of the settings",
         )
     if answer.status != Status.SUCCESS:
@@ -372,4 +374,4 @@ async def _select_bucket(link: Link, access: Access) -> None:
         raise BucketMissing(f"{link.address} has no bucket {bucket}")
     if answer.status == Status.EACCESS:
         raise BucketMissing(f"{link.address} has no bucket {bucket} that user {access.source.user} may use")
-    raise HandshakeFailed(f"{link.address} does not select bucket {bucket}: {status_name(answer.status)}")
+    raise HandshakeFailed(f"{link.address} could not select bucket {bucket}: {status_name(answer.status)}")

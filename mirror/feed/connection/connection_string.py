@@ -98,9 +98,7 @@ def parse(text: str) -> ConnectionString:
         )
     parts = re.split("[,;]", hosts_text)
     if len(parts) > HOSTS_MAX:
-        raise _wrong(
-            f"it names {len(parts)} hosts, at most {HOSTS_MAX} are taken", "name a few; the map names the rest"
-        )
+        raise _wrong(f"it names {len(parts)} hosts; {HOSTS_MAX} is the most", "name a few; the map names the rest")
     default_port = KV_PORT_TLS if tls else KV_PORT
     found = [_address(part.strip(), default_port) for part in parts]
     addresses, named_ports = tuple(address for address, _ in found), any(named for _, named in found)
@@ -112,7 +110,7 @@ def _network(options: str) -> Network | None:
     for name, value in parse_qsl(options, keep_blank_values=True):
         if name != "network":
             raise _wrong(
-                f"option {name[:40]!r} is not taken, only network= is",
+                f"unknown option {name[:40]!r}; only network= is known",
                 "set it as a setting: `dcp-mirror config show` lists them",
             )
         if value not in get_args(Network):

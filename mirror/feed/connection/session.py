@@ -148,7 +148,7 @@ class NodeSession:
             self._watch = asyncio.create_task(self._keep_watch(link))
             return
         raise NotSupported(
-            f"{self.address} does not open a DCP connection of ours: EINVAL",
+            f"{self.address} refused to open a DCP connection: EINVAL",
             hint="Couchbase Server 5.5 or newer is needed",
         )
 
@@ -174,7 +174,7 @@ class NodeSession:
             raise self._privilege_missing()
         if answer.status != Status.SUCCESS:
             raise HandshakeFailed(
-                f"{self.address} does not open DCP: {status_name(answer.status)}",
+                f"{self.address} refused to open DCP: {status_name(answer.status)}",
                 hint="the bucket may still be warming up",
             )
         return True
@@ -222,10 +222,10 @@ class NodeSession:
             raise self._privilege_missing()
         if answer.status in (Status.EINVAL, Status.NOT_SUPPORTED):
             raise NotSupported(
-                f"{self.address} does not take {name.decode()}={value.decode()}",
+                f"{self.address} refused {name.decode()}={value.decode()}",
                 hint="Couchbase Server 5.5 or newer is needed",
             )
-        raise HandshakeFailed(f"{self.address} does not take {name.decode()}: {status_name(answer.status)}")
+        raise HandshakeFailed(f"{self.address} refused {name.decode()}: {status_name(answer.status)}")
 
     def _privilege_missing(self) -> PrivilegeMissing:
         bucket = self._access.source.bucket

@@ -34,11 +34,11 @@ _OUR_CERTIFICATE: dict[str, str] = {
     "UNKNOWN_CA": "it does not know the authority of our client certificate",
     "CERTIFICATE_EXPIRED": "our client certificate has expired",
     "CERTIFICATE_REVOKED": "our client certificate was revoked",
-    "BAD_CERTIFICATE": "it calls our client certificate bad",
-    "UNSUPPORTED_CERTIFICATE": "our client certificate is of a kind that it does not take",
-    "CERTIFICATE_UNKNOWN": "it does not take our client certificate",
-    "ACCESS_DENIED": "it does not let our client certificate in",
-    "DECRYPT_ERROR": "our client certificate and its key do not convince it",
+    "BAD_CERTIFICATE": "it calls our client certificate invalid",
+    "UNSUPPORTED_CERTIFICATE": "it does not support the kind of our client certificate",
+    "CERTIFICATE_UNKNOWN": "it does not accept our client certificate",
+    "ACCESS_DENIED": "it denies access with our client certificate",
+    "DECRYPT_ERROR": "it cannot verify our client certificate with its key",
 }
 """By part of an alert's name: what the node holds against our certificate."""
 
@@ -95,8 +95,8 @@ class Tls:
         reason = str(getattr(error, "reason", None) or error).upper()
         if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
             return TlsFailed(
-                f"{where} speaks no TLS version that is allowed (at least {self.settings.tls_minimum_version})",
-                hint="have the cluster allow a newer version, or set tls_minimum_version to 1.2 where it is 1.3",
+                f"{where} speaks no allowed TLS version (at least {self.settings.tls_minimum_version})",
+                hint="allow a newer version at the cluster, or lower tls_minimum_version from 1.3 to 1.2",
             )
         if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
             return not_tls(where)
@@ -114,14 +114,14 @@ class Tls:
 def _refused_by_us(error: ssl.SSLCertVerificationError, where: str, settings: Settings) -> TlsFailed:
     head = f"the certificate of {where} is refused"
     if error.verify_code == _EXPIRED:
-        return TlsFailed(f"{head}: it has expired", hint="have the cluster's certificate renewed")
+        return TlsFailed(f"{head}: it has expired", hint="renew the cluster's certificate")
     if error.verify_code == _NOT_YET_VALID:
         return TlsFailed(f"{head}: it is not valid yet", hint="check this machine's clock, and the certificate's dates")
     if error.verify_code in _NAME_MISMATCH:
         host = where.rpartition(":")[0]
         return TlsFailed(
             f"{head}: it is not for the name {host}",
-            hint="use a name that the certificate carries in the connection string, or have one made that carries this",
+            hint="use a name of the certificate in the connection string, or issue a certificate for this name",
         )
     known = "of this machine" if settings.tls_ca_file is None else f"in {settings.tls_ca_file}"
     return TlsFailed(
@@ -140,8 +140,8 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
     """Return the error for a node that ended the connection around the handshake. A starting node does so, too."""
-    version = f"no TLS version that we may speak (at least {settings.tls_minimum_version})"
-    ours = "takes no client certificate of ours" if settings.tls_client_cert_file else "demands a client certificate"
+    version = f"no TLS version that we allow (at least {settings.tls_minimum_version})"
+    ours = "rejects our client certificate" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(
         f"{where} hung up {when} the TLS handshake",
         hint=f"it is starting, or {ours} (tls_client_cert_file), or allows {version}; its log says which",
@@ -157,7 +157,7 @@ def not_tls(where: str) -> TlsFailed:
 
 def only_tls(where: str) -> TlsFailed:
     return TlsFailed(
-        f"{where} speaks TLS, and the connection string says couchbase://",
+        f"{where} speaks TLS, but the connection string says couchbase://",
         hint="write couchbases://, or the port without TLS (usually 11210)",
     )
 

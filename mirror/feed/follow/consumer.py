@@ -200,7 +200,7 @@ class Consumer:
             node = current.node_of(vbid) if current is not None else None
             if node is not None:
                 how = "with TLS" if self._source.tls else "without TLS"
-                vbucket.report(VbucketStatus.WAITING, f"its node {node.host} offers the data service nowhere {how}")
+                vbucket.report(VbucketStatus.WAITING, f"its node {node.host} does not offer the data service {how}")
             return
         vbucket.detach(events.Stop(f"moved to {address}"))
         self.connections.keep(address)

@@ -98,7 +98,7 @@ class SourceQueries:
         async def attempt() -> None:
             session = self._any_session()
             if not session.handshake.collections:
-                raise NotSupported(f"{session.address} knows no collections", hint="read the bucket as a whole")
+                raise NotSupported(f"{session.address} does not support collections", hint="read the bucket as a whole")
             if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
                 scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
                 self.stream_filter = {"scope": f"{scope_id:x}"}
