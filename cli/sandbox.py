@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any
 
 import typer
 
 from cli import output
+from cli.options import optional
 from mirror.config import Values
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
+from mirror.sandbox.control.commands import COMMANDS
 from mirror.sandbox.control.server import SandboxControl, ask, default_path
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
-from mirror.sandbox.node.tls import NodeTls, Version
+from mirror.sandbox.node.tls import NodeTls
 from mirror.sandbox.workload import Workload, WorkloadOptions
 
 USER_VARIABLE = "DCP_MIRROR_USER"
@@ -34,14 +35,8 @@ CHECKPOINT_ITEMS_MIN = 50
 
 app = typer.Typer(help="The embedded source: a small Couchbase-like cluster in memory, for trying and testing.")
 
-PortOption = Annotated[
-    int, typer.Option("--port", "-p", min=0, max=65535, help="KV port of the first node; 0: a free one.")
-]
 ControlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--control", metavar="SOCKET", help="Control socket, instead of one named after the port.", show_default=False
-    ),
+    Path | None, optional("--control", metavar="SOCKET", help="Control socket, instead of one named after the port.")
 ]
 
 
@@ -50,21 +45,13 @@ def sandbox(
     context: typer.Context,
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, max=64, help="Nodes of the cluster.")] = 1,
     vbuckets: Annotated[int, typer.Option("--vbuckets", min=1, max=1024, help="Vbuckets of the bucket.")] = 64,
-    port: PortOption = 0,
+    port: Annotated[
+        int, typer.Option("--port", "-p", min=0, max=65535, help="KV port of the first node; 0: a free one.")
+    ] = 0,
     bucket: Annotated[str, typer.Option("--bucket", help="The bucket's name.")] = "demo",
-    bucket_uuid: Annotated[
-        str | None,
-        typer.Option(
-            "--bucket-uuid", metavar="HEX", help="Its uuid; default: made of port and name.", show_default=False
-        ),
-    ] = None,
     load: Annotated[int, typer.Option("--load", min=0, help="Documents at the start.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0, help="Writes per second from then on.")] = 0.0,
     keys: Annotated[int, typer.Option("--keys", min=1, help="Number of keys that the writes use.")] = 100_000,
-    overwrite_share: Annotated[
-        float, typer.Option("--overwrite-share", min=0, max=1, help="Share of overwrites.")
-    ] = 0.5,
-    delete_share: Annotated[float, typer.Option("--delete-share", min=0, max=1, help="Share of deletions.")] = 0.05,
     value_bytes: Annotated[int, typer.Option("--value-bytes", min=1, help="Mean size of a value.")] = 300,
     replicas: Annotated[int, typer.Option("--replicas", min=0, max=3, help="Replicas in the cluster map.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the workload; equal seeds write the same.")] = 0,
@@ -76,44 +63,20 @@ def sandbox(
         bool, typer.Option("--history", help="Keep every version, for change streams (as Magma does).")
     ] = False,
     tls_cert: Annotated[
-        Path | None,
-        typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM); listen with TLS too.", show_default=False),
+        Path | None, optional("--tls-cert", metavar="FILE", help="Certificate (PEM); listen with TLS too.")
     ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option("--tls-key", metavar="FILE", help="The certificate's key.", show_default=False)
-    ] = None,
+    tls_key: Annotated[Path | None, optional("--tls-key", metavar="FILE", help="The certificate's key.")] = None,
     tls_port: Annotated[
         int, typer.Option("--tls-port", min=0, max=65535, help="TLS port of the first node; 0: a free one.")
     ] = 0,
-    tls_only: Annotated[bool, typer.Option("--tls-only", help="Do not listen without TLS.")] = False,
     tls_client_ca: Annotated[
-        Path | None,
-        typer.Option("--tls-client-ca", metavar="FILE", help="CA of the users' certificates.", show_default=False),
-    ] = None,
-    tls_need_client_cert: Annotated[
-        bool, typer.Option("--tls-need-client-cert", help="Disconnect users without a certificate.")
-    ] = False,
-    tls_minimum: Annotated[str, typer.Option("--tls-minimum", metavar="1.2|1.3", help="Oldest TLS version.")] = "1.2",
-    advertise: Annotated[
-        str | None,
-        typer.Option("--advertise", metavar="HOST", help="Host name of the nodes in the map.", show_default=False),
-    ] = None,
-    external: Annotated[
-        str | None,
-        typer.Option(
-            "--external",
-            metavar="HOST",
-            help="Alternate address (`external`) of the nodes in the map.",
-            show_default=False,
-        ),
+        Path | None, optional("--tls-client-ca", metavar="FILE", help="CA of the users' certificates.")
     ] = None,
     control: ControlOption = None,
 ) -> None:
     """Run the embedded source until Ctrl-C. User and password: DCP_MIRROR_USER, DCP_MIRROR_PASSWORD (demo, demo)."""
     if context.invoked_subcommand is not None:
         return
-    if bucket_uuid is not None and not re.fullmatch("[0-9a-f]{32}", bucket_uuid):
-        raise ConfigError(f"bucket uuid {bucket_uuid!r}", hint="32 hexadecimal digits", setting="bucket_uuid")
     cluster = SandboxCluster(
         nodes,
         vbuckets,
@@ -128,15 +91,12 @@ def sandbox(
         keeps_history=history,
         bounded=True,
         checkpoint_items_max=max(CHECKPOINT_ITEMS_MIN, HISTORY_ITEMS // vbuckets // CHECKPOINTS_KEPT),
-        tls=node_tls(tls_cert, tls_key, tls_client_ca, tls_minimum, need_client_cert=tls_need_client_cert),
-        tls_only=tls_only,
+        tls=node_tls(tls_cert, tls_key, tls_client_ca),
         tls_port=tls_port,
-        advertised_host=advertise,
-        external_host=external,
     )
     made = uuid.uuid5(uuid.NAMESPACE_URL, f"{host}:{port}/{bucket}") if port else uuid.uuid4()
-    cluster.bucket.map.bucket_uuid = bucket_uuid or made.hex
-    written = WorkloadOptions(seed, rate, max(keys, load), overwrite_share, delete_share, value_bytes)
+    cluster.bucket.map.bucket_uuid = made.hex
+    written = WorkloadOptions(seed, rate, max(keys, load), value_bytes=value_bytes)
     try:
         asyncio.run(serve(cluster, Workload(cluster.bucket, written), load, control))
     except OSError as error:
@@ -157,7 +117,7 @@ async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_
     try:
         typer.echo(cluster.connection_string)
         if sys.stderr.isatty():
-            typer.echo(next_steps(cluster.connection_string), err=True)
+            typer.echo(next_steps(cluster), err=True)
         await ended.wait()
     finally:
         writing.cancel()
@@ -165,27 +125,22 @@ async def serve(cluster: SandboxCluster, workload: Workload, load: int, control_
         await cluster.stop()
 
 
-def next_steps(connection_string: str) -> str:
-    user = os.environ.get(USER_VARIABLE, "demo")
-    source = connection_string if "@" in connection_string else connection_string.replace("://", f"://{user}@", 1)
+def next_steps(cluster: SandboxCluster) -> str:
     is_ours = not os.environ.get(PASSWORD_VARIABLE)
+    password = "demo" if is_ours else f"that of {PASSWORD_VARIABLE}"
+    given = f"{PASSWORD_VARIABLE}=demo " if is_ours else ""
     return (
-        f"user {user}, password {'demo' if is_ours else f'that of {PASSWORD_VARIABLE}'}; Ctrl-C ends the source\n"
-        f"mirror it: {f'{PASSWORD_VARIABLE}=demo ' if is_ours else ''}dcp-mirror run --source {source} "
-        "--data /tmp/mirror --http 8080"
+        f"user {cluster.user.name}, password {password}; Ctrl-C ends the source\n"
+        f"mirror it: {given}dcp-mirror run --source {cluster.connection_string} --data /tmp/mirror --http 8080"
     )
 
 
-def node_tls(
-    cert: Path | None, key: Path | None, client_ca: Path | None, minimum: str, *, need_client_cert: bool
-) -> NodeTls | None:
-    if minimum not in get_args(Version):
-        raise ConfigError(f"--tls-minimum {minimum} is not known", hint="take 1.2 or 1.3")
-    if cert is None:
-        if key or client_ca or need_client_cert:
-            raise ConfigError("there is no TLS without a certificate", hint="give --tls-cert FILE --tls-key FILE")
-        return None
-    return NodeTls(cert, key, client_ca, need_client_cert, cast(Version, minimum))
+def node_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> NodeTls | None:
+    if cert is not None:
+        return NodeTls(cert, key, client_ca)
+    if key or client_ca:
+        raise ConfigError("there is no TLS without a certificate", hint="give --tls-cert FILE --tls-key FILE")
+    return None
 
 
 def socket_of(at: str | None, port: int | None, control: Path | None) -> Path:
@@ -222,14 +177,8 @@ def _value_from(text: str) -> Any:
     return text
 
 
-LINK_FAULTS = ("cut", "slow", "garble", "silence", "truncate", "stop-mid-snapshot", "clear")
-STREAM_FAULTS = ("refuse-streams", "end-streams", "mute-streams", "withhold-noops")
-
-
 def fault_kinds() -> list[str]:
-    from mirror.sandbox.control.commands import COMMANDS
-
-    return sorted((*LINK_FAULTS, *STREAM_FAULTS, *COMMANDS))
+    return sorted(COMMANDS)
 
 
 FAULT_HELP = """Make a running sandbox fail on purpose. Prints its answer as JSON.
@@ -278,16 +227,10 @@ def fault(
         typer.Argument(metavar="KIND", help="The fault, from the list above.", autocompletion=fault_kinds),
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
-    source: Annotated[
-        str | None, typer.Option("--source", "-s", metavar="URL", help="The running source.", show_default=False)
-    ] = None,
-    port: Annotated[int | None, typer.Option("--port", "-p", help="Or its first port.", show_default=False)] = None,
+    source: Annotated[str | None, optional("--source", "-s", metavar="URL", help="The running source.")] = None,
+    port: Annotated[int | None, optional("--port", "-p", help="Or its first port.")] = None,
     control: ControlOption = None,
 ) -> None:
     """Make a running sandbox fail on purpose. Prints its answer as JSON."""
     given = arguments_from(arguments or [])
-    where = socket_of(source, port, control)
-    if kind in LINK_FAULTS + STREAM_FAULTS:
-        output.print_json(ask(where, "fault", kind=kind, **given))
-    else:
-        output.print_json(ask(where, kind, **given))
+    output.print_json(ask(socket_of(source, port, control), kind, **given))

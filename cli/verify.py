@@ -23,8 +23,7 @@ from mirror.ingest.selection import Selection
 from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync
-from mirror.inspection.verify import WAIT_S
-from mirror.inspection.verify import verify as compare
+from mirror.inspection.verify import WAIT_S, Verifier
 from mirror.log import set_up_logs
 from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
@@ -69,10 +68,8 @@ def verify(
     as_json: options.JsonOption = False,
 ) -> None:
     """Compare every version of every key with the source. Exit code 3 if something differs, 1 if unsure."""
-    path, settings = (
-        options.data_directory(data, config),
-        options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)),
-    )
+    path = options.data_directory(data, config)
+    settings = options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs))
     url = settings.source
     assert url is not None
     set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
@@ -87,13 +84,18 @@ def verify(
         ) as reader,
         render.task_screen() as screen,
     ):
-        progress = Progress(screen)
+
+        def compared(done: int, of: int, rows: int) -> None:
+            elapsed_s = max(time.monotonic() - started, 0.001)
+            left = render.duration(elapsed_s / done * (of - done)) if done else "?"
+            counts = f"{done} of {of} vbuckets, {render.number(rows)} rows"
+            screen.show_line(f"compared {counts}, {rows / elapsed_s:,.0f} rows/s, {left} left")
 
         def look(vbids: list[int] | None) -> list[VbucketResult]:
             with open_view(str(path), stale_reads=True) as view:
                 check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
-                selected = selected_vbuckets(view, vbids)
-                return compare(str(path), view, reader, service=service, vbids=selected, wait_s=wait, progress=progress)
+                verifier = Verifier(str(path), view, reader, service=service, wait_s=wait, progress=compared)
+                return verifier.run(selected_vbuckets(view, vbids))
 
         results = look(vbid)
         broken = [result.vbid for result in results if result.state in REPAIRED] if repair else []
@@ -140,20 +142,6 @@ def selected_vbuckets(view: View, requested: list[int] | None) -> list[int]:
         if vbid not in held:
             raise ConfigError(f"this mirror holds no vbucket {vbid}", hint=f"it holds {held[0]} to {held[-1]}")
     return sorted(set(requested)) if requested else held
-
-
-class Progress:
-    def __init__(self, screen: render.Screen) -> None:
-        self._screen = screen
-        self._since = time.monotonic()
-
-    def __call__(self, done: int, of: int, rows: int) -> None:
-        elapsed_s = max(time.monotonic() - self._since, 0.001)
-        left = render.duration(elapsed_s / done * (of - done)) if done else "?"
-        line = (
-            f"compared {done} of {of} vbuckets, {render.number(rows)} rows, {rows / elapsed_s:,.0f} rows/s, {left} left"
-        )
-        self._screen.show_line(line)
 
 
 def totals(results: list[VbucketResult]) -> Reply:

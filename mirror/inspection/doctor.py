@@ -63,6 +63,8 @@ PATIENCE_S = 3.0
 """A node that answers more slowly is a finding, though the mirror itself may wait for longer."""
 DISK_FACTOR = 1.4
 """Size of a mirror divided by the size of the received data."""
+FAILED_STEPS = {"tls": (TlsFailed,), "login": (AuthRejected, ConfigError), "bucket": (BucketMissing,)}
+"""Step of the way in -> errors that it ends with; others are of the step `handshake`."""
 
 
 class StepVerdict(StrEnum):
@@ -156,10 +158,9 @@ class Doctor:
                 view.close()
 
     def _say(
-        self, step: str, verdict: StepVerdict, text: str, remedy: str = "", error: Exception | None = None
+        self, step: str, verdict: StepVerdict, text: str, remedy: str = "", exit_code: ExitCode = ExitCode.FAILED
     ) -> None:
-        code = error.exit_code if isinstance(error, MirrorError) else ExitCode.FAILED
-        finding = Finding(step, verdict, text, remedy, code)
+        finding = Finding(step, verdict, text, remedy, exit_code)
         self.findings.append(finding)
         self.on_finding(finding)
 
@@ -167,7 +168,7 @@ class Doctor:
         self._say(step, *((OK, text) if fine else (bad, text, remedy)))
 
     def _fail(self, step: str, error: MirrorError) -> None:
-        self._say(step, FAIL, error.what, error.hint, error)
+        self._say(step, FAIL, error.what, error.hint, error.exit_code)
 
     # -- the way there --------------------------------------------------------------------------------------------
 
@@ -226,18 +227,11 @@ class Doctor:
             found = surveyed.newest
             node = next((a for each in found.nodes if (a := self._access.address_of(each)) is not None), None)
             link, handshake = await enter(self._access, node or source.addresses[0], self._clock)
-        except TlsFailed as error:
-            self._fail("tls", error)
-            return None
-        except (AuthRejected, ConfigError) as error:
-            self._fail("login", error)
-            return None
-        except BucketMissing as error:
-            self._say("login", OK, f"user {source.user or '(certificate)'}")
-            self._fail("bucket", error)
-            return None
         except MirrorError as error:
-            self._fail("handshake", error)
+            if isinstance(error, BucketMissing):
+                self._say("login", OK, f"user {source.user or '(certificate)'}")
+            failed = (step for step, kinds in FAILED_STEPS.items() if isinstance(error, kinds))
+            self._fail(next(failed, "handshake"), error)
             return None
         try:
             self._judge_tls(link)
@@ -318,7 +312,7 @@ class Doctor:
         try:
             record = map_record.load(str(self._data), view.identity.bucket_uuid)
         except StorageError as error:
-            self._say("map", FAIL, str(error), error.hint, _OfData(""))
+            self._say("map", FAIL, str(error), error.hint, ExitCode.DATA)
             return
         maps.floor = None if record is None else record.revision
         if maps.floor is not None and maps.judge(newest) is MapVerdict.OLDER:
@@ -419,7 +413,7 @@ class Doctor:
             text = f"{count} of {len(answers)} stream requests are refused: {why}"
             if status == Status.EACCESS:
                 remedy = "grant the user the role Data DCP Reader on the bucket"
-                self._say("privileges", FAIL, text, remedy, PrivilegeMissing(""))
+                self._say("privileges", FAIL, text, remedy, PrivilegeMissing.exit_code)
             else:
                 self._say("streams", WARN, text, "the mirror asks again")
         if answers and not refused:
@@ -433,7 +427,7 @@ class Doctor:
         try:
             return {int(state.vbid): state for state in view.states()}
         except StorageError as error:
-            self._say("data", FAIL, str(error), "run `dcp-mirror check`", _OfData(""))
+            self._say("data", FAIL, str(error), "run `dcp-mirror check`", ExitCode.DATA)
             return {}
 
     async def _ask(
@@ -500,7 +494,7 @@ class Doctor:
         try:
             return open_view(str(self._data), stale_reads=True)
         except StorageError as error:
-            self._say("data", FAIL, str(error), error.hint or "run `dcp-mirror check`", _OfData(""))
+            self._say("data", FAIL, str(error), error.hint or "run `dcp-mirror check`", ExitCode.DATA)
             return None
 
     async def _disk(self, view: View | None) -> None:
@@ -539,12 +533,6 @@ class Doctor:
 
 def _size(byte_count: float) -> str:
     return f"{byte_count / 2**30:.1f} GiB" if byte_count >= 2**30 else f"{byte_count / 2**20:.1f} MiB"
-
-
-class _OfData(MirrorError):
-    """Carries the exit code of damaged or foreign data."""
-
-    exit_code = ExitCode.DATA
 
 
 async def _statistics(link: Link, timeout_s: float) -> dict[str, str]:

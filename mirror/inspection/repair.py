@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mirror import client
-from mirror.clock import Clock, SystemClock
+from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import MirrorError, SourceTimeout, SupervisionError
 from mirror.feed.connection.connection_string import parse
@@ -39,22 +40,18 @@ def resync(
     timeout_s: float = TIMEOUT_S,
     progress: Progress = lambda _done, _of: None,
 ) -> None:
-    """Fetch the vbuckets again and return once all are served. No view of the mirror may be open in this process.
+    """Fetch one or more vbuckets again and return once all are served. No view may be open in this process.
 
     Raises MirrorError, Locked if another process owns a group, and the source's refusals.
     """
-    first = next(iter(vbids), None)
-    if first is None:
-        return
-    answer = client.ask(Path(path), Resync(first))
-    if answer is None:
-        asyncio.run(_resync_here(path, source, settings, vbids, timeout_s, progress, SystemClock()))
-        return
-    target_branches = {first: int(answer["result"]["staging_branch"])}
-    for vbid in vbids[1:]:
+    target_branches: dict[int, int] = {}
+    for vbid in vbids:
         answer = client.ask(Path(path), Resync(vbid))
-        if answer is None:
+        if answer is None and target_branches:
             raise SupervisionError("the service went away", hint="start it again: it goes on with the resyncs")
+        if answer is None:
+            asyncio.run(_resync_here(path, source, settings, vbids, timeout_s, progress))
+            return
         target_branches[vbid] = int(answer["result"]["staging_branch"])
     with open_view(path, stale_reads=True) as view:
         _wait(view, target_branches, timeout_s, progress)
@@ -75,26 +72,21 @@ def _wait(view: View, target_branches: dict[int, int], timeout_s: float, progres
 
 
 async def _resync_here(
-    path: str, source: str, settings: Settings, vbids: Sequence[int], timeout_s: float, progress: Progress, clock: Clock
+    path: str, source: str, settings: Settings, vbids: Sequence[int], timeout_s: float, progress: Progress
 ) -> None:
-    identity = directory.load(path)
-    groups = sorted({vbid % identity.group_count for vbid in vbids})
-    writers: list[GroupWriter] = []
-    try:
-        writers.extend(  # one after the other, so that those that were opened are closed when one is not
-            GroupWriter(
-                directory.group_path(path, group),
-                WriterOptions(
-                    group=group,
-                    identity=identity,
-                    sync=settings.sync,
-                    clock_ms=clock.wall_ms,
-                    monotonic_ms=lambda: int(clock.monotonic() * 1000),
-                    resync_reads=settings.resync_reads,
-                ),
+    identity, clock = directory.load(path), SystemClock()
+    with ExitStack() as stack:
+        writers: list[GroupWriter] = []
+        for group in sorted({vbid % identity.group_count for vbid in vbids}):
+            options = WriterOptions(
+                group=group,
+                identity=identity,
+                sync=settings.sync,
+                clock_ms=clock.wall_ms,
+                monotonic_ms=lambda: int(clock.monotonic() * 1000),
+                resync_reads=settings.resync_reads,
             )
-            for group in groups
-        )
+            writers.append(stack.enter_context(closing(GroupWriter(directory.group_path(path, group), options))))
         consumer = Consumer(settings, source=parse(source), writers=writers, identity=identity, clock=clock)
         work = asyncio.create_task(consumer.run())
         try:
@@ -116,9 +108,6 @@ async def _resync_here(
         finally:
             await consumer.stop()
             await work
-    finally:
-        for writer in writers:
-            writer.close()
 
 
 def _late(left: Sequence[int] | set[int] | dict[int, int], timeout_s: float, why: str = "") -> MirrorError:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mirror import lease
@@ -76,7 +76,6 @@ class Verifier:
         *,
         service: bool,
         wait_s: float = WAIT_S,
-        folder: str | None = None,
         progress: Progress = lambda _done, _of, _rows: None,
     ) -> None:
         """`view` was opened with `stale_reads`. With a running `service`, waiting may help.
@@ -88,11 +87,10 @@ class Verifier:
         self._reader = reader
         self._service = service
         self._wait_s = wait_s
-        self._folder = folder
         self._progress = progress
         self._rows = 0
 
-    def run(self, vbids: list[int]) -> list[VbucketResult]:
+    def run(self, vbids: Sequence[int]) -> list[VbucketResult]:
         """Return the results of these vbuckets in that order. Raises MirrorError if the source cannot be read."""
         done: dict[int, VbucketResult] = {}
         todo = list(vbids)
@@ -117,8 +115,8 @@ class Verifier:
 
     # -- everything, once -----------------------------------------------------------------------------------------
 
-    def _compare_all(self, vbids: list[int], of: int) -> dict[int, _Vbucket]:
-        looked_at = {vbid: _Vbucket(VbucketResult(vbid), Runs(self._folder)) for vbid in vbids}
+    def _compare_all(self, vbids: Sequence[int], of: int) -> dict[int, _Vbucket]:
+        looked_at = {vbid: _Vbucket(VbucketResult(vbid), Runs()) for vbid in vbids}
         high_seqnos = self._reader.high_seqnos()
         until = {vbid: high_seqnos[vbid] for vbid in vbids}
         count = of - len(vbids)
@@ -331,17 +329,3 @@ class Verifier:
         else:
             result.state = "rollback"
             result.text = f"the source has no such history above seqno {seqno}: the service will take it back to there"
-
-
-def verify(
-    path: str,
-    view: View,
-    reader: SourceReader,
-    *,
-    service: bool,
-    vbids: list[int] | None = None,
-    wait_s: float = WAIT_S,
-    progress: Progress = lambda _done, _of, _rows: None,
-) -> list[VbucketResult]:
-    chosen = list(view.vbids) if vbids is None else vbids
-    return Verifier(path, view, reader, service=service, wait_s=wait_s, progress=progress).run([int(v) for v in chosen])

@@ -15,17 +15,15 @@ from random import Random
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
-from mirror.sandbox.data.streams import Sent
+from mirror.sandbox.data.streams import Sent, StreamTuning
 from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.sandbox.dcp.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.node.node import SandboxNode
 from mirror.sandbox.node.tls import NodeTls
 from mirror.server.cluster_config import NOWHERE
-from mirror.wire.constants import VbucketRole
 
 EXPIRY_PAGER_SECONDS = 60.0
-
 
 _WILDCARDS = ("0.0.0.0", "::", "")
 """Addresses to listen at that are no addresses to connect to."""
@@ -50,12 +48,9 @@ class SandboxCluster:
         tls: NodeTls | None = None,
         tls_only: bool = False,
         tls_port: int = 0,
-        advertised_host: str | None = None,
-        external_host: str | None = None,
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
         live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
-        expiry_pager_seconds: float = EXPIRY_PAGER_SECONDS,
         profile: str = DEFAULT_PROFILE,
         keeps_history: bool = False,
         bounded: bool = False,
@@ -64,8 +59,7 @@ class SandboxCluster:
     ) -> None:
         """`start` opens the ports. `port` and `tls_port` are the first node's; the others take free ones.
 
-        With `tls` the nodes listen with and without TLS, with `tls_only` with it alone. In the map they are called
-        `advertised_host` (None: as the client called them), and from outside `external_host`.
+        With `tls` the nodes listen with and without TLS, with `tls_only` with it alone.
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
         `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
@@ -86,23 +80,19 @@ class SandboxCluster:
             keeps_history=keeps_history,
             bounded=bounded,
         )
-        self.bucket.tuning.antilag_items = antilag_items
+        self.bucket.tuning = StreamTuning(antilag_items, live_snapshot_items, in_turn)
         self.vbuckets = self.bucket.vbuckets
         self.set, self.delete, self.multi_write = self.bucket.set, self.bucket.delete, self.bucket.multi_write
         self.add_user = self.bucket.users.add
         self.user = self.bucket.users.add(user, password)
         self.host = host
-        self.faults = Faults(self._select, self.bucket.stream_faults)
         self.nodes: list[SandboxNode] = []
+        self.faults = Faults(self.nodes, self.bucket.stream_faults)
         self.tls = tls
         self._tls_only = tls_only and tls is not None
         self._first_ports = port, tls_port
         several_on_this_host = nodes > 1 and host not in _WILDCARDS
-        self.bucket.map.host = advertised_host or (host if several_on_this_host else None)
-        self.bucket.map.external_host = external_host
-        self._live_snapshot_items = live_snapshot_items
-        self._in_turn = in_turn
-        self._pager_seconds = expiry_pager_seconds
+        self.bucket.map.host = host if several_on_this_host else None
         self._tasks: list[asyncio.Task[None]] = []
         for _ in range(nodes):
             self._make_node()
@@ -244,17 +234,6 @@ class SandboxCluster:
             self.bucket.map_changed()
         return moved
 
-    def set_vbucket_state(self, vbid: int, state: VbucketRole) -> None:
-        """Change the state of a vbucket on its node by hand; becoming active adds an entry to the failover log."""
-        before = self.bucket.states.get(vbid, VbucketRole.ACTIVE)
-        if state == VbucketRole.ACTIVE:
-            self.bucket.states.pop(vbid, None)
-            if before != VbucketRole.ACTIVE:
-                self.bucket.failover(vbid)
-        else:
-            self.bucket.states[vbid] = state
-        self.bucket.map_changed(vbid)
-
     async def recreate_bucket(self) -> None:
         """The bucket is deleted and recreated, empty: connections break, uuid and histories are others."""
         for node in self.nodes:
@@ -282,8 +261,6 @@ class SandboxCluster:
 
     def _make_node(self) -> SandboxNode:
         node = SandboxNode(len(self.nodes), self.bucket)
-        node.live_snapshot_items = self._live_snapshot_items
-        node.in_turn = self._in_turn
         self.nodes.append(node)
         return node
 
@@ -315,13 +292,10 @@ class SandboxCluster:
         for node in filter(self._belongs, self.nodes):
             node.end_streams(vbid)
 
-    def _select(self, number: int | None) -> list[SandboxNode]:
-        return self.nodes if number is None else [self.nodes[number]]
-
     async def _page_expired(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while True:
-                await asyncio.sleep(self._pager_seconds)
+                await asyncio.sleep(EXPIRY_PAGER_SECONDS)
                 for vbucket in self.vbuckets:
                     self.bucket.documents.expire_all(vbucket)
                     await asyncio.sleep(0)

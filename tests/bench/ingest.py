@@ -67,7 +67,7 @@ def _serve(pipe: Connection, documents: int, vbuckets: int, value_bytes: int, or
     async def serve() -> None:
         async with SandboxCluster(vbuckets=vbuckets) as cluster:
             cluster.bucket.load(stores.documents(range(documents), value_bytes))
-            cluster.nodes[0].in_turn = order == "turn"
+            cluster.bucket.tuning.in_turn = order == "turn"
             pipe.send(cluster.connection_string)
             await asyncio.to_thread(wait_closed, pipe)
 

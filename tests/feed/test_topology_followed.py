@@ -132,11 +132,13 @@ async def test_a_refusal_by_a_node_whose_map_is_no_newer_is_requested_again(prof
     """NOT_MY_VBUCKET with the map that we have (7.2), and without one (8.0, which knows that we have it)."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         mirror = await mirrors.follow(**NO_POLLING)
-        cluster.set_vbucket_state(5, VbucketRole.DEAD)
+        cluster.bucket.states[5] = VbucketRole.DEAD
+        cluster.bucket.map_changed(5)
         await mirror.until(lambda: "does not serve" in (mirror.row(5)["last_error"] or ""), "NOT_MY_VBUCKET")
         write(cluster, 50)
         await mirror.until_published(4, cluster.vbucket(4).high_seqno)
-        cluster.set_vbucket_state(5, VbucketRole.ACTIVE)
+        cluster.bucket.states.clear()
+        cluster.move(5, cluster.bucket.map.owners[5])
         await mirror.follow()
 
 
@@ -214,10 +216,9 @@ async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_anot
 
 
 async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> None:
-    async with source_of(tmp_path, advertised_host="node.internal.invalid", external_host="127.0.0.1") as (
-        cluster,
-        mirrors,
-    ):
+    async with source_of(tmp_path) as (cluster, mirrors):
+        cluster.bucket.map.host, cluster.bucket.map.external_host = "node.internal.invalid", "127.0.0.1"
+        cluster.bucket.map_changed()
         write(cluster, 50)
         mirror = await mirrors.follow()
         cluster.move(0, 1)
@@ -238,7 +239,9 @@ async def test_one_node_without_an_alternate_address_does_not_change_the_others(
         return json.dumps(config).encode()
 
     monkeypatch.setattr(SandboxMap, "to_json", mixed)
-    async with source_of(tmp_path, advertised_host="127.0.0.1", external_host="localhost") as (cluster, mirrors):
+    async with source_of(tmp_path) as (cluster, mirrors):
+        cluster.bucket.map.external_host = "localhost"
+        cluster.bucket.map_changed()
         write(cluster, 50)
         mirror = await mirrors.follow(f"couchbase://demo@localhost:{cluster.nodes[0].port}/demo")
         for number in range(4):  # node 1 sends maps, too

@@ -46,14 +46,6 @@ async def test_vbuckets_are_whole_again_on_branches_of_their_own(cluster: Sandbo
     assert check(mirror.path).problems == []
 
 
-async def test_nothing_to_do_asks_nobody(tmp_path: Path, cluster: SandboxCluster) -> None:
-    mirror = await filled(cluster, tmp_path)
-    with open_view(mirror.path) as view:
-        before = view.published()
-        resync_now(mirror.path, "couchbase://demo@127.0.0.1:1/demo", mirror.settings, [])  # no source is there
-        assert view.published() == before
-
-
 async def test_a_group_that_somebody_owns_is_left_alone(cluster: SandboxCluster, tmp_path: Path) -> None:
     write(cluster, 20)
     mirror = mirror_of(cluster, tmp_path)

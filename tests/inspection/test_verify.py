@@ -14,7 +14,7 @@ import pytest
 
 from mirror.feed.read.reader import SourceReader
 from mirror.inspection.comparison import VbucketResult
-from mirror.inspection.verify import verify
+from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
 from storage.env import directory
 from storage.format import keys, seal
@@ -61,13 +61,15 @@ async def caught_up(mirror: Mirror, cluster: SandboxCluster) -> None:
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
 
 
-async def verified(mirror: Mirror, cluster: SandboxCluster, *, service: bool, **options: Any) -> list[VbucketResult]:
+async def verified(
+    mirror: Mirror, cluster: SandboxCluster, *, service: bool, vbids: list[int] | None = None, **options: Any
+) -> list[VbucketResult]:
     def work() -> list[VbucketResult]:
         with (
             open_view(mirror.path, stale_reads=True) as view,
             SourceReader(cluster.connection_string, password="demo", settings=mirror.settings) as reader,
         ):
-            return verify(mirror.path, view, reader, service=service, **options)
+            return Verifier(mirror.path, view, reader, service=service, **options).run(vbids or [*range(VBUCKETS)])
 
     return await asyncio.to_thread(work)
 

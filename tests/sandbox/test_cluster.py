@@ -151,8 +151,9 @@ async def test_a_bucket_recreated_breaks_connections(cluster: SandboxCluster) ->
     assert (await config_of(cluster, 0))["uuid"] != uuid
 
 
-async def test_expired_documents_are_found_by_the_pager() -> None:
-    async with SandboxCluster(vbuckets=1, expiry_pager_seconds=0.05) as cluster:
+async def test_expired_documents_are_found_by_the_pager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirror.sandbox.cluster.EXPIRY_PAGER_SECONDS", 0.05)
+    async with SandboxCluster(vbuckets=1) as cluster:
         cluster.bucket.set("k", {}, expiry=cluster.bucket.documents.now() - 5)
         client = await Client.dcp(cluster)
         await client.stream(0)

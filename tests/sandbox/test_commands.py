@@ -22,10 +22,10 @@ async def test_status_and_vbuckets(server: SandboxControl) -> None:
 async def test_faults_and_topology(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster)
-    assert await send_command(server, "fault", kind="slow", bytes_per_second=1000) == {"connections": 1}
-    assert await send_command(server, "fault", kind="cut", node=0, name="test") == {"connections": 1}
+    assert await send_command(server, "slow", bytes_per_second=1000) == {"connections": 1}
+    assert await send_command(server, "cut", node=0, name="test") == {"connections": 1}
     await client.until_closed()
-    assert await send_command(server, "fault", kind="clear") == {"connections": None}
+    await send_command(server, "clear")
     await send_command(server, "write", count=50)
     high = cluster.vbucket(0).high_seqno
     assert await send_command(server, "failover", vbid=0, lose=2) == {"base_seqno": high - 2}
@@ -44,16 +44,16 @@ async def test_faults_and_topology(server: SandboxControl) -> None:
 async def test_streams_and_privileges(server: SandboxControl) -> None:
     cluster = server.cluster
     client = await Client.dcp(cluster, set_noop_interval="0.1")
-    await send_command(server, "fault", kind="refuse-streams", status="rollback", vbids=2, seqno=7)
-    await send_command(server, "fault", kind="refuse-streams", status=0x86, vbids=[0, 2], times=1)
+    await send_command(server, "refuse-streams", status="rollback", vbids=2, seqno=7)
+    await send_command(server, "refuse-streams", status=0x86, vbids=[0, 2], times=1)
     assert [(await client.stream(vbid)).status for vbid in (2, 2, 0)] == [Status.ETMPFAIL, Status.ROLLBACK, 0]
-    assert await send_command(server, "fault", kind="end-streams", reason="lost-privileges") == {"streams": 1}
+    assert await send_command(server, "end-streams", reason="lost-privileges") == {"streams": 1}
     await client.until(lambda: [e.reason for e in client.of(ev.StreamEnd)] == [StreamEndReason.LOST_PRIVILEGES])
-    await send_command(server, "fault", kind="mute-streams", vbids=0)
-    await send_command(server, "fault", kind="withhold-noops")
+    await send_command(server, "mute-streams", vbids=0)
+    await send_command(server, "withhold-noops")
     assert cluster.bucket.stream_faults.noops_withheld
     assert cluster.bucket.stream_faults.muted(0, 0)
-    await send_command(server, "fault", kind="clear")
+    await send_command(server, "clear")
     assert not cluster.bucket.stream_faults.noops_withheld
     left = (await send_command(server, "user", user="demo", lacks="DcpStream,Upsert"))["privileges"]
     assert "DcpStream" not in left

@@ -112,12 +112,14 @@ async def test_a_change_of_state_ends_streams() -> None:
         client = await Client.dcp(cluster)
         await client.stream(0)
         await client.stream(1)
-        cluster.set_vbucket_state(0, VbucketRole.REPLICA)
+        cluster.bucket.states[0] = VbucketRole.REPLICA
+        cluster.bucket.map_changed(0)
         await client.until(lambda: client.of(ev.StreamEnd))
         assert [(e.vbid, e.reason) for e in client.of(ev.StreamEnd)] == [(0, StreamEndReason.STATE_CHANGED)]
         assert (await client.stream(0, flags=0x10)).status == Status.NOT_MY_VBUCKET
         assert (await client.stream(0)).status == 0
-        cluster.set_vbucket_state(0, VbucketRole.ACTIVE)
+        cluster.bucket.states.clear()
+        cluster.move(0, 0)
         await client.until(lambda: len(client.of(ev.StreamEnd)) == 2)
         answer = await client.stream(0, flags=0x10)
         assert len(codec_dcp.decode_failover_log(answer.value)) == 2

@@ -14,7 +14,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.errors import NotSupported, SourceTimeout
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
-from mirror.inspection.verify import verify
+from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.dcp.connection import SourceContact
 from mirror.serve.kv.session import KvSession
@@ -278,7 +278,7 @@ async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_p
                 open_view(second.path) as view,
                 SourceReader(endpoint.url, settings=settings, password="demo") as reader,
             ):
-                return [result.equal for result in verify(second.path, view, reader, service=False)]
+                return [result.equal for result in Verifier(second.path, view, reader, service=False).run(view.vbids)]
 
         assert await asyncio.to_thread(compared) == [True] * VBUCKETS
 

@@ -5,6 +5,7 @@ says what and how to fix it, with the right exit code; certificates and password
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -77,7 +78,9 @@ def test_the_port_and_the_protocol(authority: Authority, tmp_path: Path) -> None
         refused(run(url, data), ExitCode.REFUSED, f"127.0.0.1:{tls_port} speaks TLS", "couchbases://")
         url = f"couchbase://demo@127.0.0.1:{port}/demo"
         refused(run(url, data, *ours), ExitCode.USAGE, "tls_ca_file is set", "not encrypted")
-    with source_of(authority, maximum="1.2") as source:
+    with source_of(authority) as source:
+        assert source.cluster.tls is not None
+        source.cluster.tls.context.maximum_version = ssl.TLSVersion.TLSv1_2
         newer = ("--set", "tls_minimum_version=1.3")
         refused(run(source.connection_string, data, *ours, *newer), ExitCode.REFUSED, "TLS", "at least 1.3")
         assert run(source.connection_string, data, *ours).code == ExitCode.DONE

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import DEFAULT_COLLECTION
 from mirror.sandbox.data.item import Item
+from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
 from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp
@@ -98,33 +99,23 @@ def _vbucket(server: Target, arguments: Arguments) -> Any:
     }
 
 
-def _fault(server: Target, arguments: Arguments) -> Any:
-    faults = server.cluster.faults
-    kind = arguments.pop("kind")
+def _on_connections(fault: Callable[..., int]) -> Command:
+    return lambda server, said: {"connections": fault(server.cluster.faults, **said)}
 
-    def refuse(status: object, vbids: object = None, times: int | None = None, seqno: int | None = None) -> None:
-        value = None if seqno is None else codec_dcp.encode_rollback_seqno(seqno)
-        faults.streams.refuse(_one_of(Status, status), _vbids(vbids), times=times, value=value)
 
-    known: dict[str, Callable[..., int | None]] = {
-        "cut": faults.cut,
-        "slow": faults.slow,
-        "garble": faults.garble,
-        "silence": faults.silence,
-        "truncate": faults.truncate,
-        "stop-mid-snapshot": faults.stop_mid_snapshot,
-        "refuse-streams": refuse,
-        "end-streams": lambda reason, vbids=None, node=None: faults.end_streams(
-            _one_of(StreamEndReason, reason), _vbids(vbids), node=node
-        ),
-        "mute-streams": lambda vbids=None, node=None: faults.streams.mute(_vbids(vbids), node=node),
-        "withhold-noops": lambda: setattr(faults.streams, "noops_withheld", True),
-        "clear": faults.clear,
-    }
-    if kind not in known:
-        raise ValueError(f"no such fault: {kind}; there are: {', '.join(known)}")
-    count = known[kind](**arguments)
-    return {"streams" if kind == "end-streams" else "connections": count}
+def _refuse_streams(server: Target, arguments: Arguments) -> None:
+    seqno = arguments.get("seqno")
+    server.cluster.faults.streams.refuse(
+        _one_of(Status, arguments["status"]),
+        _vbids(arguments),
+        times=arguments.get("times"),
+        value=None if seqno is None else codec_dcp.encode_rollback_seqno(seqno),
+    )
+
+
+def _end_streams(server: Target, arguments: Arguments) -> Any:
+    reason = _one_of(StreamEndReason, arguments["reason"])
+    return {"streams": server.cluster.faults.end_streams(reason, _vbids(arguments), node=arguments.get("node"))}
 
 
 def _one_of(kind: type[Code], said: object) -> Code:
@@ -135,10 +126,9 @@ def _one_of(kind: type[Code], said: object) -> Code:
     raise ValueError(f"no such {kind.__name__}: {said}; there are: {usual}")
 
 
-def _vbids(said: Any) -> list[int] | None:
-    if said is None:
-        return None
-    return [int(vbid) for vbid in (said if isinstance(said, list) else [said])]
+def _vbids(arguments: Arguments) -> list[int] | None:
+    said = arguments.get("vbids")
+    return said if said is None or isinstance(said, list) else [said]
 
 
 def _user(server: Target, arguments: Arguments) -> Any:
@@ -190,7 +180,7 @@ def _tune(server: Target, arguments: Arguments) -> Any:
     for name, content in arguments.items():
         if name != "antilag_items" or not isinstance(content, int):
             raise ValueError(f"{name}={content} is not antilag_items=N")
-        setattr(tuning, name, content)
+        tuning.antilag_items = content
     return {"antilag_items": tuning.antilag_items}
 
 
@@ -209,7 +199,17 @@ def _write(server: Target, arguments: Arguments) -> Any:
 COMMANDS: dict[str, Command] = {
     "status": _status,
     "vbucket": _vbucket,
-    "fault": _fault,
+    "cut": _on_connections(Faults.cut),
+    "slow": _on_connections(Faults.slow),
+    "garble": _on_connections(Faults.garble),
+    "silence": _on_connections(Faults.silence),
+    "truncate": _on_connections(Faults.truncate),
+    "stop-mid-snapshot": _on_connections(Faults.stop_mid_snapshot),
+    "refuse-streams": _refuse_streams,
+    "end-streams": _end_streams,
+    "mute-streams": lambda server, said: server.cluster.faults.streams.mute(_vbids(said), node=said.get("node")),
+    "withhold-noops": lambda server, _: setattr(server.cluster.faults.streams, "noops_withheld", True),
+    "clear": lambda server, _: server.cluster.faults.clear(),
     "user": _user,
     "rotate-certificate": _rotate_certificate,
     "kill-node": lambda server, said: server.cluster.kill_node(said["node"]),

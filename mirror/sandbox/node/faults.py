@@ -26,8 +26,8 @@ class Where(TypedDict, total=False):
 
 
 class Faults:
-    def __init__(self, select: Callable[[int | None], list[SandboxNode]], streams: StreamFaults) -> None:
-        self._select = select
+    def __init__(self, nodes: list[SandboxNode], streams: StreamFaults) -> None:
+        self._nodes = nodes
         self.streams = streams
 
     def connections(
@@ -85,9 +85,12 @@ class Faults:
 
     def clear(self) -> None:
         self.streams.clear()
-        for node in self._select(None):
+        for node in self._nodes:
             node.on_dcp_open.clear()
             node.on_connect.clear()
+
+    def _select(self, number: int | None) -> list[SandboxNode]:
+        return self._nodes if number is None else [self._nodes[number]]
 
     def _apply(
         self,

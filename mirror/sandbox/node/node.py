@@ -149,8 +149,9 @@ class NodeConnection(asyncio.Protocol):
         bucket = self.bucket
         abilities = bucket.profile.abilities(keeps_history=bucket.keeps_history)
         controls = Controls(abilities, self.session.collections, self.session.snappy, flags)
-        producer = SandboxProducer(self, name, controls, bucket.rng, live_snapshot_items=self.node.live_snapshot_items)
-        producer.ack_markers = self.node.ack_markers
+        producer = SandboxProducer(
+            self, name, controls, bucket.rng, live_snapshot_items=bucket.tuning.live_snapshot_items
+        )
         producer.idle_timeout_s = self.node.dcp_idle_timeout_s
         self.session.producer = producer
         producer.start()
@@ -165,7 +166,7 @@ class NodeConnection(asyncio.Protocol):
 
     @property
     def in_turn(self) -> bool:
-        return self.node.in_turn and self.stop_after_pieces is None
+        return self.bucket.tuning.in_turn and self.stop_after_pieces is None
 
     def piece_bytes(self, stream: ProducerStream) -> int:
         if self.stop_after_pieces is None:
@@ -205,10 +206,6 @@ class SandboxNode:
         self.connections: set[NodeConnection] = set()
         self.on_connect: list[Callable[[NodeConnection], None]] = []
         self.on_dcp_open: list[Callable[[NodeConnection], None]] = []
-        self.live_snapshot_items = 0
-        self.in_turn = True
-        """The streams of a connection take turns, a message each, as at kv_engine; else a piece of each at once."""
-        self.ack_markers = False
         self.dcp_idle_timeout_s = IDLE_TIMEOUT_S
         self.stopped = False
         """True from `stop` to the next `start`. A node of a simulation listens nowhere, and is not stopped."""

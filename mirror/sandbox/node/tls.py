@@ -1,4 +1,4 @@
-"""The nodes' TLS: certificate, versions and client certificates.
+"""The nodes' TLS: certificate and client certificates.
 
 Invariant: an exchanged certificate is shown to new connections; open ones go on.
 """
@@ -8,12 +8,8 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from mirror.errors import ConfigError
-
-Version = Literal["1.2", "1.3"]
-_VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 
 @dataclass(slots=True)
@@ -28,21 +24,17 @@ class NodeTls:
     """The authority of client certificates; None: none is requested."""
     clients_need_certificate: bool = False
     """Close connections without the certificate of a known user; else a password is enough."""
-    minimum: Version = "1.2"
-    maximum: Version = "1.3"
     context: ssl.SSLContext = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = _VERSIONS[self.minimum]
-        self.context.maximum_version = _VERSIONS[self.maximum]
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.client_ca_file is not None:
             try:
                 self.context.load_verify_locations(self.client_ca_file)
             except (OSError, ssl.SSLError) as error:
                 raise _unusable(self.client_ca_file, error) from error
-            needed = ssl.CERT_REQUIRED if self.clients_need_certificate else ssl.CERT_OPTIONAL
-            self.context.verify_mode = needed
+            self.context.verify_mode = ssl.CERT_REQUIRED if self.clients_need_certificate else ssl.CERT_OPTIONAL
         elif self.clients_need_certificate:
             raise ConfigError("client certificates are required, but no CA is given", hint="name their CA")
         self.rotate()

@@ -19,7 +19,7 @@ from mirror.errors import ConfigError
 from mirror.feed.read.reader import SourceReader
 from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import VbucketResult
-from mirror.inspection.verify import WAIT_S, verify
+from mirror.inspection.verify import WAIT_S, Verifier
 from mirror.messages import Ping
 from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
 from mirror.spark.source.local import dealt
@@ -87,4 +87,4 @@ def compare_task(task: CompareTask) -> list[VbucketResult]:
     ):
         check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)
         service = client.ask(Path(task.data), Ping()) is not None
-        return verify(task.data, view, reader, service=service, vbids=task.vbids, wait_s=task.wait_s)
+        return Verifier(task.data, view, reader, service=service, wait_s=task.wait_s).run(task.vbids)
