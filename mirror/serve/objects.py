@@ -123,20 +123,18 @@ def rollback_object(rollback: Rollback) -> dict[str, object]:
     }
 
 
+def _event(change: Change) -> dict[str, Any]:
+    """Return a change without its document."""
+    event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
+    return event if change.rollback is None else event | {"rollback": rollback_object(change.rollback)}
+
+
 def change_object(change: Change) -> dict[str, Any]:
-    event: dict[str, object] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
-    if change.rollback is not None:
-        event["rollback"] = rollback_object(change.rollback)
-    if change.document is not None:
-        event["document"] = document_object(change.document)
-    return event
+    event = _event(change)
+    return event if change.document is None else event | {"document": document_object(change.document)}
 
 
 def change_parts(change: Change) -> list[bytes]:
     """As `document_parts`."""
-    event: dict[str, object] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
-    if change.rollback is not None:
-        event["rollback"] = rollback_object(change.rollback)
-    if change.document is None:
-        return [dumps(event)]
-    return [dumps(event)[:-1], b',"document":', *document_parts(change.document), b"}"]
+    head = dumps(_event(change))
+    return [head] if change.document is None else [head[:-1], b',"document":', *document_parts(change.document), b"}"]

@@ -316,13 +316,11 @@ class Acceptor:
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else self._admission.settings.reader_login_timeout_s,
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OSError) as error:
             slot.release()
             connected.close()
-            raise
-        except OSError as error:
-            slot.release()
-            connected.close()
+            if not isinstance(error, OSError):
+                raise
             log.debug("client-not-connected", peer=slot.peer, error=str(error))
 
     async def _spoken(self, connected: socket.socket) -> None:
