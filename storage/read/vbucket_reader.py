@@ -22,17 +22,7 @@ from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
 from storage.history import branches, chain, manifests
 from storage.history.loaded import load
-from storage.model import (
-    DEFAULT_COLLECTION,
-    SEQNO_MAX,
-    Boundary,
-    Branch,
-    Document,
-    Kind,
-    Manifest,
-    Seqno,
-    VbucketState,
-)
+from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
 """Kinds of rows that have a reference. A single flipped bit turns no kind into one with another meaning for readers."""

@@ -262,12 +262,7 @@ class View(PointReads):
     # -- changes --------------------------------------------------------------------------------------------------
 
     def changes(
-        self,
-        vbid: int | None = None,
-        *,
-        since: Token | None = None,
-        raw: bool = False,
-        pieces: Pieces | None = None,
+        self, vbid: int | None = None, *, since: Token | None = None, raw: bool = False, pieces: Pieces | None = None
     ) -> Iterator[Change]:
         """Yield published events in order, up to now; with `since` those after a token.
 

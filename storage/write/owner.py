@@ -95,12 +95,7 @@ class GroupOwner:
     clock: HistoryClock
 
     def __init__(
-        self,
-        path: str,
-        options: WriterOptions,
-        *,
-        load: Callable[[], bool],
-        forget: Callable[[], None],
+        self, path: str, options: WriterOptions, *, load: Callable[[], bool], forget: Callable[[], None]
     ) -> None:
         """Take the group's lock; `open` follows.
 

@@ -43,11 +43,7 @@ def write(path: str, seed: int) -> None:
     writer = GroupWriter(
         directory.group_path(path, 0),
         WriterOptions(
-            group=0,
-            identity=IDENTITY,
-            clock_ms=lambda: now[0],
-            map_size=1 << 19,
-            window=Window(time_ms=500),
+            group=0, identity=IDENTITY, clock_ms=lambda: now[0], map_size=1 << 19, window=Window(time_ms=500)
         ),
     )
     digests = [digest(path)]

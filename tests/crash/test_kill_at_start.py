@@ -42,11 +42,7 @@ def traces(data: Path) -> str:
 
 @pytest.mark.parametrize(
     "kills",
-    [
-        2,
-        pytest.param(6, marks=pytest.mark.ci),
-        pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
-    ],
+    [2, pytest.param(6, marks=pytest.mark.ci), pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(3600)])],
 )
 def test_a_start_that_is_killed_anywhere_leaves_nothing_that_the_next_one_minds(
     source: SandboxThread, tmp_path: Path, seed: int, kills: int

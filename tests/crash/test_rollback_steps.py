@@ -146,13 +146,7 @@ def counting(fuse: Fuse) -> Iterator[None]:
 def open_writer(data: str, window: Window = KEEP_ALL) -> GroupWriter:
     return GroupWriter(
         directory.group_path(data, 0),
-        WriterOptions(
-            group=0,
-            identity=IDENTITY,
-            sync="unsafe",
-            clock_ms=lambda: NOW_MS,
-            window=window,
-        ),
+        WriterOptions(group=0, identity=IDENTITY, sync="unsafe", clock_ms=lambda: NOW_MS, window=window),
     )
 
 

@@ -118,10 +118,7 @@ def test_a_long_run_under_load_keeps_its_size_and_ends_equal(tmp_path: Path, see
     flags += ["--set", f"history_s={max(1, int(300 * SCALE))}"]
     done = dict.fromkeys(("kills", "failovers", "readers"), 0)
     samples: list[Figures] = []
-    with (
-        SandboxThread(cluster) as source,
-        Service(source.connection_string, tmp_path / "data", *flags) as service,
-    ):
+    with SandboxThread(cluster) as source, Service(source.connection_string, tmp_path / "data", *flags) as service:
         source.call(load.write, 2000)
         writing = source.call(lambda: asyncio.get_running_loop().create_task(load.run()))
         service.start()
@@ -156,7 +153,6 @@ def test_a_long_run_under_load_keeps_its_size_and_ends_equal(tmp_path: Path, see
         assert not service.tracebacks()
     start, middle, end = samples[0], samples[len(samples) // 2], samples[-1]
     record_property(
-        "kills",
-        f"{SECONDS} s, {load.written} writes, {done}; figures at start {start}, middle {middle}, end {end}",
+        "kills", f"{SECONDS} s, {load.written} writes, {done}; figures at start {start}, middle {middle}, end {end}"
     )
     assert not end.within(start), f"grown since the start: {end.within(start)}, middle {middle}"

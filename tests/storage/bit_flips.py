@@ -37,13 +37,7 @@ def opened_writer(path: str, first_ms: int) -> GroupWriter:
     clock = iter(range(first_ms, 10**10, 1_000))
     return GroupWriter(
         directory.group_path(path, 0),
-        WriterOptions(
-            group=0,
-            identity=IDENTITY,
-            clock_ms=lambda: next(clock),
-            sync="unsafe",
-            map_size=1 << 28,
-        ),
+        WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: next(clock), sync="unsafe", map_size=1 << 28),
     )
 
 

@@ -13,6 +13,7 @@ import storage.history.purge
 import storage.read.scan
 from storage.admin.check import check
 from storage.env import directory
+from storage.env.environment import Environment
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, log
@@ -38,6 +39,15 @@ def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
     yield opened
     opened.close()
     assert check(path).problems == []
+
+
+@pytest.fixture
+def environment(path: str) -> Iterator[Environment]:
+    """The environment of group 0, open for writing without a writer."""
+    opened = Environment(directory.group_path(path, 0), IDENTITY.group_vbids(0), writable=True)
+    opened.open_all()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -12,15 +12,7 @@ from storage.errors import NoSuchBoundary
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import log, row, span
-from tests.storage.test_writer import (
-    KEYS,
-    Clock,
-    crash,
-    open_writer,
-    publish,
-    settle,
-    staged,
-)
+from tests.storage.test_writer import KEYS, Clock, crash, open_writer, publish, settle, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

@@ -218,10 +218,7 @@ def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path
     file.write_bytes(data.replace(keys.ROW.pack(1, 9) + frame, keys.ROW.pack(1, 9 + 2**48) + frame))
     with open_view(path) as view:
         state = stream.served_state(view.reader(0))
-        for read in (
-            lambda: list(view.changes(0)),
-            lambda: stream.rows(view.reader(0), state, 0, bytes_max=1 << 20),
-        ):
+        for read in (lambda: list(view.changes(0)), lambda: stream.rows(view.reader(0), state, 0, bytes_max=1 << 20)):
             with pytest.raises(CorruptedError, match="not in order"):
                 read()
 

@@ -12,7 +12,7 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.errors import ViewInvalidated
 from storage.history import branches
-from storage.model import Boundary, Branch, FailoverLog, Seqno, SnapshotRange, Vbuuid
+from storage.model import FailoverLog, Seqno, SnapshotRange
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
@@ -24,10 +24,6 @@ KEY = keys_of(0, 1)[0]
 
 def entries(*pairs: tuple[int, int]) -> FailoverLog:
     return FailoverLog.of(pairs)
-
-
-def boundary(seqno: int, vbuuid: int) -> Boundary:
-    return Boundary(Branch(1), Seqno(seqno), Seqno(0), Vbuuid(vbuuid), 0)
 
 
 def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> None:

@@ -18,7 +18,8 @@ from storage.write.writer import GroupWriter
 from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log, span
 from tests.storage.one_vbucket import commit, put, system_event
-from tests.storage.test_writer import Clock, publish
+from tests.storage.test_purge import purge
+from tests.storage.test_writer import publish
 
 NAMES = keys_of(0, 40)
 
@@ -88,7 +89,7 @@ def test_the_same_documents_as_a_scan_also_across_rollbacks(
 
 
 def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_that_is_served(
-    writer: GroupWriter, view: View, clock: Clock, way: None
+    writer: GroupWriter, view: View, way: None
 ) -> None:
     fill(writer, 1, 1, 100)
     pin, before = view.pin(0), scanned(view)
@@ -102,16 +103,14 @@ def test_a_pinned_boundary_is_read_to_its_end_whatever_happens_to_the_history_th
     assert documents(view, pin) == before
     chunks = bulk.documents(view, pin, rows_max=5)
     next(chunks)
-    writer.background.purger.window = Window(boundaries=1)
-    while (vbid := writer.background.purger.plan(clock.now)) is not None:
-        writer.background.purge(vbid, clock.now)
+    purge(writer, Window(boundaries=1))
     with pytest.raises(ViewInvalidated, match="gone"):
         list(chunks)
 
 
 @pytest.mark.parametrize("rolled_back_to", [None, 60])
 def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
-    writer: GroupWriter, view: View, clock: Clock, way: None, rolled_back_to: int | None
+    writer: GroupWriter, view: View, way: None, rolled_back_to: int | None
 ) -> None:
     """The floor of then is forgotten, and what the purger left behind stays for a while."""
     fill(writer, 1, 1, 100)
@@ -123,12 +122,7 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
     chunks = [bulk.documents(view, pin, rows_max=5) for pin in pins]
     seen = [keys_in(next(each)) for each in chunks]
 
-    def purge(**limits: int) -> None:
-        writer.background.purger.window = Window(**limits)
-        while (vbid := writer.background.purger.plan(clock.now)) is not None:
-            writer.background.purge(vbid, clock.now)
-
-    purge(boundaries=41, time_ms=10**9)  # from 60 on
+    purge(writer, Window(boundaries=41, time_ms=10**9))  # from 60 on
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].save(failover_log=log(88))
     fill(writer, 3, 1, 1)
@@ -144,15 +138,13 @@ def test_history_that_the_purger_was_at_is_not_read_after_a_resync_either(
 
 
 def test_after_a_resync_also_what_the_history_then_served_had_left_is_not_read_once_the_purger_was_at_it(
-    writer: GroupWriter, view: View, clock: Clock, way: None
+    writer: GroupWriter, view: View, way: None
 ) -> None:
     fill(writer, 1, 1, 100)
     pin = view.pin(0)
     writer.vbuckets[0].rollback(60)
     fill(writer, 2, 61, 40)
-    writer.background.purger.window = Window(boundaries=31, time_ms=10**9)  # from 70 on
-    while (vbid := writer.background.purger.plan(clock.now)) is not None:
-        writer.background.purge(vbid, clock.now)
+    purge(writer, Window(boundaries=31, time_ms=10**9))  # from 70 on
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].save(failover_log=log(88))
     fill(writer, 3, 1, 1)
@@ -205,11 +197,7 @@ def test_collections_are_distinguished_by_id_and_by_name_and_a_drop_hides_them(
     put(writer, b"u", 4, cid=0x90)
     put(writer, b"d", 5)
     commit(writer, 5)
-    assert bulk.collection_names(view, view.pin(0)) == {
-        0: "_default._default",
-        8: "shop.orders",
-        0x90: "shop.users",
-    }
+    assert bulk.collection_names(view, view.pin(0)) == {0: "_default._default", 8: "shop.orders", 0x90: "shop.users"}
     assert [(each.collection_id, keys_in(each)) for each in bulk.documents(view, view.pin(0))] == [
         (0, [b"d"]),
         (8, [b"o"]),

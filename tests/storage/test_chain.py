@@ -36,16 +36,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 
 def test_cuts_never_rise_towards_the_root(environment: Environment) -> None:
     with environment.read() as txn:
-        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 99)] == [
-            (4, 99),
-            (3, 15),
-            (1, 10),
-        ]
-        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 12)] == [
-            (4, 12),
-            (3, 12),
-            (1, 10),
-        ]
+        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 99)] == [(4, 99), (3, 15), (1, 10)]
+        assert [(link.branch, link.cut) for link in chain.load(txn, 0, 4, 12)] == [(4, 12), (3, 12), (1, 10)]
         assert [(link.branch, link.cut) for link in chain.load(txn, 0, 5, 7)] == [(5, 7)]
         with pytest.raises(CorruptedError, match="branch 9"):
             chain.load(txn, 0, 9, 1)

@@ -72,10 +72,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
         "another document's",
     ),
     "a key of another kind": (put(KEY_TREE, b"\0" + KEYS[0], keys.DUP.pack(1, 1, 0x58)), "another document's"),
-    "a row of another seqno": (
-        put(ROWS, FIRST, sealed(OTHER_SEQNO)),
-        "event of seqno 3",
-    ),
+    "a row of another seqno": (put(ROWS, FIRST, sealed(OTHER_SEQNO)), "event of seqno 3"),
     "a row that is cut short": (put(ROWS, FIRST, sealed(FRAME[:-1])), "lengths do not add up"),
     "a row of an unknown opcode": (put(ROWS, FIRST, sealed(b"\x80\x01" + FRAME[2:])), "cannot be read"),
     "a row with a flipped bit in its value": (
@@ -85,10 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Environment, object], object], str]] = {
     "a row without its checksum": (put(ROWS, FIRST, FRAME), "its checksum does not match"),
     "an empty row": (put(ROWS, FIRST, b"\x80"), "vbucket 0"),
     "a row of an unknown branch": (put(ROWS, keys.ROW.pack(9, 1), SEALED), "unknown branch"),
-    "a row below its branch's base": (
-        put(ROWS, keys.ROW.pack(2, 1), SEALED),
-        "not above its branch's base 5",
-    ),
+    "a row below its branch's base": (put(ROWS, keys.ROW.pack(2, 1), SEALED), "not above its branch's base 5"),
     "a row beyond what is staged": (
         put(ROWS, keys.ROW.pack(2, 99), sealed(records.encode_mutation(KEYS[0], b"v", 99))),
         "above the staged seqno",

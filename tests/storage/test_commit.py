@@ -10,11 +10,7 @@ from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, manifest_at, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
-from tests.storage.test_writer import (
-    crash,
-    open_writer,
-    publish,
-)
+from tests.storage.test_writer import crash, open_writer, publish
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

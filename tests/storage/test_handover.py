@@ -23,8 +23,7 @@ def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTIT
     scratch.mkdir(parents=True, exist_ok=True)
     directory.create_environment(str(scratch), group, identity)
     writer = GroupWriter(
-        str(scratch),
-        WriterOptions(group=group, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30),
+        str(scratch), WriterOptions(group=group, identity=identity, clock_ms=lambda: 1_000, map_size=1 << 30)
     )
     for vbid in vbids:
         writer.vbuckets[vbid].save(failover_log=log())

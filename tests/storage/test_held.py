@@ -30,12 +30,7 @@ def path(tmp_path: Path) -> str:
     for group in range(2):
         writer = GroupWriter(
             directory.group_path(path, group),
-            WriterOptions(
-                group=group,
-                identity=IDENTITY,
-                sync="unsafe",
-                clock_ms=lambda: 1,
-            ),
+            WriterOptions(group=group, identity=IDENTITY, sync="unsafe", clock_ms=lambda: 1),
         )
         for vbid in IDENTITY.group_vbids(group):
             writer.vbuckets[vbid].save(failover_log=log())

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import pytest
 
 import storage.history.index
 from storage.admin.check import check
-from storage.env import directory
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_writer import open_writer
 
 
 @pytest.mark.parametrize("inline_rows", [2, 1000], ids=["by a job", "in the commit"])
 @pytest.mark.parametrize("seed", range(15))
 def test_any_complete_end_may_be_published_later(
-    tmp_path: Path, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
+    path: str, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", inline_rows)
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 3)
-    path = str(tmp_path / "data")
-    directory.create(path, IDENTITY)
-
-    def open_writer() -> GroupWriter:
-        return GroupWriter(
-            directory.group_path(path, 0),
-            WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: 1),
-        )
-
     rng = Random(seed)
     names = keys_of(0, 6)
-    writer = open_writer()
+    writer = open_writer(path)
     writer.vbuckets[0].save(failover_log=log())
     events: list[tuple[int, bytes]] = []
     ends: list[int] = []
@@ -66,7 +55,7 @@ def test_any_complete_end_may_be_published_later(
         assert writer.vbuckets[0].state.open_snapshot is not None  # else the next writer would take it for complete
     writer.close()
     assert check(path).problems == []
-    writer = open_writer()
+    writer = open_writer(path)
     assert not (writer.vbuckets[0].complete_seqno is not None)
     assert writer.vbuckets[0].state.published_seqno == published
     writer.vbuckets[0].publish(ends[-1], 0)

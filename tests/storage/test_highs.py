@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from storage.env import directory
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.history import merge
 from storage.history.purge import Window
 from storage.model import Collection, Seqno
 from storage.read import states
-from storage.read.view import View, open_view
+from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.model import keys_of
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_merge import fail_over
 from tests.storage.test_purge import purge
-from tests.storage.test_writer import open_writer
 
 A, B, C = keys_of(0, 3)
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[GroupWriter]:
-    directory.create(str(tmp_path), IDENTITY)
-    opened = open_writer(str(tmp_path))
-    opened.vbuckets[0].save(failover_log=log())
-    system_event(opened, 1, Collection(0, 0, "_default", Seqno(0)), Collection(300, 0, "c", Seqno(1)), scopes={0: "s"})
-    commit(opened, 1)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def view(tmp_path: Path, writer: GroupWriter) -> Iterator[View]:
-    with open_view(str(tmp_path)) as opened:
-        yield opened
+def writer(writer: GroupWriter) -> GroupWriter:
+    system_event(writer, 1, Collection(0, 0, "_default", Seqno(0)), Collection(300, 0, "c", Seqno(1)), scopes={0: "s"})
+    commit(writer, 1)
+    return writer
 
 
 def newest(view: View, collection_id: int, rows_max: int = 2) -> tuple[int, int]:

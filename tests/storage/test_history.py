@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from storage.env import directory
 from storage.history.purge import Window
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_writer import open_writer
 
 KEYS = keys_of(0, 4)
 
 
-def test_figures_follow_what_is_stored(tmp_path: Path) -> None:
-    path = str(tmp_path / "data")
-    directory.create(path, IDENTITY)
+def test_figures_follow_what_is_stored(path: str) -> None:
     now = 1_000
-    writer = GroupWriter(
-        directory.group_path(path, 0),
-        WriterOptions(group=0, identity=IDENTITY, clock_ms=lambda: now),
-    )
+    writer = open_writer(path, clock=lambda: now)
     writer.vbuckets[0].save(failover_log=log())
     with open_view(path) as view:
         empty = view.history(0)

@@ -46,11 +46,7 @@ def opened(path: str, clocks: TwoClocks) -> GroupWriter:
     writer = GroupWriter(
         directory.group_path(path, 0),
         WriterOptions(
-            group=0,
-            identity=IDENTITY,
-            clock_ms=clocks.wall_ms,
-            monotonic_ms=clocks.monotonic_ms,
-            window=WINDOW,
+            group=0, identity=IDENTITY, clock_ms=clocks.wall_ms, monotonic_ms=clocks.monotonic_ms, window=WINDOW
         ),
     )
     writer.vbuckets[0].save(failover_log=log())

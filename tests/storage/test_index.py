@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import storage.format.runs
 import storage.history.index
-from storage.env import directory
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys, records
 from storage.history import index
-from tests.storage.model import IDENTITY, row
+from tests.storage.model import row
 
 PREFIX = keys.PREFIX.pack(1)
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> Iterator[Environment]:
-    directory.create(str(tmp_path / "m"), IDENTITY)
-    environment = Environment(directory.group_path(str(tmp_path / "m"), 0), [0, 2], writable=True)
-    environment.open_all()
-    yield environment
-    environment.close()
 
 
 def fill(environment: Environment, count: int, seed: int = 1) -> list[tuple[bytes, bytes]]:

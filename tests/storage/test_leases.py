@@ -11,19 +11,10 @@ from storage.history.purge import Window
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, row, span
+from tests.storage.test_purge import HOUR_MS, purge
 from tests.storage.test_writer import Clock, publish
 
 A, B, C = keys_of(0, 3)
-HOUR_MS = 3_600_000
-
-
-def purge(writer: GroupWriter, window: Window) -> None:
-    writer.background.purger.window = window
-    for _ in range(10_000):
-        if (vbid := writer.background.purger.plan(writer.options.clock_ms())) is None:
-            return
-        writer.background.purge(vbid, writer.options.clock_ms())
-    raise AssertionError("the purger finds no end")
 
 
 def test_the_floor_stays_below_what_is_held_until_the_lease_ends(writer: GroupWriter, view: View, clock: Clock) -> None:

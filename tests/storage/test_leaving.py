@@ -11,13 +11,7 @@ from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, system_event
-from tests.storage.test_writer import (
-    crash,
-    open_writer,
-    publish,
-    settle,
-    staged,
-)
+from tests.storage.test_writer import crash, open_writer, publish, settle, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

@@ -37,8 +37,7 @@ OURS = ((0xC, 20), (0xB, 10), (0xA, 0))
 
 
 @pytest.mark.parametrize(
-    ("seqno", "vbuuid"),
-    [(0, 0), (1, 0xA), (9, 0xA), (10, 0xB), (19, 0xB), (20, 0xC), (1000, 0xC)],
+    ("seqno", "vbuuid"), [(0, 0), (1, 0xA), (9, 0xA), (10, 0xB), (19, 0xB), (20, 0xC), (1000, 0xC)]
 )
 def test_a_boundary_lies_on_the_newest_history_that_had_begun(seqno: int, vbuuid: int) -> None:
     assert log(*OURS).vbuuid_at(seqno) == vbuuid

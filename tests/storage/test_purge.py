@@ -30,7 +30,7 @@ HOUR_MS = 3_600_000
 
 def purge(writer: GroupWriter, window: Window) -> int:
     """To the end; how many steps it took."""
-    writer.background.purger = Purger(writer.environment, writer.vbids, window)
+    writer.background.purger = Purger(writer.environment, writer.vbids, window, writer.background.leases)
     steps = 0
     while (vbid := writer.background.purger.plan(writer.options.clock_ms())) is not None:
         writer.background.purge(vbid, writer.options.clock_ms())

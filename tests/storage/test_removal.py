@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 import storage.history.removal
-from storage.env import directory
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
 from storage.format import keys
 from storage.history.removal import Dead, Removal, deal, marks_of
-from tests.storage.model import IDENTITY, row
+from tests.storage.model import row
 
 BRANCH = 1
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> Any:
-    path = str(tmp_path / "data")
-    directory.create(path, IDENTITY)
-    opened = Environment(directory.group_path(path, 0), IDENTITY.group_vbids(0), writable=True)
-    opened.open_all()
-    yield opened
-    opened.close()
 
 
 def fill(environment: Environment, count: int, *, seed: int = 1, indexed: bool = True) -> None:

@@ -11,38 +11,20 @@ import pytest
 from storage.env import directory
 from storage.errors import Unavailable
 from storage.read.view import Time, View, open_view
-from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import IDENTITY, keys_of, log, row, span
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_writer import open_writer, publish
 
 KEY, OTHER = keys_of(0, 2)
-
-
-def open_writer(path: str, resync_reads: str) -> GroupWriter:
-    return GroupWriter(
-        directory.group_path(path, 0),
-        WriterOptions(
-            group=0,
-            identity=IDENTITY,
-            clock_ms=lambda: 5,
-            resync_reads=resync_reads,
-        ),
-    )
-
-
-def publish(writer: GroupWriter, vbid: int, key: bytes, value: bytes, seqno: int) -> None:
-    writer.vbuckets[vbid].stage([row(writer.vbuckets[vbid].prefix, key, value, seqno)], 0, span(seqno, seqno))
-    writer.vbuckets[vbid].publish(seqno, seqno)
-    writer.commit()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     made = str(tmp_path / "data")
     directory.create(made, IDENTITY)
-    writer = open_writer(made, "stale")
+    writer = open_writer(made, resync_reads="stale")
     for vbid in (0, 2):
         writer.vbuckets[vbid].save(failover_log=log())
-        publish(writer, vbid, keys_of(vbid, 1)[0], b"old", 3)
+        publish(writer, vbid, [(keys_of(vbid, 1)[0], b"old", 3)])
     writer.close()
     return made
 
@@ -60,7 +42,7 @@ READS: dict[str, Callable[[View], Any]] = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[View], Any]) -> None:
-    writer = open_writer(path, "unavailable")
+    writer = open_writer(path, resync_reads="unavailable")
     with open_view(path) as view, open_view(path, stale_reads=True) as patient:
         assert read(view)
         writer.vbuckets[0].begin_resync()
@@ -74,7 +56,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
         writer.vbuckets[0].abandon()  # a new try at the same resync
         with pytest.raises(Unavailable):
             read(view)
-        publish(writer, 0, KEY, b"new", 3)
+        publish(writer, 0, [(KEY, b"new", 3)])
         assert read(view)
         assert not view.stale(0)
     writer.close()
@@ -82,7 +64,7 @@ def test_unavailable_until_the_resync_is_published(path: str, read: Callable[[Vi
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> None:
-    writer = open_writer(path, "stale")
+    writer = open_writer(path, resync_reads="stale")
     writer.vbuckets[0].begin_resync()
     with open_view(path) as view:
         assert read(view)
@@ -92,11 +74,11 @@ def test_the_old_copy_marked_stale(path: str, read: Callable[[View], Any]) -> No
 
 
 def test_a_resync_that_is_under_way_follows_the_setting_of_the_next_start(path: str) -> None:
-    writer = open_writer(path, "stale")
+    writer = open_writer(path, resync_reads="stale")
     writer.vbuckets[0].begin_resync()
     writer.close()
     for setting, refused in (("unavailable", True), ("unavailable", True), ("stale", False)):
-        open_writer(path, setting).close()
+        open_writer(path, resync_reads=setting).close()
         with open_view(path) as view:
             if refused:
                 with pytest.raises(Unavailable):
@@ -108,7 +90,7 @@ def test_a_resync_that_is_under_way_follows_the_setting_of_the_next_start(path: 
 def test_a_vbucket_that_never_published_has_nothing_to_withhold(tmp_path: Path) -> None:
     path = str(tmp_path / "data")
     directory.create(path, IDENTITY)
-    writer = open_writer(path, "unavailable")
+    writer = open_writer(path, resync_reads="unavailable")
     writer.vbuckets[0].begin_resync()
     with open_view(path) as view:
         assert view.get(KEY) is None

@@ -237,12 +237,7 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
         store.put(b"k%d" % seqno, b"v", seqno)
     assert [
         stream.shared_seqno(view.reader(0), stream.served_state(view.reader(0)), 7, seqno) for seqno in (3, 4, 8, 9)
-    ] == [
-        1,
-        4,
-        4,
-        9,
-    ]
+    ] == [1, 4, 4, 9]
     store.writer.vbuckets[0].rollback(4)
     for seqno in (6, 8):
         store.put(b"k%d" % seqno, b"v", seqno)

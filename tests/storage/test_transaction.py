@@ -12,22 +12,6 @@ from storage.model import BranchReason
 from storage.write.writer import GroupWriter
 
 
-def test_what_is_written_is_read_in_the_same_transaction_and_not_after_it_was_given_up(writer: GroupWriter) -> None:
-    environment = writer.environment
-    txn = Transaction(environment, environment.begin(write=True))
-    before = txn.pub(0)
-    txn.put_pub(0, before._replace(seqno=7, flags=keys.PUB_STALE))
-    txn.put_state_row(0, txn.state_row(0)._replace(staged_seqno=7))
-    assert txn.pub(0).seqno == 7
-    assert (txn.pub(0).is_stale, txn.pub(0).is_unavailable) == (True, False)
-    assert txn.state_row(0).staged_seqno == 7
-    assert txn.pub(2) == before
-    txn.raw.abort()
-    with environment.read() as txn:
-        assert txn.pub(0) == before
-        assert txn.state_row(0).staged_seqno == 0
-
-
 def test_the_newest_branch_is_the_vbuckets_own(writer: GroupWriter) -> None:
     environment = writer.environment
     txn = Transaction(environment, environment.begin(write=True))

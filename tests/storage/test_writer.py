@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -50,17 +50,11 @@ class Clock:
 
 
 def open_writer(
-    path: str, group: int = 0, clock: Clock | None = None, map_size: int = 1 << 30, **options: Any
+    path: str, group: int = 0, clock: Callable[[], int] | None = None, map_size: int = 1 << 30, **options: Any
 ) -> GroupWriter:
     return GroupWriter(
         directory.group_path(path, group),
-        WriterOptions(
-            group=group,
-            identity=IDENTITY,
-            clock_ms=clock or Clock(),
-            map_size=map_size,
-            **options,
-        ),
+        WriterOptions(group=group, identity=IDENTITY, clock_ms=clock or Clock(), map_size=map_size, **options),
     )
 
 
