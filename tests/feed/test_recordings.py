@@ -145,7 +145,14 @@ BEFORE: dict[str, Callable[[str], list[Step]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in COMPARABLE if name not in REFUSED])
+PLAYED = sorted(name for name in COMPARABLE if name not in REFUSED)
+NEWEST = {name.partition("_")[2]: name for name in PLAYED}.values()
+"""By default each scenario is played as the newest recorded release sent it; .ci/run plays all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in NEWEST else pytest.mark.ci) for name in PLAYED]
+)
 async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> None:
     script = read_script(name)
     vbids = sorted(script.exchanges)

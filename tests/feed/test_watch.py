@@ -18,7 +18,7 @@ from mirror.feed.follow.watch import SourceWatch
 from mirror.health import assess
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.supervise.status import reported_row
-from tests.feed.harness import Mirrors
+from tests.feed.harness import Mirror, Mirrors
 from tests.manual_clock import ManualClock
 
 VBUCKETS = 4
@@ -35,6 +35,13 @@ async def cluster() -> AsyncIterator[SandboxCluster]:
         yield running
 
 
+def impatient(mirrors: Mirrors) -> Mirror:
+    """A mirror that calls a stream stalled sooner than the setting allows."""
+    mirror = mirrors.make()
+    mirror.settings = replace(mirror.settings, stall_timeout_s=0.5)
+    return mirror
+
+
 def write(cluster: SandboxCluster, vbid: int, name: str) -> None:
     cluster.set(name, {"a": 1}, vbid=vbid)
 
@@ -43,7 +50,8 @@ async def test_a_stream_that_stands_still_is_unhealthy_and_the_second_in_a_row_c
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
     """The node answers, its noops come, every other stream is well: only this one brings nothing."""
-    mirror = mirrors.start()
+    mirror = impatient(mirrors)
+    mirror.start(cluster.connection_string)
     for vbid in range(VBUCKETS):
         write(cluster, vbid, f"first-{vbid}")
     await mirror.follow()
@@ -75,7 +83,8 @@ async def test_a_node_that_takes_connections_and_streams_nothing_is_said_and_tri
     for vbid in range(VBUCKETS):
         write(cluster, vbid, f"first-{vbid}")
     cluster.bucket.stream_faults.mute()
-    mirror = mirrors.start()
+    mirror = impatient(mirrors)
+    mirror.start(cluster.connection_string)
     await mirror.until(lambda: {row["state"] for row in mirror.status()["vbuckets"]} == {"stalled"}, "all stalled")
     await mirror.until(lambda: "does not stream" in (mirror.status()["nodes"][0]["error"] or ""), "said")
     cluster.bucket.stream_faults.clear()
