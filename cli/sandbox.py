@@ -21,8 +21,7 @@ from mirror.config import Values
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.sandbox.control.commands import COMMANDS
-from mirror.sandbox.control.server import SandboxControl, ask, default_path
+from mirror.sandbox.control import COMMANDS, SandboxControl, ask, default_path
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.data.vbucket import CHECKPOINTS_KEPT
 from mirror.sandbox.node.tls import NodeTls

@@ -19,7 +19,7 @@ from typing import Any, Self
 from mirror import client
 from mirror.errors import MirrorError, SupervisionError
 from mirror.messages import GetStatus, Reply, Status
-from mirror.sandbox.control import server as control
+from mirror.sandbox import control
 from mirror.supervise.processes.life import die_with_parent
 from mirror.supervise.processes.table import exit_words
 

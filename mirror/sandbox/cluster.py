@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from random import Random
 
 from mirror.clock import Clock, SystemClock
-from mirror.sandbox.data.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket, fork
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
 from mirror.sandbox.data.streams import Sent, StreamTuning
 from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
@@ -196,7 +196,7 @@ class SandboxCluster:
         The node continues with its own copy of the data and the map. Returns that copy: the bucket of its clients.
         """
         node = self.nodes[number]
-        node.bucket = self.bucket.fork()
+        node.bucket = fork(self.bucket)
         node.bucket.on_map_change.append(node.announce_map)
         node.bucket.on_state_change.append(node.end_streams)
         for connection in list(node.connections):

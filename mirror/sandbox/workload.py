@@ -34,14 +34,13 @@ class WorkloadOptions:
     delete_share: float = 0.05
     value_bytes: int = 300
     """The approximate size of a document."""
-    compressed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
     key: bytes
     body: bytes | None
-    compressed: bool = False
+    """None: delete."""
 
 
 class Workload:
@@ -76,7 +75,7 @@ class Workload:
         bucket = self._bucket
         for _, write in zip(range(count), self.operations(), strict=False):
             if write.body is not None:
-                bucket.set(write.key, write.body, compressed=write.compressed)
+                bucket.set(write.key, write.body)
             elif bucket.get(write.key) is not None:
                 bucket.delete(write.key)
             self.written += 1
@@ -104,9 +103,7 @@ class Workload:
         )
 
     def _put(self, number: int) -> Write:
-        rng = self._rng
-        body = Orders(rng, self.options.value_bytes).order(number)
-        return Write(order_key(number), body, rng.random() < self.options.compressed_share)
+        return Write(order_key(number), Orders(self._rng, self.options.value_bytes).order(number))
 
     def _take(self, position: int) -> int:
         number = self._alive[position]

@@ -17,7 +17,7 @@ SMALL = ["--documents", "3000", "--rate", "300"]
 
 
 def test_the_whole_story_ends_well(tmp_path: Path) -> None:
-    result = call("demo", "--seconds", "8", "--data", tmp_path / "data", "--json", *SMALL)
+    result = call("demo", "--seconds", "3", "--data", tmp_path / "data", "--json", *SMALL)
     assert result.code == 0, result.err
     summary = result.json
     assert summary["ok"] is True

@@ -12,8 +12,7 @@ import pytest
 from cli.sandbox import FAULT_HELP, arguments_from, socket_of
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
-from mirror.sandbox.control.commands import COMMANDS
-from mirror.sandbox.control.server import default_path
+from mirror.sandbox.control import COMMANDS, default_path
 from tests.cli.conftest import LIMIT_S, background, call
 from tests.feed.authority import Authority
 from tests.terminal import Terminal

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.control.server import SandboxControl, ask
+from mirror.sandbox.control import SandboxControl, ask
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr

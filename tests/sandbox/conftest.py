@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox import SandboxCluster, Workload, WorkloadOptions
-from mirror.sandbox.control.server import SandboxControl
+from mirror.sandbox.control import SandboxControl
 
 from .client import Client
 

@@ -58,7 +58,7 @@ def test_a_load_is_spread_by_key_or_goes_to_one_vbucket(bucket: Bucket) -> None:
     assert bucket.document_count == 500
     assert bucket.get("k77") is not None
     assert bucket.load([(b"only", b"{}")], vbid=2) == 1
-    assert bucket.vbuckets[2].find(b"\0only", 0) is not None
+    assert b"\0only" in bucket.vbuckets[2].newest[0]
 
 
 def test_groups(bucket: Bucket) -> None:

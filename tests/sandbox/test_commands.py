@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mirror.sandbox.control.server import SandboxControl
+from mirror.sandbox.control import SandboxControl
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason
 

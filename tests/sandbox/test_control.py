@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mirror.errors import ConfigError, ConnectFailed
-from mirror.sandbox.control.server import SandboxControl, ask, default_path
+from mirror.sandbox.control import SandboxControl, ask, default_path
 
 from .client import send_command
 

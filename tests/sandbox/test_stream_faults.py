@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.control.commands import USUAL_REFUSALS
+from mirror.sandbox.control import USUAL_REFUSALS
 from mirror.sandbox.data.streams import StreamFaults
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev

@@ -188,7 +188,7 @@ def test_tombstones_are_purged_but_not_the_newest_change() -> None:
     assert state_at(vbucket, 5, tombstones=True) == before
     source.set("a", {})
     assert source.get("a") is not None
-    assert vbucket.find(b"\0a", 0).rev_seqno == 3  # type: ignore[union-attr]
+    assert vbucket.newest[0][b"\0a"].rev_seqno == 3
     vbucket.failover(1)
     assert vbucket.purge_seqno == 5
     assert sorted(vbucket.newest[0]) == [b"\0c"]
@@ -224,7 +224,7 @@ def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_again() -> None:
     assert 8 not in vbucket.newest
     vbucket.failover(1)
     assert sorted(state_at(vbucket)) == [b"\0k", b"\x08k2"]
-    assert vbucket.find(b"\x08k2", 8) is not None
+    assert b"\x08k2" in vbucket.newest[8]
 
 
 def test_reset_is_a_vbucket_without_a_past() -> None:

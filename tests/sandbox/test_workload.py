@@ -52,7 +52,7 @@ def test_a_load_is_quick_and_takes_part_in_what_follows() -> None:
 
 
 async def test_it_runs_at_about_its_rate_until_cancelled() -> None:
-    workload = made(rate=2000, compressed_share=1.0)
+    workload = made(rate=2000)
     task = asyncio.create_task(workload.run())
     async with asyncio.timeout(10):
         while workload.written < 200:  # noqa: ASYNC110 (the writer notifies nobody)

@@ -13,7 +13,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -238,6 +238,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run([*as_root, "umount", "-l", str(place)], check=False)
 
 
+@pytest.mark.ci
 def test_a_full_disk_is_said_and_survived(
     source: SandboxThread, small_disk: Path, writing: Load, tmp_path: Path
 ) -> None:
@@ -261,28 +262,17 @@ def test_a_full_disk_is_said_and_survived(
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 
-def damage_meta(file: Path) -> None:
-    with file.open("r+b") as handle:
-        handle.write(os.urandom(8192))
-
-
-def damage_all(file: Path) -> None:
-    file.write_bytes(b"garbage" * 1000)
-
-
 def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-DAMAGES = {1: damage_meta, 3: damage_all, 5: cut_short, 7: empty, 9: remove}
+DAMAGES: dict[int, Callable[[Path], object]] = {
+    1: lambda file: file.write_bytes(os.urandom(8192) + file.read_bytes()[8192:]),
+    3: lambda file: file.write_bytes(b"garbage" * 1000),
+    5: cut_short,
+    7: lambda file: os.truncate(file, 0),
+    9: Path.unlink,
+}
 """By group. All are of the second worker, which has group 11 besides."""
 
 
@@ -312,7 +302,7 @@ def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread,
                     view.state(group)
 
 
-@pytest.mark.parametrize("how", ["removed", "moved"])
+@pytest.mark.parametrize("how", ["removed", pytest.param("moved", marks=pytest.mark.ci)])
 def test_a_directory_that_goes_away_under_the_service_ends_it_with_one_clear_error(
     source: SandboxThread, data: Path, writing: Load, tmp_path: Path, how: str
 ) -> None:
@@ -333,6 +323,7 @@ def test_a_directory_that_goes_away_under_the_service_ends_it_with_one_clear_err
         judge(source.cluster, tmp_path / "elsewhere", live=True)
 
 
+@pytest.mark.ci
 def test_a_process_that_stays_in_a_transaction_is_named_in_the_status(
     source: SandboxThread, data: Path, writing: Load
 ) -> None:

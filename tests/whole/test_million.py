@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mirror.sandbox.control import server as control
+from mirror.sandbox import control
 from storage.errors import ViewInvalidated
 from storage.read.view import open_view
 from tests.cli.conftest import COMMAND, environment

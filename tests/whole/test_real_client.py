@@ -184,13 +184,8 @@ def item_of(source: SandboxThread, where: tuple[str, str]) -> Item:
     """The newest version of a document at the source, a tombstone perhaps."""
     bucket = source.cluster.bucket
     wire_key = bucket.wire_key(where[1], where[0])
-    found = source.call(
-        bucket.vbuckets[vbucket_of(where[1].encode(), len(bucket.vbuckets))].find,
-        wire_key,
-        collection_id_of(source, where[0]),
-    )
-    assert found is not None
-    return found
+    vbucket = bucket.vbuckets[vbucket_of(where[1].encode(), len(bucket.vbuckets))]
+    return source.call(lambda: vbucket.newest[collection_id_of(source, where[0])][wire_key])
 
 
 def token_of(done: Written) -> dict[str, Any]:

@@ -296,16 +296,6 @@ class Bucket:
         self.states.clear()
         self.map_changed()
 
-    def fork(self) -> Bucket:
-        """Copy the data and the map; the copy has no observers and goes on by itself."""
-        shared: list[object] = [self.clock, self.users, self.stream_faults]
-        memo: dict[int, object] = {id(each): each for each in shared}
-        memo |= {id(self.on_map_change): [], id(self.on_state_change): []}
-        memo |= {id(vbucket.changed): set() for vbucket in self.vbuckets}
-        forked = copy.deepcopy(self, memo)
-        forked.rng.seed(self.rng.getrandbits(64))  # else both would give the same ids to different histories
-        return forked
-
     @property
     def document_count(self) -> int:
         return sum(vbucket.document_count for vbucket in self.vbuckets)
@@ -315,6 +305,16 @@ class Bucket:
 
     def _some(self, vbid: int | None) -> Iterator[Vbucket]:
         return iter(self.vbuckets if vbid is None else [self.vbuckets[vbid]])
+
+
+def fork(bucket: Bucket) -> Bucket:
+    """Copy the data and the map; the copy has no observers and goes on by itself."""
+    memo: dict[int, object] = {id(each): each for each in (bucket.clock, bucket.users, bucket.stream_faults)}
+    memo |= {id(bucket.on_map_change): [], id(bucket.on_state_change): []}
+    memo |= {id(vbucket.changed): set() for vbucket in bucket.vbuckets}
+    forked = copy.deepcopy(bucket, memo)
+    forked.rng.seed(bucket.rng.getrandbits(64))  # else both would give the same ids to different histories
+    return forked
 
 
 def _bytes(text: str | bytes) -> bytes:

@@ -63,7 +63,7 @@ class SandboxDocuments:
         return None if item is None or item.deleted else item
 
     def find_any(self, vbucket: Vbucket, key: bytes) -> Item | None:
-        item = vbucket.find(key, self._collection_of(vbucket, key))
+        item = vbucket.newest[self._collection_of(vbucket, key)].get(key)
         if item is not None and self._is_due(vbucket, item):
             return self.expire(vbucket, item)
         return item

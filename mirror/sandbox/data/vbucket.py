@@ -139,10 +139,6 @@ class Vbucket:
             count -= 1
         return self.log[count - 1].seqno if count else 0
 
-    def find(self, key: bytes, collection_id: int) -> Item | None:
-        items = self.newest.get(collection_id)
-        return None if items is None else items.get(key)
-
     def next_cas(self, now_ns: int) -> int:
         """The hybrid clock: the time, or one more than the last CAS."""
         self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)

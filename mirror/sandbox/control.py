@@ -1,19 +1,27 @@
-"""The commands of a running source: name, arguments and the call that each is; `dcp-mirror sandbox fault --help` lists
-them.
+"""The control socket of a running source: faults and changes of topology on request, from another process.
 
-Knows the cluster's methods; must never know sockets or clients. Numbers of nodes begin at 0. Invariant: a bad
-command has no effect and raises ValueError, KeyError or TypeError with the reason.
+A line holds one JSON object: `{"command": NAME, ...}`, answered by `{"ok": true, "result": ...}` or `{"ok": false,
+"error": "..."}`. `dcp-mirror sandbox fault --help` lists the commands and their arguments; numbers of nodes begin at 0.
+Invariant: a bad command has no effect, and the connection stays.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import tempfile
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from mirror.errors import ConfigError, ConnectFailed, MirrorError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import DEFAULT_COLLECTION
+from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
@@ -21,15 +29,58 @@ from mirror.server.privileges import ALL_PRIVILEGES
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason
 
-
-class Target(Protocol):
-    cluster: SandboxCluster
-    workload: Workload | None
-
+LINE_BYTES_MAX = 64 * 1024
+ANSWER_TIMEOUT_SECONDS = 60.0
 
 Arguments = dict[str, Any]
 Code = TypeVar("Code", bound=IntEnum)
-Command = Callable[[Target, Arguments], Any | Awaitable[Any]]
+Command = Callable[["SandboxControl", Arguments], Any | Awaitable[Any]]
+
+
+class SandboxControl:
+    def __init__(self, cluster: SandboxCluster, workload: Workload | None, path: Path) -> None:
+        self.cluster = cluster
+        self.workload = workload
+        self.path = path
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self._server = await asyncio.start_unix_server(self._serve, self.path, limit=LINE_BYTES_MAX)
+        self.path.chmod(0o600)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+
+    async def answer(self, line: bytes) -> dict[str, object]:
+        try:
+            command = json.loads(line)
+            handler = COMMANDS[command.pop("command")]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {"ok": False, "error": f"no such command; there are: {', '.join(COMMANDS)}"}
+        try:
+            check_numbers(self, command)
+            result = handler(self, command)
+            if isinstance(result, Awaitable):
+                result = await result
+        except KeyError as error:
+            return {"ok": False, "error": f"{error.args[0]} is missing"}
+        except DocumentError as error:
+            return {"ok": False, "error": f"refused as a client would be: {error}"}
+        except (TypeError, ValueError, LookupError, MirrorError) as error:
+            return {"ok": False, "error": str(error) or type(error).__name__}
+        return {"ok": True, "result": result}
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, ValueError, asyncio.CancelledError):
+            while line := await reader.readline():
+                writer.write(json.dumps(await self.answer(line)).encode() + b"\n")
+                await writer.drain()
+        writer.close()
 
 
 USUAL_REFUSALS = (
@@ -50,7 +101,7 @@ USUAL_REFUSALS = (
 """Statuses of refused stream requests; the command takes any other, too."""
 
 
-def check_numbers(server: Target, arguments: Arguments) -> None:
+def check_numbers(server: SandboxControl, arguments: Arguments) -> None:
     """Raise ValueError for a vbucket or node that does not exist."""
     for kind, count in (("vbid", len(server.cluster.vbuckets)), ("node", len(server.cluster.nodes))):
         for name in arguments.keys() & {kind, f"{kind}s"}:
@@ -60,7 +111,7 @@ def check_numbers(server: Target, arguments: Arguments) -> None:
                     raise ValueError(f"{name}={number}: there are 0 to {count - 1}")
 
 
-def _status(server: Target, _said: Arguments) -> Any:
+def _status(server: SandboxControl, _said: Arguments) -> Any:
     cluster = server.cluster
     owners = cluster.bucket.map.owners
     return {
@@ -84,7 +135,7 @@ def _status(server: Target, _said: Arguments) -> Any:
     }
 
 
-def _vbucket(server: Target, arguments: Arguments) -> Any:
+def _vbucket(server: SandboxControl, arguments: Arguments) -> Any:
     vbucket, sent = server.cluster.vbucket(arguments["vbid"]), server.cluster.sent(arguments["vbid"])
     return {
         "vbid": vbucket.vbid,
@@ -103,7 +154,7 @@ def _on_connections(fault: Callable[..., int]) -> Command:
     return lambda server, said: {"connections": fault(server.cluster.faults, **said)}
 
 
-def _refuse_streams(server: Target, arguments: Arguments) -> None:
+def _refuse_streams(server: SandboxControl, arguments: Arguments) -> None:
     seqno = arguments.get("seqno")
     server.cluster.faults.streams.refuse(
         _one_of(Status, arguments["status"]),
@@ -113,7 +164,7 @@ def _refuse_streams(server: Target, arguments: Arguments) -> None:
     )
 
 
-def _end_streams(server: Target, arguments: Arguments) -> Any:
+def _end_streams(server: SandboxControl, arguments: Arguments) -> Any:
     reason = _one_of(StreamEndReason, arguments["reason"])
     return {"streams": server.cluster.faults.end_streams(reason, _vbids(arguments), node=arguments.get("node"))}
 
@@ -131,7 +182,7 @@ def _vbids(arguments: Arguments) -> list[int] | None:
     return said if said is None or isinstance(said, list) else [said]
 
 
-def _user(server: Target, arguments: Arguments) -> Any:
+def _user(server: SandboxControl, arguments: Arguments) -> Any:
     users = server.cluster.bucket.users
     name, lacks = arguments["user"], frozenset(str(arguments.get("lacks", "")).split(",")) - {""}
     if not lacks <= ALL_PRIVILEGES:
@@ -145,7 +196,7 @@ def _user(server: Target, arguments: Arguments) -> Any:
     return {"privileges": sorted(users.add(name, str(password), ALL_PRIVILEGES - lacks).privileges)}
 
 
-def _rotate_certificate(server: Target, arguments: Arguments) -> Any:
+def _rotate_certificate(server: SandboxControl, arguments: Arguments) -> Any:
     tls = server.cluster.tls
     if tls is None:
         raise ValueError("the source speaks no TLS")
@@ -154,11 +205,11 @@ def _rotate_certificate(server: Target, arguments: Arguments) -> Any:
     return {"cert": str(tls.cert_file)}
 
 
-def _split_off(server: Target, arguments: Arguments) -> None:
+def _split_off(server: SandboxControl, arguments: Arguments) -> None:
     server.cluster.split_off(arguments["node"])
 
 
-def _prepare(server: Target, arguments: Arguments) -> Any:
+def _prepare(server: SandboxControl, arguments: Arguments) -> Any:
     value = str(arguments["value"]) if "value" in arguments else None
     return _written(server.cluster.bucket.prepare(str(arguments["key"]), value, **_where(arguments)))
 
@@ -175,7 +226,7 @@ def _written(item: Item) -> Any:
     return {"vbid": int.from_bytes(item.frame[6:8]), "seqno": item.seqno}
 
 
-def _tune(server: Target, arguments: Arguments) -> Any:
+def _tune(server: SandboxControl, arguments: Arguments) -> Any:
     tuning = server.cluster.bucket.tuning
     for name, content in arguments.items():
         if name != "antilag_items" or not isinstance(content, int):
@@ -184,13 +235,13 @@ def _tune(server: Target, arguments: Arguments) -> Any:
     return {"antilag_items": tuning.antilag_items}
 
 
-def _workload(server: Target) -> Workload:
+def _workload(server: SandboxControl) -> Workload:
     if server.workload is None:
         raise ValueError("there is no workload")
     return server.workload
 
 
-def _write(server: Target, arguments: Arguments) -> Any:
+def _write(server: SandboxControl, arguments: Arguments) -> Any:
     workload = _workload(server)
     workload.write(arguments["count"])
     return {"written": workload.written}
@@ -250,3 +301,25 @@ COMMANDS: dict[str, Command] = {
     "write": _write,
     "rate": lambda server, said: setattr(_workload(server), "rate", float(said["rate"])),
 }
+
+
+def default_path(port: int) -> Path:
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    return folder / f"dcp-mirror-sandbox-{port}.sock"
+
+
+def ask(path: Path, command: str, /, **arguments: object) -> Any:
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(ANSWER_TIMEOUT_SECONDS)
+            link.connect(str(path))
+            link.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
+            with link.makefile("rb") as lines:
+                answer = json.loads(lines.readline() or b"null")
+    except (OSError, ValueError) as error:
+        raise ConnectFailed(
+            f"no source answers at {path}: {error}", hint="start `dcp-mirror sandbox`, or name its --control socket"
+        ) from error
+    if not isinstance(answer, dict) or not answer.get("ok"):
+        raise ConfigError(answer["error"] if isinstance(answer, dict) else f"the source at {path} hung up")
+    return answer["result"]

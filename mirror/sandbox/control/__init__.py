@@ -1,1 +1,0 @@
-"""The control socket of the embedded source: faults and changes on request."""
