@@ -155,7 +155,6 @@ class GatedVbucket:
             self.actor.handle(events.Published(seqno))
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
-        """Every copy answers so."""
         self.actor.persisted(vbuuid, seqno)
         self.commit()
         while self.writer.vbuckets[VBID].complete_seqno is not None:

@@ -86,7 +86,6 @@ class ScriptedNode:
             writer.write(b"".join(map(encode, answer or [])))
 
     def default(self, frame: Frame) -> list[Frame] | bytes | None:
-        """A friendly node."""
         if frame.opcode == Opcode.HELLO:
             received = [code for (code,) in struct.iter_unpack(">H", frame.value)]
             granted = b"".join(code.to_bytes(2) for code in received if code in self.features)
@@ -111,7 +110,6 @@ class ScriptedNode:
 
 
 def refuse(status: int, value: bytes = b"") -> Answer:
-    """An answer with that status."""
     return lambda _node, frame: [response(frame, status, value=value)]
 
 

@@ -39,7 +39,7 @@ class Listener:
 def link_in_memory() -> tuple[Link, Listener]:
     link = Link(NodeAddress("node", 1), SystemClock())
     listener = Listener()
-    link.receiver = listener
+    link.on_batch, link.on_lost = listener.on_batch, listener.on_lost
     return link, listener
 
 

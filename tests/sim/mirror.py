@@ -586,7 +586,7 @@ class Mirror:
         session.controls["max_marker_version"] = self.source.marker_v2_2
         link = Link(keeper.address, self.clock, consumer.connections.opaques)
         session._link = link
-        link.receiver = session
+        link.on_batch, link.on_lost = session.on_batch, session.on_lost
         server = self.source.connect(number)
         wire = Wire()
         self.wires[number] = wire

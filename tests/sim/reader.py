@@ -186,7 +186,7 @@ class SimReader:
         session.controls["max_marker_version"] = self.source.marker_v2_2
         link = Link(address, self.clock, self._opaques)
         session._link = link
-        link.receiver = session
+        link.on_batch, link.on_lost = session.on_batch, session.on_lost
         server = self.source.connect(number)
         wire = self.wires[number] = Wire()
         wire.join(link, server)

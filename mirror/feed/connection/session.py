@@ -141,7 +141,7 @@ class NodeSession:
                 link.close()
                 raise
             self._link = link
-            link.receiver = self
+            link.on_batch, link.on_lost = self.on_batch, self.on_lost
             if link.closed:
                 raise HandshakeFailed(f"{self.address} hung up after the negotiation")
             self.ready = True

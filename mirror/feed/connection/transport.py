@@ -14,7 +14,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.errors import ClusterError, ConnectFailed, HandshakeFailed, SourceTimeout
@@ -38,18 +37,6 @@ NEXT_ADDRESS_DELAY_S = 0.25
 OnAnswer = Callable[[Frame | ClusterError], None]
 Tap = Callable[["Link", bytes, bool], None]
 """Sees every byte of a connection as it passes; True: it is ours."""
-
-
-class Receiver(Protocol):
-    """Receives what a connection brings, in the order of the bytes."""
-
-    def on_batch(self, items: list[Run | Frame]) -> None:
-        """Take everything that one read brought that answers no request."""
-        ...
-
-    def on_lost(self, error: ClusterError) -> None:
-        """Learn, once, that the connection is over."""
-        ...
 
 
 class _ReadBuffer(threading.local):
@@ -81,7 +68,10 @@ class Link(asyncio.BufferedProtocol):
         self._tls = tls
         self.routes: dict[int, bytes] = {}
         """By a stream's opaque, the prefix of its rows' keys; the scanner makes rows of no other stream."""
-        self.receiver: Receiver | None = None
+        self.on_batch: Callable[[list[Run | Frame]], None] | None = None
+        """Takes everything that one read brought that answers no request, in the order of the bytes."""
+        self.on_lost: Callable[[ClusterError], None] | None = None
+        """Called once, when the connection is over."""
         self.on_push: Callable[[Frame], None] | None = None
         """Takes requests of the node besides streams (kv_engine docs/Duplex.md); it wants no answer to them."""
         self.tap: Tap | None = None
@@ -247,11 +237,11 @@ class Link(asyncio.BufferedProtocol):
         self.routes = {}
         for on_answer in pending.values():
             on_answer(self.error)
-        if self.receiver is not None:
-            self.receiver.on_lost(self.error)
+        if self.on_lost is not None:
+            self.on_lost(self.error)
 
     def _dispatch(self, items: list[Run | Frame]) -> None:
-        """Hand answers to their requests and the rest to the receiver, in the order in which they came."""
+        """Hand answers to their requests and the rest to `on_batch`, in the order in which they came."""
         batch: list[Run | Frame] = []
         for item in items:
             if isinstance(item, Run) or item.magic == Magic.REQUEST:
@@ -260,8 +250,8 @@ class Link(asyncio.BufferedProtocol):
                 on_answer = self._pending.pop(item.opaque, None)
                 if on_answer is None:
                     continue  # the request has timed out
-                if batch and self.receiver is not None and self.error is None:
-                    self.receiver.on_batch(batch)
+                if batch and self.on_batch is not None and self.error is None:
+                    self.on_batch(batch)
                     batch = []
                 if self.error is None:
                     on_answer(item)
@@ -270,8 +260,8 @@ class Link(asyncio.BufferedProtocol):
                     self.on_push(item)
             else:
                 batch.append(item)
-        if batch and self.receiver is not None and self.error is None:
-            self.receiver.on_batch(batch)
+        if batch and self.on_batch is not None and self.error is None:
+            self.on_batch(batch)
 
 
 async def open_link(
