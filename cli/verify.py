@@ -1,4 +1,4 @@
-"""`verify`: compares the mirror with its source, and with `--repair` fetches what differs again.
+"""`verify`: compares the mirror with its source, and with `--repair` fetches different vbuckets again.
 
 Exit code 0 if every vbucket is equal (after the repair), 3 if one is not, 1 if one could not be compared, as for
 `pipeline compare`. Works with the service up or down.

@@ -1,1 +1,1 @@
-"""Inspection of a source, and of a mirror's equality with it: doctor, verify, repair, recordings."""
+"""Inspection: examine a source, compare a mirror with it, fetch vbuckets again, record a DCP session."""

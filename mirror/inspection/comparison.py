@@ -1,23 +1,21 @@
-"""Compares two copies of a vbucket, each as of its own moment, and says exactly what differs.
+"""Compares two copies of a vbucket exactly, although each was taken at its own moment.
 
-Knows fingerprints and the seqnos of the two copies; must never know how they were read. `here` is the mirror's state at
-its published boundary B, `there` the source's state at the end E of a snapshot, both on one history (the caller sees to
-that). It compares, for each key, the newest versions at or below B and E. L is the lower of both seqnos. The comparison
-is exact although B and E differ:
+Knows fingerprints and the seqnos of both copies; must never know how they were read. `here` is the mirror's state at
+its published boundary B, `there` the source's state at the end E of a snapshot, on the same history (the caller checks
+that). For each key it compares the newest versions at or below B and E. L is the lower of B and E.
 
-- A version at or below L is the key's newest at L on its side, because that side is complete up to L. So two versions
-  at or below L must be the same, and a key that one side lacks must be absent there.
-- A version above L is newer than the other side: the key changed between the two moments. It is compared again once the
-  side behind has advanced (`MOVED`).
-- Tombstones are purged in time. One that only the mirror holds was purged at the source, or is no longer sent: on both
-  sides the document is absent. One that only the source holds must be at or below the mirror's own purge seqno; else a
+- Both sides are complete up to L. So two versions at or below L must be the same version, and a key that one side
+  lacks must be absent on the other.
+- The other side cannot know a version above L yet: the key is `MOVED`, and is compared again once that side is further.
+- Tombstones are purged in time. If only the mirror holds one, the source has purged it or no longer sends it: both
+  say that the document is absent. If only the source holds one, the mirror's purger must have passed it; else a
   deletion is missing. A *document* that only the mirror holds is a difference, unless B < E and the source has purged
-  above B: then its deletion may have come and gone (`excuse_purged`).
-- A version whose revision differs by one and nothing else is the same (`REV_ONLY`): kv_engine 7.2.4 raises the revision
-  of a committed version, in memory until it restarts, when a durable delete of its key aborts.
-- A document whose collection is gone on the other side is a difference, unless that side is the later one: then the
-  drop or flush came between the two moments.
-- Expiry does not matter: both sides hold versions, and an expired document is one until its deletion has a seqno.
+  above B: its deletion may have come and gone (`excuse_purged`).
+- Versions that differ in their revision alone, by one, are the same (`REV_ONLY`): when a durable delete aborts,
+  kv_engine 7.2.4 raises the revision of the committed version, in memory until it restarts.
+- If a document's collection is gone on the other side, and that side is the later one, the drop or flush came between
+  the two moments. Otherwise it is a difference.
+- Expiry does not matter: an expired document is a version on both sides until its deletion has a seqno.
 """
 
 from __future__ import annotations
@@ -176,7 +174,7 @@ def not_said(results: Iterable[VbucketResult]) -> str:
 def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, source: Side) -> Verdict:
     both_seqno = min(mirror.seqno, source.seqno)
     if here is not None and here.seqno > mirror.seqno:
-        return Verdict.DIFFERENT  # a row that claims a seqno that the mirror has not published
+        return Verdict.DIFFERENT  # the mirror has not published this seqno
     if any(version is not None and version.seqno > both_seqno for version in (here, there)):
         return Verdict.MOVED
     if here is not None and there is not None:
@@ -197,7 +195,7 @@ def judge(here: Fingerprint | None, there: Fingerprint | None, mirror: Side, sou
 
 
 class OutOfOrder(Exception):
-    """The mirror's keys do not rise: a row holds another key than its reference."""
+    """Raised if the mirror's keys do not rise: a row holds another key than its reference."""
 
 
 def pairs(

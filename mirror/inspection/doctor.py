@@ -1,8 +1,8 @@
-"""Examines the way between a mirror and its source, step by step.
+"""Examines a source, and the way of a mirror to it, step by step.
 
-It fetches no document: requested streams end at their start, so the source only says if it would resume there.
-Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; steps that depend on
-a failed one are left out; every connection is closed at the end.
+It fetches no document: requested streams end at their start, so the source says if it would resume there and sends
+nothing. Invariants: nothing is changed; each finding is one line with a verdict and, unless `ok`, a remedy; after a
+failure the steps that depend on it are left out; every connection is closed at the end.
 """
 
 from __future__ import annotations

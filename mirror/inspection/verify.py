@@ -1,22 +1,23 @@
-"""Compares every version of every key of every vbucket of a mirror with its source.
+"""Compares every version of every key of the mirror with its source.
 
-Knows a view of the mirror, a reader of the source, and the order in which they are read; `comparison` compares two
-states. It changes nothing, and its memory is bounded: the source's versions are fingerprints in sorted runs on disk,
-and the mirror yields its own in key order.
+Knows a view of the mirror, a reader of the source, and when to look again; `comparison` judges two states. It changes
+nothing. Memory is bounded: the source's versions are fingerprints in sorted runs on disk, and the mirror yields its
+versions in the order of keys.
 
-Why the answer is exact: for each vbucket it reads the source from 0 to the end E of a snapshot, so `there` is its whole
-state at E. If a service runs, it waits until the mirror has published E on that history; `here` is the published state
-at a boundary B, held by a lease while it is read. Keys that changed between the two moments are compared again, a few
-at a time, with the source read on from E, until each was seen unchanged (a key that changes all the time stays
-`not_compared`). Without a service B does not advance: later changes of the source are `not_compared`, everything else
-is as exact. Three things can come in between:
-- A rollback. At the end a stream request asks if the source still has (vbuuid, B) and (vbuuid, E). If not, the vbucket
-  is compared again once the mirror has followed. A mirror without a service cannot follow; it holds what the source has
-  lost and is reported as `rollback`.
-- The source's purge of tombstones. If B < E and the source has purged above B (the same request says so), a document
-  that only the mirror holds may have been deleted and its tombstone purged since: it is `not_compared`. Otherwise it is
-  a difference.
-- The mirror's own purger: the lease keeps the floor below B.
+The answer is exact. For each vbucket the source is read from 0 to the end E of a snapshot: `there` is its state at E.
+With a service, verify waits until the mirror has published E on that history. `here` is the mirror's state at its
+published boundary B; a lease holds B during the scan. Keys that changed between the two moments are read on from E
+until each was seen standing still; a key that keeps changing stays `not_compared`. Without a service B does not move:
+later changes of the source are `not_compared`.
+
+Three things can interfere:
+- A rollback. At the end, stream requests ask the source if it still has (vbuuid, B) and (vbuuid, E). If not, the
+  vbucket is compared again once the mirror has followed. Without a service its state is `rollback`: the mirror holds
+  history that the source has lost.
+- The source's purge. It removes tombstones, never documents. If B < E and the source has purged above B (the same
+  requests tell), the source may have deleted and forgotten a document that only the mirror holds: it is
+  `not_compared`. Otherwise such a document is a difference.
+- The mirror's purger. The lease keeps the floor below B.
 """
 
 from __future__ import annotations

@@ -82,15 +82,11 @@ def mirror(path: str, count: int, vbuckets: int = 64) -> str:
 def _writing(path: str, identity: Identity, group: int) -> Iterator[GroupWriter]:
     writer = GroupWriter(
         directory.group_path(path, group),
-        WriterOptions(
-            group=group,
-            identity=identity,
-            clock_ms=lambda: int(time.time() * 1000),
-        ),
+        WriterOptions(group=group, identity=identity, clock_ms=lambda: int(time.time() * 1000)),
     )
     yield writer
     writer.commit()
-    while writer.step() or any((writer.vbuckets[vbid].complete_seqno is not None) for vbid in writer.environment.vbids):
+    while writer.step() or any(writer.vbuckets[vbid].complete_seqno is not None for vbid in writer.environment.vbids):
         writer.commit()
     writer.close()
 

@@ -24,7 +24,9 @@ SMALL: dict[str, dict[str, int | float | str]] = {
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ci] * (name == "restart")) for name in SMALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name in ("lag", "restart"))) for name in SMALL]
+)
 def test_it_finds_figures_and_leaves_sound_mirrors(name: str, tmp_path: Path) -> None:
     rows = list(importlib.import_module(f"tests.bench.{name}").measure(tmp_path, **SMALL[name]))
     assert rows

@@ -8,7 +8,6 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.control import USUAL_REFUSALS
-from mirror.sandbox.data.streams import StreamFaults
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, StreamEndReason
@@ -84,13 +83,3 @@ async def test_noops_are_withheld(cluster: SandboxCluster) -> None:
     assert not client.of(ev.DcpNoop)
     cluster.faults.clear()
     await client.until(lambda: client.of(ev.DcpNoop))
-
-
-def test_the_newest_refusal_counts_and_is_used_up() -> None:
-    faults = StreamFaults()
-    faults.refuse(Status.ETMPFAIL)
-    faults.refuse(Status.ENOMEM, [3], times=1)
-    found = [faults.refusal(3), faults.refusal(3), faults.refusal(1)]
-    assert [fault.status for fault in found if fault] == [Status.ENOMEM, Status.ETMPFAIL, Status.ETMPFAIL]
-    assert not StreamFaults().refusal(3)
-    assert not StreamFaults().muted(3, 0)
