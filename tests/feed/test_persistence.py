@@ -189,6 +189,25 @@ async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_i
     await mirror.until_published(here, high)
 
 
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_password_that_is_missing_for_a_moment_does_not_end_the_mirror(
+    cluster: SandboxCluster, mirrors: Mirrors
+) -> None:
+    """It did: the questions to the copies took the error of a setting for a defect."""
+    mirror = mirrors.start()
+    await mirror.until_published(1, write(cluster, 1, 5))
+    cluster.bucket.persistence_holds[1, replica_of(cluster, 1)] = 5
+    high = write(cluster, 1, 5, "held")
+    await mirror.until(lambda: mirror.row(1)["held_snapshots"] > 0, "something to ask about")
+    password = mirror.password_file.read_text()
+    mirror.password_file.unlink()
+    cluster.faults.cut(dcp_only=False)
+    await mirror.until(lambda: all("password" in str(node["error"]) for node in mirror.status()["nodes"]), "refusal")
+    mirror.password_file.write_text(password)
+    cluster.bucket.persistence_holds.clear()
+    await mirror.until_published(1, high)
+
+
 async def test_a_server_that_cannot_say_is_refused(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
