@@ -68,11 +68,8 @@ class Transaction:
         return stat
 
     def pub(self, vbid: int) -> records.Pub:
-        return self.pub_of(vbid, self.get(keys.DB_PUB, keys.VBID_KEY.pack(vbid)))
-
-    def pub_of(self, vbid: int, data: bytes | None) -> records.Pub:
         try:
-            return records.decode_pub(data)
+            return records.decode_pub(self.get(keys.DB_PUB, keys.VBID_KEY.pack(vbid)))
         except CorruptedError as error:
             raise CorruptedError(error.message, path=self.path, vbid=vbid) from None
 

@@ -52,7 +52,7 @@ _READ_MUTATION = struct.Struct(">xBHBBxxI4xQQQII4xHxB").unpack_from
 the key.
 """
 NUMBERS_AT = {"cas": 16, "seqno": 24, "rev_seqno": 32, "flags": 40, "expiry": 44}
-"""Where a stored mutation has the fields of a document, for readers of many rows at once."""
+"""The places of a document's fields in a stored mutation, for readers of many rows at once."""
 _READ_ANSWER = struct.Struct(">2xHxBxxI4xQ16xII4xHx").unpack_from
 """The same without seqno and rev_seqno."""
 _new_tuple = tuple.__new__

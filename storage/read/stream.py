@@ -42,7 +42,7 @@ Row = tuple[bytes, bytes]
 """Row key (branch, seqno) and frame."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedState(Served):
     failover_log: FailoverLog
     purge_seqno: int
@@ -65,11 +65,7 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
     local_purge_seqno = reader.purge_row(txn).local_purge_seqno
     log, is_empty = state.failover_log, not state.staged_seqno and state.open_snapshot is None
     return ServedState(
-        branch=served.branch,
-        seqno=served.seqno,
-        manifest_key=served.manifest_key,
-        links=served.links,
-        floor_seqno=served.floor_seqno,
+        **vars(served),
         failover_log=log,
         purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.floor_seqno),
         manifest=reader.manifest(txn, served.manifest_key),

@@ -32,10 +32,10 @@ MANIFESTS_MAX = 2
 """Manifests of a vbucket that are remembered; each holds every collection."""
 
 Visible = tuple[int, Branch, bytes, bytes, int, int, Manifest]
-"""What a vbucket serves in one commit of its environment, as point reads need it: number of the commit, served branch,
-`above` and `up_to` of the default collection, published seqno, flags of `pub`, manifest. A reference to a visible row
-of the default collection on the served branch sorts above `above`, and not above `up_to`. `above` is empty if the
-collection cannot simply be read: it was dropped, or readers wait for a resync.
+"""The served state of a vbucket in one commit, for point reads: the commit, served branch, `above` and `up_to`
+of the default collection, published seqno, flags of `pub`, manifest. A reference to a visible row of the default
+collection on the served branch sorts above `above`, and not above `up_to`. `above` is empty if the collection cannot
+simply be read: it was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
 _BEGINNING = Seqno(0)
@@ -47,7 +47,7 @@ def end_of_references(branch: int, seqno: int) -> bytes:
     return keys.DUP.pack(branch, seqno, 0xFF)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Served:
     """The served state of one vbucket, now or as of a boundary."""
 
@@ -96,7 +96,7 @@ class VbucketReader:
         self._memory: _Memory | None = None
         self._purge = (-1, branches.PurgeRow())
         self.visible = _UNKNOWN
-        """Of the commit that was looked at last: valid in a transaction of that commit. `look` replaces it."""
+        """The state in the commit that was read last; valid in a transaction of that commit. `look` replaces it."""
 
     def begin_read(self) -> Any:
         """Begin an lmdb.Transaction at the least cost; the caller ends it by `Environment.end`."""

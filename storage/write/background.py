@@ -15,7 +15,7 @@ from storage.history import branches
 from storage.history.leases import LEASE_MAX_MS, Leases, check_kept
 from storage.history.purge import Purger
 from storage.write.owner import KEEP_ALL, GroupOwner, contained
-from storage.write.pending import PendingVbucket, Plan
+from storage.write.pending import GroupPending, PendingVbucket, Plan
 
 PURGE_INTERVAL_MS = 1_000
 """Pause after a look at every vbucket that found no history to remove, milliseconds."""
@@ -26,17 +26,15 @@ class Background:
 
     purger: Purger
 
-    def __init__(self, owner: GroupOwner, vbuckets: Mapping[int, PendingVbucket]) -> None:
+    def __init__(self, owner: GroupOwner, vbuckets: Mapping[int, PendingVbucket], pending: GroupPending) -> None:
         self.window = owner.options.window
         self.leases = Leases()
-        self.jobs: list[PendingVbucket] = []
-        """Vbuckets whose key rows are being made, the one at work first."""
+        self.jobs = pending.jobs
         self.owner = owner
         self._vbuckets = vbuckets
         self._purge_after_ms = 0
 
     def restart(self) -> None:
-        self.jobs = []
         self.purger = self.new_purger()
         self._purge_after_ms = 0
 
@@ -59,18 +57,14 @@ class Background:
         """Make key rows for snapshots that were complete on disk when the last writer ended."""
         for vbucket in self._vbuckets.values():
             if vbucket.complete_on_disk():
-                self.begin_job(vbucket)
+                vbucket.begin_job()
 
     def after_commit(self, vbucket: PendingVbucket, plan: Plan) -> None:
         """Begin a job for a complete snapshot that the commit could not publish."""
         if plan.has_rows_above:
             vbucket.count_unindexed()
         if vbucket.publishable:
-            self.begin_job(vbucket)
-
-    def begin_job(self, vbucket: PendingVbucket) -> None:
-        vbucket.begin_job()
-        self.jobs.append(vbucket)
+            vbucket.begin_job()
 
     def index_step(self, vbucket: PendingVbucket) -> None:
         job = vbucket.job
@@ -83,17 +77,11 @@ class Background:
             raise storage_error(error, self.owner.path) from error
         job.next_slice()
         if not self.owner.write(job.write_slice):
-            self.jobs.remove(vbucket)
             vbucket.end_job()
-
-    def cancel_job(self, vbucket: PendingVbucket) -> None:
-        if vbucket.job is not None:
-            vbucket.cancel_job()
-            self.jobs.remove(vbucket)
 
     def cancel_jobs(self) -> None:
         for vbucket in list(self.jobs):
-            self.cancel_job(vbucket)
+            vbucket.cancel_job()
 
     # -- history --------------------------------------------------------------------------------------------------
 

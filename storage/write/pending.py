@@ -1,9 +1,9 @@
 """Accepted and uncommitted rows: the memory of each vbucket of a group.
 
-Knows rows, seqnos and manifests as they are staged; of LMDB it reads alone, and it never commits. `commit` writes what
-is here, and `settle` takes note of that. Invariants: `state` is the last commit and the operations accepted since; rows
-rise in seqno above what is staged; an operation that raises SeqnoOrder has changed nothing; `PendingBytes.count` is the
-sum over the group of rows and manifests in memory.
+Knows rows, seqnos and manifests as they are staged. It only reads LMDB: `commit` writes the rows, and `settle` notes
+that. Invariants: `state` is the last commit and the operations accepted since; rows rise in seqno above the staged
+seqno; an operation that raises SeqnoOrder has changed nothing; `GroupPending.byte_count` is the sum of rows and
+manifests in memory over the group.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ class Plan(NamedTuple):
     """Earlier commits had written rows above the end that was published."""
 
 
-class PendingBytes:
+class GroupPending:
+    """What is pending in all vbuckets of a group."""
+
     def __init__(self) -> None:
-        self.count = 0
+        self.byte_count = 0
+        self.jobs: list[PendingVbucket] = []
+        """Vbuckets whose key rows are being made, the one at work first."""
 
 
 class PendingVbucket:
@@ -55,11 +59,10 @@ class PendingVbucket:
     them.
     """
 
-    def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, byte_count: PendingBytes) -> None:
-        """`byte_count` is the group's."""
+    def __init__(self, txn: Transaction, vbid: int, owner: GroupOwner, group: GroupPending) -> None:
         self.vbid = vbid
         self.owner = owner
-        self._bytes = byte_count
+        self._group = group
         self.load(txn)
 
     def load(self, txn: Transaction) -> None:
@@ -145,7 +148,7 @@ class PendingVbucket:
             )
         self.rows += seal.sealed_rows(row_keys, rows)
         self.pending_bytes += byte_count
-        self._bytes.count += byte_count
+        self._group.byte_count += byte_count
         self.staged_seqno = last
         self.open_snapshot = open_snapshot
         self.dirty = True
@@ -181,7 +184,7 @@ class PendingVbucket:
         self.manifest_changes.append((seqno, change))
         self.manifest_depth = 1 if change.whole else self.manifest_depth + 1
         self.change(manifest=manifest)
-        self._bytes.count += change.byte_count
+        self._group.byte_count += change.byte_count
 
     @contained
     def publish(self, boundary_seqno: int, snap_start_seqno: int) -> None:
@@ -230,6 +233,7 @@ class PendingVbucket:
         self.job = index.IndexJob(
             self.owner.environment, self.vbid, self.prefix, self.indexed_seqno, self.complete_seqno
         )
+        self._group.jobs.append(self)
 
     def end_job(self) -> None:
         """Note that the job's key rows are written. Rows that came meanwhile are indexed by a commit or another job."""
@@ -245,6 +249,7 @@ class PendingVbucket:
         if self.job is not None:
             self.job.close()
             self.job = None
+            self._group.jobs.remove(self)
 
     def count_unindexed(self) -> None:
         """Count the rows on disk that lack their key rows; None: too many for one commit."""
@@ -288,7 +293,7 @@ class PendingVbucket:
     def _settle_manifests(self, count: int) -> None:
         branch, written = self.base.staging_branch, self.manifest_changes[:count]
         del self.manifest_changes[:count]
-        self._bytes.count -= sum(change.byte_count for _, change in written)
+        self._group.byte_count -= sum(change.byte_count for _, change in written)
         self.manifest_keys += [
             (branch, seqno) for seqno, _ in written if (branch, seqno) not in self.manifest_keys[-1:]
         ]
@@ -304,7 +309,7 @@ class PendingVbucket:
             dropped = min(stored - count * seal.SIZE, self.pending_bytes)
             self.rows = self.rows[count:]
         self.pending_bytes -= dropped
-        self._bytes.count -= dropped
+        self._group.byte_count -= dropped
         self.flushed_seqno = flushed
 
     def _settle_published(self, published: VbucketState) -> None:
@@ -321,7 +326,7 @@ class PendingVbucket:
     # -- giving up ------------------------------------------------------------------------------------------------
 
     def _drop_rows(self) -> None:
-        self._bytes.count -= self.pending_bytes
+        self._group.byte_count -= self.pending_bytes
         self.rows = []
         self.pending_bytes = 0
         self.complete_count = 0
@@ -333,7 +338,7 @@ class PendingVbucket:
         kept = [(at, change) for at, change in self.manifest_changes if at <= seqno]
         if len(kept) == len(self.manifest_changes) and all(at <= seqno for _, at in self.manifest_keys):
             return
-        self._bytes.count -= sum(change.byte_count for _, change in self.manifest_changes[len(kept) :])
+        self._group.byte_count -= sum(change.byte_count for _, change in self.manifest_changes[len(kept) :])
         self.manifest_changes = kept
         self.manifest_keys = [key for key in self.manifest_keys if key[1] <= seqno]
         newest = self.manifest_keys[-1] if self.manifest_keys else self.manifest_key
@@ -344,6 +349,6 @@ class PendingVbucket:
 
     def _reread(self) -> None:
         """Begin at the last commit, after the rows in memory were dropped."""
-        self._bytes.count -= sum(change.byte_count for _, change in self.manifest_changes)
+        self._group.byte_count -= sum(change.byte_count for _, change in self.manifest_changes)
         with self.owner.environment.read() as txn:
             self.load(txn)

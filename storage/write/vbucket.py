@@ -32,13 +32,10 @@ class RollbackResult:
 class VbucketWriter(PendingVbucket):
     """Stages, publishes and leaves the branches of one vbucket. `GroupWriter` hands it out, for its whole life."""
 
-    def __init__(
-        self, *pending: Any, commit: Callable[[], object], cancel_job: Callable[[PendingVbucket], None]
-    ) -> None:
+    def __init__(self, *pending: Any, commit: Callable[[], object]) -> None:
         """`pending`: the arguments of PendingVbucket. `commit` commits the whole group."""
         super().__init__(*pending)
         self._commit = commit
-        self._cancel_job = cancel_job
 
     @contained
     def check_rollback(self, to_seqno: int) -> Boundary:
@@ -134,6 +131,6 @@ class VbucketWriter(PendingVbucket):
 
     def _discard_pending(self) -> None:
         """Forget rows in memory; what is on disk above the newest complete end stays hidden."""
-        self._cancel_job(self)
+        self.cancel_job()
         self._drop_rows()
         self.complete_seqno = None

@@ -21,7 +21,7 @@ from storage.model import Seqno
 from storage.write import commit
 from storage.write.background import Background
 from storage.write.owner import KEEP_ALL, GroupOwner, WriterOptions, contained
-from storage.write.pending import PendingBytes, Plan
+from storage.write.pending import GroupPending, Plan
 from storage.write.vbucket import RollbackResult, VbucketWriter
 
 __all__ = ["KEEP_ALL", "CommitResult", "GroupWriter", "RollbackResult", "VbucketWriter", "WriterOptions"]
@@ -48,7 +48,7 @@ class GroupWriter:
         self.vbids = options.identity.group_vbids(options.group)
         self.vbuckets: dict[int, VbucketWriter] = {}
         """The writer of each vbucket, the same object for the life of this one."""
-        self._bytes = PendingBytes()
+        self._pending = GroupPending()
         self.owner = self._new_owner()
         self.background = self._new_background()
         try:
@@ -61,19 +61,17 @@ class GroupWriter:
         return GroupOwner(self.path, self.options, load=self._load, forget=self._forget)
 
     def _new_background(self) -> Background:
-        return Background(self.owner, self.vbuckets)
+        return Background(self.owner, self.vbuckets, self._pending)
 
     def _new_vbucket(self, txn: Transaction, vbid: int) -> VbucketWriter:
-        return VbucketWriter(
-            txn, vbid, self.owner, self._bytes, commit=self.commit, cancel_job=self.background.cancel_job
-        )
+        return VbucketWriter(txn, vbid, self.owner, self._pending, commit=self.commit)
 
     # -- opening and closing --------------------------------------------------------------------------------------
 
     def _load(self) -> bool:
         """Read every vbucket's state from the newest commit; return True if readers have seen a newer one."""
         before = {vbid: vbucket.base for vbid, vbucket in self.vbuckets.items()}
-        self._bytes.count = 0
+        self._pending.byte_count = 0
         with self.environment.read() as txn:
             for vbid in self.vbids:
                 if before:
@@ -97,7 +95,7 @@ class GroupWriter:
 
     def _forget(self) -> None:
         self.background.cancel_jobs()
-        self._bytes.count = 0
+        self._pending.byte_count = 0
 
     @contained
     def reopen(self) -> None:
@@ -133,7 +131,7 @@ class GroupWriter:
 
     @property
     def pending_bytes(self) -> int:
-        return self._bytes.count
+        return self._pending.byte_count
 
     @property
     def has_pending(self) -> bool:

@@ -42,7 +42,6 @@ from storage.read.view import View, open_view
 from storage.write import owner
 from storage.write.background import Background
 from storage.write.owner import GroupOwner
-from storage.write.pending import PendingVbucket
 from storage.write.writer import GroupWriter, RollbackResult, VbucketWriter, WriterOptions
 from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
@@ -219,7 +218,7 @@ class SimOwner(GroupOwner):
 
 
 class SimBackground(Background):
-    """Counts the jobs, and has a purger that is watched."""
+    """Has a purger that is watched."""
 
     fate: Fate
 
@@ -228,15 +227,15 @@ class SimBackground(Background):
         purger.fate = self.fate
         return purger
 
-    def begin_job(self, vbucket: PendingVbucket) -> None:
-        self.fate.counts["key rows made in steps"] += 1
-        super().begin_job(vbucket)
-
 
 class SimVbucketWriter(VbucketWriter):
-    """A writer whose rollbacks are watched."""
+    """A writer whose rollbacks are watched and whose jobs are counted."""
 
     fate: Fate
+
+    def begin_job(self) -> None:
+        self.fate.counts["key rows made in steps"] += 1
+        super().begin_job()
 
     def rollback(self, to_seqno: int, *, deferred: bool = False) -> RollbackResult:
         self._commit()
@@ -258,14 +257,12 @@ class SimWriter(GroupWriter):
         return owner
 
     def _new_background(self) -> Background:
-        background = SimBackground(self.owner, self.vbuckets)
+        background = SimBackground(self.owner, self.vbuckets, self._pending)
         background.fate = self.fate
         return background
 
     def _new_vbucket(self, txn: Transaction, vbid: int) -> VbucketWriter:
-        vbucket = SimVbucketWriter(
-            txn, vbid, self.owner, self._bytes, commit=self.commit, cancel_job=self.background.cancel_job
-        )
+        vbucket = SimVbucketWriter(txn, vbid, self.owner, self._pending, commit=self.commit)
         vbucket.fate = self.fate
         return vbucket
 
