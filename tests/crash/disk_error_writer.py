@@ -53,7 +53,7 @@ class Run:
             ),
         )
         self.states: list[dict[int, State]] = [{0: {}} for _ in range(VBUCKETS)]
-        """Of each vbucket: the state at each seqno that was published and not rolled back."""
+        """For each vbucket the state at each seqno that was published and not rolled back."""
         self.tips = [0] * VBUCKETS
         """The newest seqno of each vbucket that is published for certain."""
         self.errors: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Run:
             self.attempt(self.step)
 
     def attempt(self, work: Any) -> None:
-        """Whatever fails is an error of the store by its name; what may be published then is judged at once."""
+        """Check that a failure is a named error of the store, and judge at once what may be published then."""
         self.may_be: list[set[int]] = [{tip} for tip in self.tips]
         try:
             work()

@@ -24,7 +24,7 @@ SHOWN_MAX = 8
 
 
 def version_of_item(item: Item) -> Version:
-    """What of a version must be the same in the mirror; of tombstones what the wire is sure to carry."""
+    """Return the fields that the mirror must have too; of a tombstone, those that every message carries."""
     if item.deleted:
         return ("deleted", item.seqno, item.cas, item.rev_seqno)
     return ("alive", item.seqno, item.cas, item.rev_seqno, item.flags, item.expiry, item.datatype, item.value)
@@ -47,7 +47,7 @@ def version_of_document(document: Document) -> Version:
 
 
 def differences(source: SandboxCluster, view: View, vbid: int, seqno: int, *, pinned: bool) -> list[str]:
-    """How the mirror's vbucket differs from the source's at the same seqno. `pinned`: read it as of that boundary."""
+    """List the differences of a vbucket and the source at the same seqno. `pinned`: read it as of that boundary."""
     scan = view.scan(vbid, deletions=True, raw=True, as_of=seqno if pinned else None)
     found = {leb128.encode(each.collection_id) + each.key: version_of_document(each) for each in scan}
     purge_seqno = view.state(vbid).local_purge_seqno

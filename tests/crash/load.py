@@ -23,7 +23,6 @@ class Load:
     """`run` it as a task of the sandbox's loop, or do some operations at once by `write`."""
 
     def __init__(self, cluster: SandboxCluster, seed: int, *, rate: float, keys: int, collections: bool = True) -> None:
-        """Nothing is written yet."""
         self.rate = rate
         self.written = 0
         self._cluster = cluster

@@ -44,7 +44,7 @@ def until(what: str, look: Callable[[], T | None], *, limit_s: float = LIMIT_S, 
 
 
 def gone(pid: int) -> bool:
-    """Whether a process runs no more; one that only waits to be reaped does not run."""
+    """Return True if a process no longer runs; one that only waits to be reaped does not run."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -55,7 +55,7 @@ class Service:
     """`dcp-mirror run` over one data directory, started again and again."""
 
     def __init__(self, source: str, data: Path, *flags: str, log: Path | None = None, **more: Any) -> None:
-        """Nothing runs before `start`. `more` goes to Popen."""
+        """`more` goes to Popen, which `start` calls."""
         self.data = data
         self.log = log or data.parent / "service.log"
         self.starts = 0
@@ -163,7 +163,7 @@ class Service:
         return found if len(found) == count else None
 
     def tracebacks(self) -> str:
-        """What of the log nobody should ever see: each traceback, with the lines around it."""
+        """Return each traceback in the log, with the lines around it."""
         lines = self.log.read_text(errors="replace").splitlines()
         marks = [number for number, line in enumerate(lines) if "Traceback" in line]
         return "\n...\n".join("\n".join(lines[max(0, mark - 3) : mark + 60]) for mark in marks[:3])

@@ -35,7 +35,7 @@ def fill(cluster: SandboxCluster, documents: int = DOCUMENTS) -> None:
 
 
 def stored(data: Path) -> VbucketState:
-    """What the store says of vbucket 0; while it says that nothing is published, not a row of it is visible."""
+    """Return the stored state of vbucket 0. While nothing is published, no row of it may be visible."""
     with open_view(str(data)) as view:
         try:
             seen = next(view.scan(0, deletions=True), None) or view.get(b"order::000000")

@@ -148,7 +148,7 @@ class Campaign:
             os.kill(self.service.pid, signal.SIGCONT)
 
     def _prepare_backlog(self) -> None:
-        """What was missed meanwhile comes from disk; now and then so much, so slowly, that the next kill is inside."""
+        """Have missed changes come from disk, now and then so slowly that the next kill falls into their snapshot."""
 
         def prepare(writes: int, bytes_per_second: int) -> None:
             faults = self.cluster.faults

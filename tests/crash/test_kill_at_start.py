@@ -34,7 +34,7 @@ def source(seed: int) -> Iterator[SandboxThread]:
 
 
 def traces(data: Path) -> str:
-    """How far a start came, for the log of a failure."""
+    """List what a start has made, for the log of a failure."""
     if not data.exists():
         return "nothing"
     return " ".join(sorted(entry.name for entry in data.iterdir()))

@@ -39,7 +39,7 @@ def entries_of(log: Path) -> list[Entry]:
 
 
 def image(entries: list[Entry], random: Random) -> tuple[bytes, int]:
-    """What the disk may hold after these operations, and the newest commit before their end."""
+    """Return a possible state of the disk after these operations, and the newest commit before their end."""
     durable = bytearray()
     dirty: list[tuple[int, bytes]] = []
     mark = 0

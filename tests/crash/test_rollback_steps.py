@@ -17,6 +17,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,10 @@ def open_writer(data: str, window: Window = KEEP_ALL) -> GroupWriter:
 
 def stage(target: GroupWriter, rows: Rows, start: int, end: int) -> None:
     """Rows of the snapshot [start, end] that are above what is held."""
-    prefix = target.vbuckets[VBID].prefix
-    held = target.vbuckets[VBID].state.staged_seqno
-    made = [row(prefix, name, value, seqno) for seqno, name, value in rows if seqno > held]
-    target.vbuckets[VBID].stage(made, 100, SnapshotRange(Seqno(start), Seqno(end)))
+    vbucket = target.vbuckets[VBID]
+    held = vbucket.state.staged_seqno
+    made = [row(vbucket.prefix, name, value, seqno) for seqno, name, value in rows if seqno > held]
+    vbucket.stage(made, 100, SnapshotRange(Seqno(start), Seqno(end)))
 
 
 def finish(target: GroupWriter) -> None:
@@ -170,19 +171,18 @@ def finish(target: GroupWriter) -> None:
 
 def fetch(target: GroupWriter, snapshots: list[tuple[int, int, Rows]]) -> None:
     """The stream from where the store stands: each snapshot in pieces that are written down, then published."""
+    vbucket = target.vbuckets[VBID]
     for start, end, rows in snapshots:
-        state = target.vbuckets[VBID].state
-        if target.vbuckets[VBID].complete_seqno is not None:  # it was complete when the last writer died
+        if vbucket.complete_seqno is not None:  # it was complete when the last writer died
             finish(target)
-            state = target.vbuckets[VBID].state
-        if end <= state.staging_published_seqno:
+        if end <= vbucket.state.staging_published_seqno:
             continue
         for first in range(0, len(rows), 4):
             piece = rows[first : first + 4]
-            if piece[-1][0] > target.vbuckets[VBID].state.staged_seqno:
+            if piece[-1][0] > vbucket.state.staged_seqno:
                 stage(target, piece, start, end)
                 target.commit(flush_open=True)
-        target.vbuckets[VBID].publish(end, start)
+        vbucket.publish(end, start)
         finish(target)
 
 
@@ -215,62 +215,54 @@ def rolled_back(data: str) -> None:
 
 def roll_back(data: str) -> None:
     target = open_writer(data)
-    if (
-        target.vbuckets[VBID].state.rollback_count == 0
-    ):  # the source says ROLLBACK to 25 to anyone who holds more of the old
-        result = target.vbuckets[VBID].rollback(25)
-        assert result.boundary_seqno == 20
-    target.vbuckets[VBID].save(failover_log=NEW_LOG)
+    vbucket = target.vbuckets[VBID]
+    if vbucket.state.rollback_count == 0:  # the source says ROLLBACK to 25 to all that hold more of the old history
+        assert vbucket.rollback(25).boundary_seqno == 20
+    vbucket.save(failover_log=NEW_LOG)
     fetch(target, NEW_SNAPSHOTS)
     target.close()
 
 
 def abandon(data: str) -> None:
     target = open_writer(data)
-    if (
-        target.vbuckets[VBID].state.branch == 1
-    ):  # the source goes on at 30 alone, which is recorded by leaving the part behind
-        target.vbuckets[VBID].abandon()
-    assert target.vbuckets[VBID].state.staged_seqno >= 30
+    vbucket = target.vbuckets[VBID]
+    if vbucket.state.branch == 1:  # the source continues only at 30; the branch records that the part was left
+        vbucket.abandon()
+    assert vbucket.state.staged_seqno >= 30
     fetch(target, [(30, 40, rows_of(31, 40, b"again"))])
     target.close()
 
 
 def resync(data: str) -> None:
     target = open_writer(data)
-    state = target.vbuckets[VBID].state
-    if state.failover_log == OLD_LOG:  # the source knows nothing of our history
-        target.vbuckets[VBID].begin_resync()
-    target.vbuckets[VBID].save(failover_log=OTHER_LOG)
+    vbucket = target.vbuckets[VBID]
+    if vbucket.state.failover_log == OLD_LOG:  # the source does not know our history
+        vbucket.begin_resync()
+    vbucket.save(failover_log=OTHER_LOG)
     fetch(target, OTHER_SNAPSHOTS)
     target.close()
 
 
-def purge_retracted(data: str) -> None:
-    target = open_writer(data, Window(time_ms=0))
+def purge_to(data: str, window: Window) -> None:
+    target = open_writer(data, window)
     finish(target)
     target.close()
 
 
-def purge_versions(data: str) -> None:
-    target = open_writer(data, Window(boundaries=1))
-    finish(target)
-    target.close()
+purge_retracted = partial(purge_to, window=Window(time_ms=0))
+purge_versions = partial(purge_to, window=Window(boundaries=1))
 
 
 @dataclass(frozen=True)
 class Case:
-    """What stands before, and what is interrupted."""
-
     before: Callable[[str], None]
     interrupted: Callable[[str], None]
     steps_min: int
     published: tuple[int, ...]
-    """What readers may find published after a kill."""
+    """The seqnos that readers may find published after a kill."""
 
 
-def prepared_with_part(data: str) -> None:
-    prepared(data, part=True)
+prepared_with_part = partial(prepared, part=True)
 
 
 def prepared_and_rolled_back(data: str) -> None:
@@ -320,7 +312,7 @@ def _without_ids(name: bytes, value: bytes) -> bytes:
 
 
 def seen(data: str) -> tuple[int, tuple[tuple[bytes, bytes, int], ...]]:
-    """What a reader finds: the published seqno and the documents."""
+    """Return the published seqno and the documents that a reader finds."""
     with open_view(data) as view:
         documents = tuple((each.key, each.value, int(each.seqno)) for each in view.scan(VBID))
         return int(view.state(VBID).published_seqno), documents

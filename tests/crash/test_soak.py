@@ -49,7 +49,7 @@ with environment.read() as txn:
 
 
 class Figures(NamedTuple):
-    """What must not grow."""
+    """Figures that must not grow."""
 
     memory_bytes: int
     file_bytes: int

@@ -141,7 +141,7 @@ def reads(view: View) -> Reads:
 
 
 def outcome(view: View, read: Callable[[View], Any], right: Any) -> str:
-    """How a read ended."""
+    """The outcome of a read."""
     try:
         return "right" if read(view) == right else "wrong"
     except StorageError as error:
@@ -163,7 +163,7 @@ def answers(path: str) -> tuple[Reads, dict[str, list[Any]]]:
 
 
 def ended(path: str, every: Reads, right: dict[str, list[Any]], *, writes: bool) -> dict[str, set[str]]:
-    """How each kind of read ended; those that a writer had to come before, if it did not fail."""
+    """Return the outcome of each kind of read, also after a writer has opened the file, unless that failed."""
     at = "write" if writes else "open"
     try:
         if writes:

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def writer(path: str, clock: Clock) -> Iterator[GroupWriter]:
-    """What a test leaves behind must be sound."""
+    """A writer of group 0; the mirror must be sound after the test."""
     opened = open_writer(path, clock=clock)
     opened.vbuckets[0].save(failover_log=log())
     yield opened

@@ -60,7 +60,7 @@ def manifest_at(view: View, branch: int, seqno: int) -> Manifest:
 
 @dataclass
 class ModelVbucket:
-    """What one vbucket of a mirror must show."""
+    """The contents that one vbucket of a mirror must show."""
 
     vbid: int
     published: int = 0

@@ -28,7 +28,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    """Where another user gets to; pytest's own directories are closed."""
+    """A path that another user can enter; pytest's own directories are closed."""
     with tempfile.TemporaryDirectory() as made:
         os.chmod(made, 0o711)
         yield os.path.join(made, "mirror")
@@ -42,7 +42,7 @@ def modes(path: str) -> dict[str, str]:
 
 
 def as_member(groups: list[int], work: Callable[[], str]) -> str:
-    """What `work` returns in a process of user nobody with these groups."""
+    """Run `work` in a process of user nobody with these groups; return its answer."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -41,7 +41,7 @@ def reference(seqno: int, kind: int = MUTATION, branch: int = 1) -> bytes:
 
 
 def change_reference(writer: GroupWriter, key: bytes, old: bytes, new: bytes, new_key: bytes | None = None) -> None:
-    """What a flipped bit does to the key tree."""
+    """The effect of a flipped bit on the key tree."""
     with writer.environment.begin(write=True) as txn:
         tree = writer.environment.db(K0)
         assert txn.delete(b"\0" + key, old, db=tree)
@@ -224,7 +224,7 @@ def test_a_row_that_seems_to_lie_behind_the_others_does_not_end_the_changes(path
 
 
 def flips(folder: Path, seed: int, count: int) -> tuple[Counter[str], list[str]]:
-    """How `count` flips ended, and those reads that were wrong or whose error names nothing."""
+    """Return the outcomes of `count` flips, and the reads that were wrong or whose error has no name."""
     path = str(folder / "mirror")
     bit_flips.make(path, seed)
     file = Path(directory.group_path(path, 0), "data.mdb")

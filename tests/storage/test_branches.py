@@ -185,7 +185,7 @@ def test_a_rollback_that_a_power_cut_undid_leaves_no_position_behind(path: str) 
 
 @pytest.mark.parametrize("event", ["power cut", "copy in the same file", "copy by another name"])
 def test_a_commit_that_was_undone_leaves_no_position_behind(path: str, event: str) -> None:
-    """What was published up to then stays a position; what was seen above it is none of the next commits'."""
+    """Positions published before stay valid; those seen above never name later commits."""
     fill(path, range(1, 3))
     before = data_of(path).read_bytes()
     if event == "power cut":  # in the middle of what one writer publishes

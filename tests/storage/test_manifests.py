@@ -144,7 +144,7 @@ def change_one(rng: Random, manifest: Manifest, seqno: int) -> Manifest:
 
 
 def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupWriter, path: str, view: View) -> None:
-    """Whatever happens in between: a rollback, an abandoned snapshot, a restart of readers, the purger."""
+    """A rollback, an abandoned snapshot, a restart of readers or the purger may come between."""
     rng = Random(13)
     expected: dict[int, Manifest] = {0: Manifest.initial()}
     stored = []
@@ -184,7 +184,7 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
 
 
 def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: GroupWriter, view: View) -> None:
-    """Nothing else says that a collection was dropped."""
+    """Only manifests say that a collection was dropped."""
     put(writer, A, 1)
     commit(writer, 1)
     token = view.token(0)

@@ -47,7 +47,7 @@ def stored(writer: GroupWriter) -> dict[str, int]:
 
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many branch rows were read, and how many rows."""
+    """The number of branch rows that were read."""
     counted = [0]
     original = records.decode_branch
 

@@ -224,7 +224,7 @@ def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follow
 def test_a_rollback_is_read_document_by_document_and_its_events_are_returned_again(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2,000 events once all documents were held, each of 20 MiB perhaps."""
+    """All documents of 2,000 events were held at once, each of up to 20 MiB."""
     names = keys_of(0, 200)
     publish(writer, 0, [(key, b"old", seqno) for seqno, key in enumerate(names, 1)])
     publish(writer, 0, [(key, b"new", seqno) for seqno, key in enumerate(names, 201)])

@@ -23,7 +23,7 @@ def check(view: View, pinned: Served) -> None:
 
 
 def served_and_pinned(view: View) -> tuple[Served, Served]:
-    """What a scan keeps, and what a reader keeps whose position survives a rollback."""
+    """The positions of a scan and of a reader that survives rollbacks."""
     reader = view.reader(0)
     with reader.environment.read() as txn:
         return reader.served(txn), validity.served_at(reader, txn, view.pin(0))

@@ -57,7 +57,7 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
     ]
 
     def read(first: int) -> set[bytes | None]:
-        """What each way to read by key finds, twice, beginning with one of them."""
+        """Read by key in each way, twice, beginning with one of them; return the answers."""
         found = [way() for way in (ways[first:] + ways[:first]) * 2]
         return {each and each.value for each in found}
 

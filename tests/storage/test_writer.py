@@ -59,7 +59,7 @@ def open_writer(
 
 
 def crash(writer: GroupWriter) -> None:
-    """What SIGKILL leaves: the environment as of the last commit, the lock given up."""
+    """Leave what SIGKILL leaves: the environment as of the last commit, and a free lock."""
     for vbucket in writer.background.jobs:
         assert vbucket.job is not None
         vbucket.job.close()
@@ -107,7 +107,7 @@ class Store(RuleBasedStateMachine):
         self.view = open_view(self.path)
         self.readers: list[OpenReader] = []
         self.positions: dict[int, list[Position]] = {vbid: [] for vbid in VBIDS}
-        """What was served at moments when a reader began."""
+        """The served contents at the moments when readers began."""
 
     def reset_pending(self) -> None:
         self.open: dict[int, list[tuple[int, bytes, bytes | None]]] = {vbid: [] for vbid in VBIDS}
