@@ -84,10 +84,7 @@ def record_into(
     recorder: Recorder, url: str, settings: Settings, seconds: float | None, requested: list[int] | None
 ) -> tuple[int, str]:
     """Read the source into the recorder. Returns the number of snapshots and the reason of the end."""
-    with (
-        SourceReader(url, settings=settings, tap=recorder.passed) as reader,
-        render.task_screen() as screen,
-    ):
+    with SourceReader(url, settings=settings, tap=recorder.passed) as reader, render.task_screen() as screen:
         recorder.names(bucket=parse(url).bucket, bucket_uuid=reader.bucket_uuid, vbuckets=reader.vbucket_count)
         for vbid in requested or ():
             if not 0 <= vbid < reader.vbucket_count:

@@ -222,8 +222,7 @@ LOOKING
 @app.command(help="\b\n" + FAULT_HELP.replace("\n\n", "\n\n\b\n"))
 def fault(
     kind: Annotated[
-        str,
-        typer.Argument(metavar="KIND", help="The fault, from the list above.", autocompletion=fault_kinds),
+        str, typer.Argument(metavar="KIND", help="The fault, from the list above.", autocompletion=fault_kinds)
     ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Its arguments.")] = None,
     source: Annotated[str | None, optional("--source", "-s", metavar="URL", help="The running source.")] = None,

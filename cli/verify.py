@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -150,18 +151,8 @@ def totals(results: list[VbucketResult]) -> Reply:
 
 
 def vbucket_object(result: VbucketResult) -> dict[str, object]:
-    return {
-        "vbid": result.vbid,
-        "state": result.state,
-        "detail": result.text,
-        "branch": result.branch,
-        "published_seqno": result.published_seqno,
-        "source_seqno": result.source_seqno,
-        **{name: getattr(result, name) for name in COUNTED},
-        "digest": result.digest,
-        "source_digest": result.source_digest,
-        "differences": [difference_object(each) for each in result.differences],
-    }
+    row = {field.name: getattr(result, field.name) for field in fields(result)}
+    return row | {"differences": [difference_object(each) for each in result.differences]}
 
 
 def difference_object(difference: Difference) -> dict[str, object]:
@@ -196,9 +187,7 @@ def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
                 )
                 if getattr(result, name)
             )
-            typer.echo(
-                f"vbucket {result.vbid}: {'; '.join(part for part in (result.state, counts, result.text) if part)}"
-            )
+            typer.echo(f"vbucket {result.vbid}: {'; '.join(filter(None, (result.state, counts, result.detail)))}")
         for difference in result.differences[: max(0, left)]:
             left -= 1
             key = output.for_people(keys.split_key(difference.key)[1])

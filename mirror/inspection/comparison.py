@@ -92,7 +92,7 @@ class VbucketResult:
     state: str = "equal"
     """equal; different; rollback: the mirror holds history that the source lost; unreadable; behind: nothing is
     published; or unfinished."""
-    text: str = ""
+    detail: str = ""
     branch: int = 0
     published_seqno: int = 0
     source_seqno: int = 0

@@ -128,8 +128,7 @@ class Doctor:
         self._status = status
         self._clock = clock or SystemClock()
         self._opaques = Opaques()
-        self._sessions: list[NodeSession] = []
-        self._owners: dict[NodeSession, _Answers] = {}
+        self._sessions: dict[NodeSession, _Answers] = {}
 
     async def examine(self) -> list[Finding]:
         view = self._open_data()
@@ -355,15 +354,14 @@ class Doctor:
             except MirrorError as error:
                 failed.append(error)
             else:
-                self._sessions.append(session)
-                self._owners[session] = owner
+                self._sessions[session] = owner
         for failure in failed:
             self._fail("privileges" if isinstance(failure, PrivilegeMissing) else "nodes", failure)
         if self._sessions:
             self._say("nodes", OK, f"DCP opens at {len(self._sessions)} of {len(self._sessions) + len(failed)}")
 
     def _judge_controls(self) -> None:
-        session = self._sessions[0]
+        session = next(iter(self._sessions))
         refused = [name for name, yes in session.controls.items() if not yes]
         unknown = f"; this server does not know {', '.join(refused)}" if refused else ""
         self._say("controls", OK, f"{len(session.controls) - len(refused)} taken{unknown}")
@@ -377,7 +375,7 @@ class Doctor:
         self._judge("noop", accepted, text, remedy)
 
     async def _collections(self, found: ClusterMap) -> None:
-        session = self._sessions[0]
+        session = next(iter(self._sessions))
         if not session.handshake.collections:
             return
         try:
@@ -433,7 +431,7 @@ class Doctor:
     async def _ask(
         self, session: NodeSession, vbids: list[int], states: dict[int, VbucketState]
     ) -> dict[int, StreamAnswer | ClusterError]:
-        owner = self._owners[session]
+        owner = self._sessions[session]
         loop = asyncio.get_running_loop()
         filters = {state.stream_filter for vbid, state in states.items() if vbid in vbids and state.stream_filter}
         chosen = StreamFilter.parse(next(iter(filters))) if len(filters) == 1 else None

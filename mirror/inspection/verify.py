@@ -111,7 +111,7 @@ class Verifier:
         for vbid in todo:
             if done[vbid].state in ("equal", "unfinished"):
                 done[vbid].state = "unfinished"
-                done[vbid].text = done[vbid].text or "it changed faster than it could be compared; try again"
+                done[vbid].detail = done[vbid].detail or "it changed faster than it could be compared; try again"
         return [done[vbid] for vbid in vbids]
 
     # -- everything, once -----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Verifier:
                 else:
                     vbucket.again = True
                     vbucket.result.state = "unfinished"
-                    vbucket.result.text = "the source lost history while it was read"
+                    vbucket.result.detail = "the source lost history while it was read"
                 vbucket.runs.close()
                 count += 1
                 self._progress(count, of, self._rows)
@@ -159,11 +159,11 @@ class Verifier:
             late = self._wait_for(vbucket)
             moved = self._scan_and_compare(vbucket)
         except (StorageError, ServiceSaidNo, OutOfOrder) as error:
-            vbucket.result.state, vbucket.result.text = "unreadable", str(error)
+            vbucket.result.state, vbucket.result.detail = "unreadable", str(error)
             vbucket.again = isinstance(error, ViewInvalidated | ServiceSaidNo)
             return
         result = vbucket.result
-        result.text = late
+        result.detail = late
         if moved is None:
             result.state, vbucket.again = "unfinished", True
         elif not result.published_seqno and result.source_seqno:
@@ -300,7 +300,7 @@ class Verifier:
         except ViewInvalidated:
             vbucket.again, vbucket.moved = True, {}
         except StorageError as error:
-            result.state, result.text, vbucket.moved = "unreadable", str(error), {}
+            result.state, result.detail, vbucket.moved = "unreadable", str(error), {}
 
     # -- histories ------------------------------------------------------------------------------------------------
 
@@ -323,10 +323,12 @@ class Verifier:
         log = self._reader.failover_log(result.vbid)
         end_seqno = log.end_of(position.vbuuid, self._reader.high_seqnos()[result.vbid])
         if end_seqno is not None and end_seqno >= position.seqno:
-            result.text = "the source has forgotten deletions since; once the stream breaks, the vbucket is resynced"
+            result.detail = "the source has forgotten deletions since; once the stream breaks, the vbucket is resynced"
             result.excuse_purged()
         elif self._service:
             vbucket.again = True
         else:
             result.state = "rollback"
-            result.text = f"the source has no such history above seqno {seqno}: the service will take it back to there"
+            result.detail = (
+                f"the source has no such history above seqno {seqno}: the service will take it back to there"
+            )

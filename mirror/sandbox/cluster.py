@@ -248,10 +248,7 @@ class SandboxCluster:
         context = None if self.tls is None else self.tls.context
         node.certificates_needed = self.tls is not None and self.tls.clients_need_certificate
         await node.start(
-            self.host,
-            None if self._tls_only else port,
-            tls_port=None if context is None else tls_port,
-            tls=context,
+            self.host, None if self._tls_only else port, tls_port=None if context is None else tls_port, tls=context
         )
 
     def _string(self, scheme: str, ports: list[int | None]) -> str:

@@ -267,9 +267,7 @@ COMMANDS: dict[str, Command] = {
     "restart-node": lambda server, said: server.cluster.restart_node(said["node"], lose=said.get("lose")),
     "split-off": _split_off,
     "failover-node": lambda server, said: server.cluster.failover_node(said["node"], lose=said.get("lose", 0)),
-    "failover": lambda server, said: {
-        "base_seqno": server.cluster.failover(said["vbid"], lose=said.get("lose", 0)),
-    },
+    "failover": lambda server, said: {"base_seqno": server.cluster.failover(said["vbid"], lose=said.get("lose", 0))},
     "move": lambda server, said: server.cluster.move(said["vbid"], said["node"]),
     "add-node": lambda server, _: _named("node", server.cluster.add_node()),
     "rebalance": lambda server, said: _named("moved", server.cluster.rebalance(said.get("nodes"))),

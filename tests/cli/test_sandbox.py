@@ -89,10 +89,7 @@ def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (("--tls-key", "some.key"), "no TLS without a certificate"),
-        (("--tls-cert", "absent.pem"), "absent.pem"),
-    ],
+    [(("--tls-key", "some.key"), "no TLS without a certificate"), (("--tls-cert", "absent.pem"), "absent.pem")],
 )
 def test_tls_that_cannot_be_is_refused(flags: tuple[str, ...], said: str) -> None:
     wrong = call("sandbox", *flags)

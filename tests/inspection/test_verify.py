@@ -127,7 +127,7 @@ async def test_what_the_source_changed_since_is_not_compared_and_the_rest_is(
     assert states(results) == ["equal"] * VBUCKETS
     assert sum(result.not_compared for result in results) == sum(result.behind_seqnos for result in results) == 41
     assert sum(result.documents for result in results) == 200 - 31
-    assert "no service runs" in results[0].text
+    assert "no service runs" in results[0].detail
 
 
 async def test_a_mirror_of_nothing_yet_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ async def test_a_mirror_under_load_is_equal(cluster: SandboxCluster, tmp_path: P
         stop.set()
         await loading
         await mirror.stop()
-    assert states(results) == ["equal"] * VBUCKETS, [(each.state, each.text, each.differences) for each in results]
+    assert states(results) == ["equal"] * VBUCKETS, [(each.state, each.detail, each.differences) for each in results]
     assert sum(result.documents for result in results) > 0
     assert not any(result.behind_seqnos for result in results), "a running mirror is waited for"
 
@@ -205,7 +205,7 @@ async def test_a_rollback_that_is_due_is_said_where_nobody_can_follow_it(
     cluster.failover(2, lose=3)
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal", "equal", "rollback", "equal"]
-    assert f"above seqno {cluster.vbucket(2).high_seqno}" in results[2].text
+    assert f"above seqno {cluster.vbucket(2).high_seqno}" in results[2].detail
 
 
 async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
@@ -228,7 +228,7 @@ async def test_tombstones_that_either_side_has_forgotten_are_no_difference(
     cluster.bucket.purge()
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal"] * VBUCKETS
-    assert any("forgotten deletions" in result.text for result in results)
+    assert any("forgotten deletions" in result.detail for result in results)
 
 
 # -- something is wrong -------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ async def test_a_row_that_cannot_be_read_costs_its_vbucket_alone(cluster: Sandbo
     alter(mirror, cut)
     results = await verified(mirror, cluster, service=False)
     assert states(results) == ["equal", "unreadable", "equal", "equal"]
-    assert "lengths" in results[1].text
+    assert "lengths" in results[1].detail
 
 
 async def test_a_fault_in_a_running_mirror_is_found_under_load(cluster: SandboxCluster, tmp_path: Path) -> None:

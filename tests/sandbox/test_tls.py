@@ -103,8 +103,8 @@ async def test_old_versions(authority: Authority) -> None:
     async with SandboxCluster(tls=tls) as cluster:
         with pytest.raises(ClusterError, match="TLS"):
             await found(cluster.connection_string, tls_ca_file=authority.ca_file, tls_minimum_version="1.3")
-        told = await found(cluster.connection_string, tls_ca_file=authority.ca_file, tls_minimum_version="1.2")
-        assert told.vbucket_count
+        found_map = await found(cluster.connection_string, tls_ca_file=authority.ca_file, tls_minimum_version="1.2")
+        assert found_map.vbucket_count
 
 
 async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_on(

@@ -65,12 +65,7 @@ def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool
 
 
 steps = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from("abcdef"), st.booleans()),
-        st.integers(1, 6),
-    ),
-    min_size=30,
-    max_size=150,
+    st.one_of(st.tuples(st.sampled_from("abcdef"), st.booleans()), st.integers(1, 6)), min_size=30, max_size=150
 )
 
 

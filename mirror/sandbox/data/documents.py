@@ -117,13 +117,7 @@ class SandboxDocuments:
         return vbucket.append(Item(seqno, key, frame))
 
     def remove(
-        self,
-        vbucket: Vbucket,
-        key: bytes,
-        *,
-        cas: int = 0,
-        durability: int = 0,
-        leave: tuple[bytes, int] | None = None,
+        self, vbucket: Vbucket, key: bytes, *, cas: int = 0, durability: int = 0, leave: tuple[bytes, int] | None = None
     ) -> Item:
         """Delete a document. The tombstone keeps its system xattrs, or has the value and datatype in `leave`."""
         if durability:

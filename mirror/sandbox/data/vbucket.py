@@ -16,15 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
 
-from mirror.sandbox.data.item import (
-    ABORT,
-    MUTATION_HEAD,
-    NRU,
-    PREPARE,
-    REQUEST,
-    SYSTEM_EVENT,
-    Item,
-)
+from mirror.sandbox.data.item import ABORT, MUTATION_HEAD, NRU, PREPARE, REQUEST, SYSTEM_EVENT, Item
 from mirror.sandbox.data.item import MUTATION as MUTATION_KIND
 from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog, Vbuuid
@@ -248,10 +240,7 @@ class Vbucket:
         for item in self.log[: self._count_up_to(last)]:
             if item.next_seqno:
                 continue
-            ended = item.kind == SYSTEM_EVENT and item.event in (
-                SystemEventId.COLLECTION_END,
-                SystemEventId.SCOPE_DROP,
-            )
+            ended = item.kind == SYSTEM_EVENT and item.event in (SystemEventId.COLLECTION_END, SystemEventId.SCOPE_DROP)
             if item.deleted:
                 self.rev_seqno_max_deleted = max(self.rev_seqno_max_deleted, item.rev_seqno)
                 del self.newest[item.collection_id][item.key]
