@@ -15,9 +15,8 @@ from random import Random
 from mirror.clock import Clock, SystemClock
 from mirror.sandbox.data.bucket import Bucket, fork
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
-from mirror.sandbox.data.streams import Sent, StreamTuning
+from mirror.sandbox.data.streams import Sent
 from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
-from mirror.sandbox.dcp.stream import LIVE_SNAPSHOT_ITEMS
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.node.node import SandboxNode
 from mirror.sandbox.node.tls import NodeTls
@@ -50,21 +49,16 @@ class SandboxCluster:
         tls_port: int = 0,
         checkpoint_items_max: int = CHECKPOINT_ITEMS_MAX,
         checkpoints_kept: int = CHECKPOINTS_KEPT,
-        live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS,
         profile: str = DEFAULT_PROFILE,
         keeps_history: bool = False,
         bounded: bool = False,
-        antilag_items: int = 0,
-        in_turn: bool = True,
     ) -> None:
         """`start` opens the ports. `port` and `tls_port` are the first node's; the others take free ones.
 
         With `tls` the nodes listen with and without TLS, with `tls_only` with it alone.
 
         `profile` is the server's release, by a name of `profile.PROFILES`; ConfigError for another. With
-        `keeps_history` the bucket has change streams, as Magma has them; with `antilag_items` a filtered backfill
-        sends its seqno after each such number of omitted versions. Streams send a message each in turn, without
-        `in_turn` a piece each.
+        `keeps_history` the bucket has change streams, as Magma has them.
         """
         assert nodes > 0
         assert 0 < vbuckets <= 1024
@@ -80,7 +74,6 @@ class SandboxCluster:
             keeps_history=keeps_history,
             bounded=bounded,
         )
-        self.bucket.tuning = StreamTuning(antilag_items, live_snapshot_items, in_turn)
         self.vbuckets = self.bucket.vbuckets
         self.set, self.delete, self.multi_write = self.bucket.set, self.bucket.delete, self.bucket.multi_write
         self.add_user = self.bucket.users.add

@@ -73,7 +73,8 @@ async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() ->
 
 
 async def test_a_source_may_be_made_to_send_one_stream_after_the_other() -> None:
-    async with SandboxCluster(vbuckets=3, in_turn=False) as cluster:
+    async with SandboxCluster(vbuckets=3) as cluster:
+        cluster.bucket.tuning.in_turn = False
         for index in range(30):
             cluster.set(f"k{index}", {}, vbid=index % 3)
         cluster.bucket.to_disk()

@@ -161,7 +161,8 @@ async def test_a_cursor_that_is_dropped_continues_from_disk_and_returns_to_memor
 
 
 async def test_new_checkpoints_are_marked_by_their_flag() -> None:
-    async with SandboxCluster(vbuckets=1, live_snapshot_items=1) as cluster:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.tuning.live_snapshot_items = 1
         client = await Client.dcp(cluster)
         await client.stream(0)
         for _ in range(2):
@@ -449,7 +450,8 @@ async def test_a_marker_of_version_2_2_says_what_is_prepared_too(cluster: Sandbo
 
 
 async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot() -> None:
-    async with SandboxCluster(vbuckets=1, antilag_items=10) as cluster:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.tuning.antilag_items = 10
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")
         cluster.set("first", {}, collection="s.c")
@@ -479,7 +481,8 @@ async def test_a_filtered_backfill_sends_its_seqno_in_the_middle_of_the_snapshot
 
 
 async def test_an_advance_at_the_very_end_is_not_said_twice() -> None:
-    async with SandboxCluster(vbuckets=1, antilag_items=3) as cluster:
+    async with SandboxCluster(vbuckets=1) as cluster:
+        cluster.bucket.tuning.antilag_items = 3
         cluster.bucket.create_scope("s")
         cluster.bucket.create_collection("s", "c")
         for index in range(6):

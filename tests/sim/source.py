@@ -201,7 +201,7 @@ class SimConnection(NodeConnection):
             noop_enabled=True,
             marker_version=MarkerVersion.V2_2 if source.marker_v2_2 else MarkerVersion.V1,
         )
-        producer = SimProducer(source, self, name, controls, source.rng, live_snapshot_items=source.live_snapshot_items)
+        producer = SimProducer(source, self, name, controls, source.rng)
         producer.of_mirror = of_mirror
         producer.controls.buffer_bytes = window_bytes
         producer.window.resize(window_bytes)
@@ -219,7 +219,7 @@ class Source:
         self.counts = counts
         self.collections = rng.random() < 0.85
         self.marker_v2_2 = self.collections and rng.random() < 0.6
-        self.live_snapshot_items = rng.choice((1, 3, 5, 20))
+        live_snapshot_items = rng.choice((1, 3, 5, 20))
         self.shapes: tuple[str, ...] = ("plain", "plain")
         if self.collections:
             self.shapes = rng.choice((("plain",), ("plain", "advances", "double"), ("advances",), ("double",)))
@@ -236,6 +236,7 @@ class Source:
             checkpoint_items_max=rng.choice((3, 10, 40, 10_000)),
             checkpoints_kept=rng.choice((1, 2, 4)),
         )
+        self.bucket.tuning.live_snapshot_items = live_snapshot_items
         self.nodes = [SimNode(number, self.bucket) for number in range(2)]
         for vbid in range(vbuckets):
             self.bucket.map.owners[vbid] = vbid % 2

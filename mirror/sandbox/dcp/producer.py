@@ -60,16 +60,11 @@ class SandboxProducerPort(ProducerPort, Protocol):
 class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
     _port: SandboxProducerPort
 
-    def __init__(
-        self, port: SandboxProducerPort, name: str, controls: Controls, rng: Random, *, live_snapshot_items: int
-    ) -> None:
+    def __init__(self, port: SandboxProducerPort, name: str, controls: Controls, rng: Random) -> None:
         super().__init__(port, name, controls)
-        self.ack_markers = False
-        """Set by tests: memory and disk markers request an answer."""
         self.markers_answered: list[int] = []
         """Opaques of the markers that the client answered, in order."""
         self._rng = rng
-        self._live_snapshot_items = live_snapshot_items
         self._turns: dict[ProducerStream, None] = {}
 
     def start(self, report: Callable[[BaseException], None] | None = None) -> None:
@@ -164,8 +159,6 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             tuning=bucket.tuning,
             seqno_advanced=controls.collections,
             disk_flags=DISK if bucket.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
-            ack_markers=self.ack_markers,
-            live_snapshot_items=self._live_snapshot_items,
             announced_ends=None if vbucket.bounded else bucket.sent[request.vbid].snapshot_ends,
         )
         encoder = ItemEncoder(replace(controls))

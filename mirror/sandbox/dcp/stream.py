@@ -23,9 +23,6 @@ from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, 
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
 from mirror.wire.frame import with_stream_id
 
-LIVE_SNAPSHOT_ITEMS = 5
-"""Most changes of a live snapshot; the average is about half, as recorded under load."""
-
 BACKLOG_FOR_LARGE_SNAPSHOTS = 2000
 """A stream that lacks more changes than this gets the rest of a checkpoint in one snapshot."""
 
@@ -51,8 +48,6 @@ class StreamOptions:
     change_streams: bool = False
     disk_flags: int = DISK
     tuning: StreamTuning = field(default_factory=StreamTuning)
-    ack_markers: bool = False
-    live_snapshot_items: int = LIVE_SNAPSHOT_ITEMS
     announced_ends: set[int] | None = None
     """Takes the last seqno of each announced snapshot, for tests."""
 
@@ -198,7 +193,7 @@ class ProducerStream:
     def _begin_memory(self, out: bytearray) -> bool:
         vbucket = self.vbucket
         backlog = vbucket.high_seqno - self.seqno
-        count = self._rng.randint(1, self._options.live_snapshot_items)
+        count = self._rng.randint(1, self._options.tuning.live_snapshot_items)
         if backlog > BACKLOG_FOR_LARGE_SNAPSHOTS or not self._first_marker_sent:
             count = backlog
         first = self.seqno + 1
@@ -342,8 +337,6 @@ class ProducerStream:
         self._emit(out, self._marker_of(start, end, flags))
 
     def _marker_of(self, start: int, end: int, flags: int) -> SnapshotMarker:
-        if self._options.ack_markers:
-            flags |= int(SnapshotFlag.ACK)
         version = int(MarkerVersion.V1)
         visible = completed = purge = prepared = 0
         if flags & SnapshotFlag.DISK:

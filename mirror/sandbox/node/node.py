@@ -149,9 +149,7 @@ class NodeConnection(asyncio.Protocol):
         bucket = self.bucket
         abilities = bucket.profile.abilities(keeps_history=bucket.keeps_history)
         controls = Controls(abilities, self.session.collections, self.session.snappy, flags)
-        producer = SandboxProducer(
-            self, name, controls, bucket.rng, live_snapshot_items=bucket.tuning.live_snapshot_items
-        )
+        producer = SandboxProducer(self, name, controls, bucket.rng)
         producer.idle_timeout_s = self.node.dcp_idle_timeout_s
         self.session.producer = producer
         producer.start()
