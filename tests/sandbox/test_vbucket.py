@@ -108,8 +108,10 @@ def test_a_bounded_vbucket_keeps_so_many_tombstones_and_no_lost_history() -> Non
     assert 1900 < vbucket.purge_seqno <= vbucket.forgotten_seqno
     assert vbucket.failover(100) == vbucket.forgotten_seqno, "no more can be lost than is kept"
     assert 1900 < vbucket.purge_seqno <= vbucket.high_seqno
+    old = vbucket.vbuuid
     vbucket.reset()
     assert (vbucket.high_seqno, vbucket.purge_seqno, vbucket.lost) == (0, 0, [])
+    assert [entry.vbuuid != old for entry in vbucket.failover_log] == [True]
 
 
 def test_a_failover_with_loss_keeps_the_lost_history() -> None:
@@ -220,16 +222,6 @@ def test_a_dropped_collection_is_empty_and_a_flushed_one_begins_again() -> None:
     vbucket.failover(1)
     assert sorted(state_at(vbucket)) == [b"\0k", b"\x08k2"]
     assert b"\x08k2" in vbucket.newest[8]
-
-
-def test_reset_is_a_vbucket_without_a_past() -> None:
-    source = bucket()
-    source.set("k", {})
-    vbucket = source.vbuckets[0]
-    old = vbucket.vbuuid
-    vbucket.reset()
-    assert (vbucket.high_seqno, vbucket.purge_seqno, len(vbucket.failover_log)) == (0, 0, 1)
-    assert vbucket.vbuuid != old
 
 
 def test_a_load_is_on_disk_and_has_rising_cas() -> None:
