@@ -76,10 +76,9 @@ def test_an_invalid_answer(tmp_path: Path, answer: bytes) -> None:
         client.ask(tmp_path, GetStatus())
 
 
-def test_a_service_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TIMEOUT_S", 0.05)
+def test_a_service_that_says_nothing_is_named(tmp_path: Path) -> None:
     waiting = threading.Event()
     with Service(tmp_path, lambda line, _: waiting.wait(30)):
         with pytest.raises(SupervisionError, match="does not answer"):
-            client.ask(tmp_path, GetStatus())
+            client.ask(tmp_path, GetStatus(), timeout_s=0.05)
         waiting.set()

@@ -5,7 +5,6 @@ Other ports and folders than they name, and the tests' session; nothing else. Th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,6 @@ HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200), pytest.mark.xdist_group("pages")]
-
-INSTALLED = {"/opt/dcp-mirror/bin/": "", "/var/lib/dcp-mirror/orders": "/tmp/orders", "/data/lake": "/tmp/orders-unit"}
-"""Places of an installed service, and those of the quick start."""
 
 
 @pytest.fixture
@@ -49,25 +45,16 @@ def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp
 
 
 def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path, s3: ObjectStore) -> None:
-    """Statements in SQL by the tests' session; commands of a unit and of Airflow by the shell, each of them."""
+    """The tests' session runs the statements in SQL."""
     found = [block for block in blocks_of(SPARK_PAGE) if block.mark != "not run: needs the package from an index"]
-    assert {block.language for block in found if not block.is_run} == {"sql", "ini"}
+    assert {block.language for block in found if not block.is_run} == {"sql"}
     with site(tmp_path, java_environment() | s3.env) as quick_start:
-
-        def run(command: str) -> None:
-            for there, here in INSTALLED.items():
-                command = command.replace(there, here)
-            quick_start.shell.run(quick_start.placed(command))
-
-        names: dict[str, Any] = {"BashOperator": lambda bash_command, **_: run(bash_command)}
+        names: dict[str, Any] = {}
         for block in found:
             if block.language == "sql":
                 for statement in quick_start.placed(block.text).strip().removesuffix(";").split(";"):
                     spark.sql(statement)
                 assert spark.table("orders").where("total > 0").count() > 0 < spark.table("raw").count()
-            elif block.language == "ini":
-                (command,) = re.findall(r"^ExecStart=(.+)$", block.text, re.M)
-                run(command)
             else:
                 quick_start.run(block, names)
     assert names["spark"] is spark
