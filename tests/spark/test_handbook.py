@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 import mirror.spark
 from tests.docs.blocks import BLOCK, SPARK_PAGE, Shell, blocks_of, free_port, site
-from tests.spark.sessions import ObjectStore, java_environment
+from tests.spark.sessions import java_environment
 
 HANDBOOK = Path(mirror.spark.__file__).with_name("HANDBOOK.md")
 FOLDER, PORT = "/tmp/shop", "11310"
@@ -44,11 +43,11 @@ def test_every_line_of_the_handbook_holds(spark: SparkSession, shell: Shell, tmp
     assert names["spark"] is spark
 
 
-def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path, s3: ObjectStore) -> None:
+def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: Path) -> None:
     """The tests' session runs the statements in SQL."""
     found = [block for block in blocks_of(SPARK_PAGE) if block.mark != "not run: needs the package from an index"]
     assert {block.language for block in found if not block.is_run} == {"sql"}
-    with site(tmp_path, java_environment() | s3.env) as quick_start:
+    with site(tmp_path, java_environment()) as quick_start:
         names: dict[str, Any] = {}
         for block in found:
             if block.language == "sql":
@@ -61,6 +60,5 @@ def test_every_block_of_the_page_on_spark_holds(spark: SparkSession, tmp_path: P
     assert names["query"].exception() is None
     assert names["orders"].columns == ["_key", "number", "total", "customer"]
     assert names["count"] > 0
-    assert DeltaTable("s3://lake/orders").count() > 0
     spark.sql("DROP VIEW orders")
     spark.sql("DROP TABLE orders_columns")
