@@ -114,9 +114,14 @@ class Service:
         return []
 
     def kill(self, *pids: int) -> None:
-        """SIGKILL to all of them, in this order, and wait until they run no more."""
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        """SIGKILL the processes in this order, and wait until they run no more.
+
+        A worker may end by itself after its supervisor's death, so only the first process must still run.
+        """
+        os.kill(pids[0], signal.SIGKILL)
+        for pid in pids[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for pid in pids:
             if self._process is not None and pid == self._process.pid:
                 self._process.wait(LIMIT_S)
