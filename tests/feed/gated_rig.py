@@ -143,12 +143,18 @@ class GatedVbucket:
         self.actor.handle(events.StreamRollback(self.actor.opaque, seqno))
 
     def snapshot(
-        self, start: int, end: int, items: dict[int, tuple[bytes, bytes | None]], *, flush: bool = False
+        self,
+        start: int,
+        end: int,
+        items: dict[int, tuple[bytes, bytes | None]],
+        *,
+        flush: bool = False,
+        purge_seqno: int = 0,
     ) -> None:
         """Rows (seqno -> key, value) of one snapshot, and a commit."""
         opaque = self.actor.opaque
         assert opaque is not None
-        self.actor.handle(SnapshotMarker(VBID, start, end, 1, opaque=opaque))
+        self.actor.handle(SnapshotMarker(VBID, start, end, 1, purge_seqno=purge_seqno, opaque=opaque))
         rows = [row(self.writer.vbuckets[VBID].prefix, key, value, seqno) for seqno, (key, value) in items.items()]
         self.actor.on_rows(opaque, rows, 100)
         for _, seqno in self.writer.commit(flush_open=flush).published:

@@ -283,6 +283,16 @@ def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_n
     assert gated.published == 100
 
 
+def test_a_snapshot_that_is_released_late_leaves_the_purge_seqno_of_a_newer_one(gated: GatedVbucket) -> None:
+    """Its release set its own again, and a request inside of the next snapshot sent that to the source."""
+    gated.accept((0xA, 0))
+    gated.snapshot(0, 100, {100: (b"a", b"1")}, purge_seqno=40)
+    gated.snapshot(101, 200, {200: (b"b", b"2")}, purge_seqno=90)
+    gated.persisted(0xA, 150)
+    assert gated.published == 100
+    assert gated.writer.vbuckets[0].state.source_purge_seqno == 90
+
+
 @pytest.mark.parametrize("moves", [True, False])
 async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothing(
     cluster: SandboxCluster, mirrors: Mirrors, moves: bool
