@@ -303,16 +303,6 @@ class VbucketState(NamedTuple):
     """
 
     @property
-    def facts(self) -> SourceFacts:
-        """All of them."""
-        return {
-            "failover_log": self.failover_log,
-            "source_purge_seqno": self.source_purge_seqno,
-            "missing_seqno": self.missing_seqno,
-            "stream_filter": self.stream_filter,
-        }
-
-    @property
     def purge_seqno(self) -> int:
         return purge_seqno_of(self.local_purge_seqno, self.missing_seqno, self.history_floor_seqno)
 

@@ -49,7 +49,7 @@ def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
 
 
 def _filter_continues(machine: MachineState) -> bool:
-    requested, stored = machine.features.filter, machine.facts["stream_filter"]
+    requested, stored = machine.features.filter, machine.stored.stream_filter
     if not machine.assembler.position_seqno:
         return True
     if requested is None:
@@ -68,14 +68,14 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
         offset = StreamOffset.between_snapshots(assembler.boundary_seqno, machine.handshake.next_vbuuid)
     else:
         offset = resume_offset(
-            assembler.boundary_seqno, assembler.position_seqno, assembler.open_snapshot, machine.facts["failover_log"]
+            assembler.boundary_seqno, assembler.position_seqno, assembler.open_snapshot, machine.stored.failover_log
         )
     purge_seqno = None
     if offset.inside_snapshot:
         end_seqno = max(end_seqno, offset.snap_end_seqno)
         # Only here: between snapshots a consumer below the purge seqno lacks deletions in any case.
         if machine.features.sends_purge_seqno:
-            purge_seqno = machine.facts["source_purge_seqno"] or None
+            purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset
     machine.report(VbucketStatus.REQUESTING, f"requesting the seqnos after {offset.start_seqno}", out)
     out.append(RequestStream(machine.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
@@ -99,10 +99,10 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
     if machine.is_stale(event.opaque):
         return machine.phase
     machine.handshake = HandshakeState()
-    features, known = machine.features, machine.facts
-    facts = SourceFacts(failover_log=event.failover_log or known["failover_log"])
+    features, stored = machine.features, machine.stored
+    facts = SourceFacts(failover_log=event.failover_log or stored.failover_log)
     if not machine.assembler.boundary_seqno:  # the first snapshot begins or goes on
-        earlier = known["missing_seqno"] if machine.offset.start_seqno else 0
+        earlier = stored.missing_seqno if machine.offset.start_seqno else 0
         facts["missing_seqno"] = earlier if features.sends_purge_seqno else SEQNO_MAX
     if features.filter is not None:
         facts["stream_filter"] = features.filter.text
@@ -176,7 +176,7 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
 
 def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list[Instruction]) -> Phase:
     newest = event.failover_log.newest_vbuuid
-    if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.facts["failover_log"][1:]]:
+    if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.stored.failover_log[1:]]:
         # The source is behind: the consumer knows all of its histories.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
         return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
@@ -184,7 +184,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     boundary_seqno = machine.assembler.boundary_seqno
     # The polled high seqno may be older than held rows and would undo them. The answer to the next request, which
     # names the common vbuuid, has the true seqno.
-    common = common_history(machine.facts["failover_log"], boundary_seqno, event.failover_log)
+    common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
     cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
@@ -220,7 +220,7 @@ def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
 
 def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instruction]) -> Phase:
     machine.load(event.state)
-    log = machine.facts["failover_log"].pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
+    log = machine.stored.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
     machine.save("rolled back", out, failover_log=log)
     return begin(machine, "rolled back", out)
 

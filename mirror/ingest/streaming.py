@@ -34,7 +34,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from storage.model import SEQNO_MAX, Seqno
+from storage.model import SEQNO_MAX, Seqno, SourceFacts
 
 _ACK = int(SnapshotFlag.ACK)
 """As a plain int: an IntFlag takes a microsecond per test, and markers come by the hundred thousand."""
@@ -107,10 +107,10 @@ def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction])
 def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
     """Save the marker's purge seqno before its first item or its end: a request after a restart sends it."""
     purge_seqno, machine.marker_purge_seqno = machine.marker_purge_seqno, 0
-    missing_seqno = machine.facts["missing_seqno"]
+    facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno))
     if not machine.assembler.boundary_seqno:
-        missing_seqno = max(missing_seqno, purge_seqno)
-    machine.save("first item", out, source_purge_seqno=Seqno(purge_seqno), missing_seqno=missing_seqno)
+        facts["missing_seqno"] = max(machine.stored.missing_seqno, purge_seqno)
+    machine.save("first item", out, **facts)
 
 
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:

@@ -293,6 +293,22 @@ def test_a_snapshot_that_is_released_late_leaves_the_purge_seqno_of_a_newer_one(
     assert gated.writer.vbuckets[0].state.source_purge_seqno == 90
 
 
+def test_a_source_that_learns_to_say_what_it_purged_changes_nothing_about_the_first_snapshot(
+    gated: GatedVbucket,
+) -> None:
+    """The first marker with a purge seqno saved that all tombstones may be missing, not those of the first snapshot."""
+    gated.accept((0xA, 0))
+    gated.snapshot(0, 100, {100: (b"a", b"1")})
+    gated.persisted(0xA, 100)
+    assert gated.writer.vbuckets[0].state.missing_seqno == 100
+    gated.session.sends_purge_seqno = True
+    gated.reconnect()
+    gated.accept((0xA, 0))
+    gated.snapshot(101, 200, {200: (b"b", b"2")}, purge_seqno=40)
+    state = gated.writer.vbuckets[0].state
+    assert (state.missing_seqno, state.source_purge_seqno) == (100, 40)
+
+
 @pytest.mark.parametrize("moves", [True, False])
 async def test_an_answer_of_copies_that_the_map_has_changed_since_releases_nothing(
     cluster: SandboxCluster, mirrors: Mirrors, moves: bool

@@ -63,7 +63,7 @@ def rig_at(*boundaries: int, failover_log: FailoverLog = LOG, **more: Any) -> Ri
 def streaming_at(*boundaries: int, **more: Any) -> Rig:
     """The same, with its stream accepted."""
     rig = rig_at(*boundaries, **more)
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, rig.machine.facts["failover_log"] or LOG))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, rig.machine.stored.failover_log or LOG))
     return rig
 
 

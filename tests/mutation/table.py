@@ -112,7 +112,7 @@ MUTATIONS = (
     ),
     Mutation(
         _HANDSHAKE,
-        'machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.facts["failover_log"][1:]]',
+        "machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.stored.failover_log[1:]]",
         "False",
         f"{_OF_MACHINE} -k behind",
     ),
@@ -123,7 +123,13 @@ MUTATIONS = (
         "tests/serve/test_dcp_requests.py -k waits_for_it",
     ),
     # --- the tombstones that a follower may lack
-    Mutation(_STREAMING, "missing_seqno = max(missing_seqno, purge_seqno)", "missing_seqno = purge_seqno", _OF_MACHINE),
+    Mutation(_STREAMING, "max(machine.stored.missing_seqno, purge_seqno)", "purge_seqno", _OF_MACHINE),
+    Mutation(
+        _STREAMING,
+        "    if not machine.assembler.boundary_seqno:\n        facts",
+        "    if True:\n        facts",
+        "tests/feed/test_persistence.py -k learns_to_say",
+    ),
     Mutation(
         "storage/write/commit.py",
         "missing_seqno=min(state.missing_seqno, seqno) if first else state.missing_seqno",
@@ -182,8 +188,8 @@ MUTATIONS = (
     ),
     Mutation(
         _HANDSHAKE,
-        'failover_log=event.failover_log or known["failover_log"]',
-        'failover_log=known["failover_log"]',
+        "failover_log=event.failover_log or stored.failover_log",
+        "failover_log=stored.failover_log",
         _OF_MACHINE,
     ),
     Mutation(_MODEL, "for entry in self if entry.seqno <= seqno]", "for entry in self]", f"{_OF_MODEL} {_OF_LEAVING}"),

@@ -253,7 +253,7 @@ class MirroredVbucket(VbucketHost):
         if self.gate is None or not self.gate.waiting or not self.streaming:
             return None
         assert self.machine is not None
-        return self.machine.facts["failover_log"].newest_vbuuid or None
+        return self.machine.stored.failover_log.newest_vbuuid or None
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
         """Publish what waited: every copy has persisted everything up to `seqno` of the history `vbuuid`."""
