@@ -23,7 +23,7 @@ A message that breaks a rule raises Violation; instructions that are already in 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mirror.ingest import collections
@@ -46,8 +46,9 @@ class Violation(Exception):
 
 
 class Assembler:
-    def __init__(self, vbid: int) -> None:
-        self._vbid = vbid
+    def __init__(self, on_publish: Callable[[list[Instruction]], None]) -> None:
+        """`on_publish` is called after each PublishSnapshot, which it may follow up."""
+        self._on_publish = on_publish
         self._collections = True
         self._filter: StreamFilter | None = None
         self._scope_names: Mapping[int, str] = {}
@@ -118,7 +119,7 @@ class Assembler:
                 if end_seqno < current.end_seqno:
                     raise Violation(f"a snapshot that ends at {end_seqno}, inside the open one to {current.end_seqno}")
                 if not self._collections and event.start_seqno > current.end_seqno:
-                    self._close("next marker", out)
+                    self._close(out)
                     current = None
             if current is not None:  # it continues: the first marker's start counts
                 start_seqno = min(start_seqno, current.start_seqno)
@@ -127,7 +128,7 @@ class Assembler:
         self.open_snapshot = SnapshotRange(start_seqno, end_seqno, event.flags)
         if end_seqno == self.position_seqno:  # it is complete
             if end_seqno > self.boundary_seqno:
-                self._publish("marker", out)
+                self._publish(out)
             else:
                 self.open_snapshot = None
 
@@ -143,14 +144,14 @@ class Assembler:
             raise Violation(f"{len(rows)} rows between {first_seqno} and {last_seqno}: seqnos must rise")
         end_seqno = open_snapshot.end_seqno
         if last_seqno <= end_seqno:
-            out.append(StageRows(self._vbid, "rows", rows, byte_count, open_snapshot))
-            self._moved_to(last_seqno, "rows", out)
+            out.append(StageRows(rows, byte_count, open_snapshot))
+            self._moved_to(last_seqno, out)
             return
         within = rows[: bisect_right(rows, int(end_seqno), key=_seqno_of)]
         if within and _seqno_of(within[-1]) == end_seqno:
             within_byte_count = sum(len(value) for _, value in within)
-            out.append(StageRows(self._vbid, "rows up to the end", within, within_byte_count, open_snapshot))
-            self._moved_to(end_seqno, "rows", out)
+            out.append(StageRows(within, within_byte_count, open_snapshot))
+            self._moved_to(end_seqno, out)
         raise Violation(f"a row at {last_seqno}, beyond the end of its snapshot at {end_seqno}")
 
     def seqno_advanced(self, event: SeqnoAdvanced, out: list[Instruction]) -> None:
@@ -167,7 +168,7 @@ class Assembler:
             if seqno >= SEQNO_MAX:  # requests use it for "without end"
                 raise Violation(f"a message at {seqno}")
             self.open_snapshot = SnapshotRange(Seqno(self.position_seqno + 1), Seqno(seqno))
-        self._advance(seqno, "seqno advanced", out)
+        self._advance(seqno, out)
 
     def system_event(self, event: SystemEvent, out: list[Instruction]) -> None:
         try:
@@ -184,8 +185,8 @@ class Assembler:
         change = collections.change_by(content, before, after) if before is self.manifest else None
         self.manifest = after
         row_value = encode(replace(event, stream_id=None), opaque=0)
-        out.append(StageSystemEvent(self._vbid, "system event", seqno, row_value, after, within, change))
-        self._moved_to(seqno, "system event", out)
+        out.append(StageSystemEvent(seqno, row_value, after, within, change))
+        self._moved_to(seqno, out)
 
     def _manifest_before(self) -> Manifest:
         """Return the manifest, without the default collection if the filter hides it: it exists without an event."""
@@ -201,7 +202,7 @@ class Assembler:
         self._check_next(event.seqno)
         if isinstance(event, Commit):
             raise Violation(f"a commit at {event.seqno} without its value, which was not requested")
-        self._advance(event.seqno, "sync write", out)
+        self._advance(event.seqno, out)
 
     def oso_snapshot(self, event: OsoSnapshot, out: list[Instruction]) -> None:
         raise Violation(f"an out-of-order snapshot (flags {event.flags:#x}), which was not requested")
@@ -209,7 +210,7 @@ class Assembler:
     def stream_ended_regularly(self, out: list[Instruction]) -> None:
         """Complete the open snapshot at STREAM_END OK if collections are off: no message may carry its end then."""
         if self.open_snapshot is not None and not self._collections and not self._replaces_end:
-            self._close("stream end", out)
+            self._close(out)
 
     # --- the rules ---
 
@@ -223,36 +224,37 @@ class Assembler:
             raise Violation(f"a message at {seqno}, beyond the end of its snapshot at {self.open_snapshot.end_seqno}")
         return self.open_snapshot
 
-    def _advance(self, seqno: int, cause: str, out: list[Instruction]) -> None:
+    def _advance(self, seqno: int, out: list[Instruction]) -> None:
         open_snapshot = self.open_snapshot
         assert open_snapshot is not None  # the callers checked or opened it
         if seqno > open_snapshot.end_seqno:
             raise Violation(f"an advance to {seqno}, beyond the end of its snapshot at {open_snapshot.end_seqno}")
-        out.append(Advance(self._vbid, cause, Seqno(seqno), open_snapshot))
-        self._moved_to(seqno, cause, out)
+        out.append(Advance(Seqno(seqno), open_snapshot))
+        self._moved_to(seqno, out)
 
-    def _close(self, cause: str, out: list[Instruction]) -> None:
+    def _close(self, out: list[Instruction]) -> None:
         """Complete the open snapshot: all changes are here, and no message will carry its end."""
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
         if end_seqno > self.position_seqno:
-            self._advance(end_seqno, cause, out)
+            self._advance(end_seqno, out)
 
-    def _moved_to(self, seqno: int, cause: str, out: list[Instruction]) -> None:
+    def _moved_to(self, seqno: int, out: list[Instruction]) -> None:
         self.position_seqno = Seqno(seqno)
         self._held_snapshot = self.open_snapshot
         assert self.open_snapshot is not None  # the callers checked it
         if seqno == self.open_snapshot.end_seqno:
-            self._publish(cause, out)
+            self._publish(out)
 
-    def _publish(self, cause: str, out: list[Instruction]) -> None:
+    def _publish(self, out: list[Instruction]) -> None:
         assert self.open_snapshot is not None  # the callers checked it
         end_seqno = self.open_snapshot.end_seqno
-        out.append(PublishSnapshot(self._vbid, cause, end_seqno, self.open_snapshot.start_seqno, self._purge_seqno))
+        out.append(PublishSnapshot(end_seqno, self.open_snapshot.start_seqno, self._purge_seqno))
         self.boundary_seqno = end_seqno
         self.open_snapshot = self._held_snapshot = None
         self._purge_seqno = None
         self._resumed_end = Seqno(0)
+        self._on_publish(out)
 
     @property
     def from_disk(self) -> bool:

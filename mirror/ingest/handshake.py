@@ -26,25 +26,21 @@ from mirror.ingest.offset import StreamOffset, resume_offset
 from mirror.ingest.reactions import Action, Reaction, on_refusal
 from mirror.ingest.rollback import common_history
 from mirror.ingest.state import HandshakeState, MachineState, Phase
-from mirror.wire.constants import StreamRequestFlag
 from storage.model import SEQNO_MAX, Seqno, SourceFacts
-
-STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
-"""Never from a replica: its markers may overlap and mix disk and memory."""
 
 ROLLBACK_ROUNDS_MAX = 64
 """Rollback answers in one handshake. Servers keep 25 histories, so more rounds mean a faulty source."""
 
 
-def begin(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
+def begin(machine: MachineState, out: list[Instruction]) -> Phase:
     """Request a stream from the store's position, after dropping rows that cannot be continued."""
     if not machine.connected:
         return machine.idle(out)
     continues = _filter_continues(machine)
     if machine.assembler.holds_part and not (machine.assembler.resumable and continues):
-        return machine.abandon(f"{cause}: staged rows cannot be continued", None, out)
+        return machine.abandon(None, out)
     if continues:
-        return _request(machine, cause, out)
+        return _request(machine, out)
     return _resync(machine, "the requested collections are not those of the stored data", out)
 
 
@@ -59,7 +55,7 @@ def _filter_continues(machine: MachineState) -> bool:
     return requested.continues(stored, machine.assembler.manifest.collections)
 
 
-def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase:
+def _request(machine: MachineState, out: list[Instruction]) -> Phase:
     assembler = machine.assembler
     end_seqno = machine.features.end_seqno
     if assembler.boundary_seqno >= end_seqno:
@@ -78,7 +74,7 @@ def _request(machine: MachineState, cause: str, out: list[Instruction]) -> Phase
             purge_seqno = int(machine.stored.source_purge_seqno) or None
     machine.offset = offset
     machine.report(VbucketStatus.REQUESTING, f"requesting the seqnos after {offset.start_seqno}", out)
-    out.append(RequestStream(machine.vbid, cause, offset, end_seqno, STREAM_FLAGS, purge_seqno))
+    out.append(RequestStream(offset, end_seqno, purge_seqno))
     return Phase.REQUESTING
 
 
@@ -106,7 +102,7 @@ def accepted(machine: MachineState, event: ev.StreamAccepted, out: list[Instruct
         facts["missing_seqno"] = earlier if features.sends_purge_seqno else SEQNO_MAX
     if features.filter is not None:
         facts["stream_filter"] = features.filter.text
-    machine.save("stream accepted", out, **facts)
+    machine.save(out, **facts)
     machine.assembler.begin_stream(
         inside_snapshot=machine.offset.inside_snapshot,
         collections_granted=features.collections,
@@ -128,7 +124,7 @@ def refused(machine: MachineState, event: ev.StreamRefused, out: list[Instructio
         held = machine.offset.start_seqno
         text = f"the source, a mirror, is being filled or has not published {held} yet; asking again"
         reaction = replace(reaction, text=text)
-    return machine.react(reaction, f"status {event.status:#x}", event.context, out)
+    return machine.react(reaction, event.context, out)
 
 
 def rolled_back_by_source(machine: MachineState, event: ev.StreamRollback, out: list[Instruction]) -> Phase:
@@ -145,10 +141,10 @@ def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]
     if machine.offset.inside_snapshot and seqno >= boundary_seqno:
         text = f"{why}: dropping the open snapshot, back to {boundary_seqno}"
         machine.report(VbucketStatus.ROLLING_BACK, text, out)
-        return machine.abandon("rollback inside a snapshot", None, out)
+        return machine.abandon(None, out)
     if boundary_seqno == 0:
         text = f"{why} although this mirror holds no data; asking again. If it repeats, look at the source's log"
-        return machine.retry(Reaction(Action.RETRY, text), "rollback from 0", out)
+        return machine.retry(Reaction(Action.RETRY, text), out)
     too_many = machine.handshake.rollback_rounds > ROLLBACK_ROUNDS_MAX
     if seqno == 0 or too_many or seqno >= machine.offset.start_seqno:
         return _before_zero(machine, why, out)
@@ -158,7 +154,7 @@ def _go_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]
 
 def _roll_back(machine: MachineState, seqno: int, why: str, out: list[Instruction]) -> Phase:
     machine.report(VbucketStatus.ROLLING_BACK, f"{why}: going back to the newest kept boundary", out)
-    out.append(RollbackTo(machine.vbid, why, Seqno(seqno)))
+    out.append(RollbackTo(Seqno(seqno)))
     return Phase.ROLLING_BACK
 
 
@@ -170,7 +166,7 @@ def _before_zero(machine: MachineState, why: str, out: list[Instruction]) -> Pha
         return machine.idle(out)
     text = f"{why}: looking for common history in the source's failover log"
     machine.report(VbucketStatus.ROLLING_BACK, text, out)
-    out.append(GetFailoverLog(machine.vbid, why))
+    out.append(GetFailoverLog())
     return Phase.ASKING_LOG
 
 
@@ -179,7 +175,7 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     if machine.features.by_mirror and newest in [entry.vbuuid for entry in machine.stored.failover_log[1:]]:
         # The source is behind: the consumer knows all of its histories.
         text = "the source, a mirror, has not heard of the newest failover yet; asking again"
-        return machine.retry(Reaction(Action.RETRY, text), "failover log of a mirror", out)
+        return machine.retry(Reaction(Action.RETRY, text), out)
     machine.handshake.common_tried = True
     boundary_seqno = machine.assembler.boundary_seqno
     # The polled high seqno may be older than held rows and would undo them. The answer to the next request, which
@@ -187,31 +183,30 @@ def log_received(machine: MachineState, event: ev.FailoverLogReceived, out: list
     common = common_history(machine.stored.failover_log, boundary_seqno, event.failover_log)
     if common is None:
         return _resync(machine, "no common history with the source", out)
-    cause = f"common history {common.vbuuid:#x} up to {common.seqno}"
     machine.handshake.next_vbuuid = common.vbuuid
     # Roll back before the log is cut. In the other order, a crash would leave rows under a wrong history, and the
     # source would accept them.
     if common.seqno < boundary_seqno:
-        return _roll_back(machine, common.seqno, cause, out)
+        return _roll_back(machine, common.seqno, f"common history {common.vbuuid:#x} up to {common.seqno}", out)
     if machine.assembler.holds_part:
-        return machine.abandon(cause, None, out)
-    machine.save(cause, out, failover_log=common.failover_log)
-    return _request(machine, cause, out)
+        return machine.abandon(None, out)
+    machine.save(out, failover_log=common.failover_log)
+    return _request(machine, out)
 
 
 def log_refused(machine: MachineState, event: ev.FailoverLogRefused, out: list[Instruction]) -> Phase:
     reaction = on_refusal(event.status)
     if reaction.action is Action.GO_BACK:  # no answer to this question
         reaction = Reaction(Action.RETRY, reaction.text)
-    return machine.react(reaction, f"failover log: status {event.status:#x}", b"", out)
+    return machine.react(reaction, b"", out)
 
 
 def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
     if machine.assembler.boundary_seqno == 0:  # no old copy to keep
-        return begin(machine, why, out)
+        return begin(machine, out)
     text = f"{why}: fetching the vbucket again next to the old copy"
     machine.report(VbucketStatus.RESYNCING, text, out)
-    out.append(BeginResync(machine.vbid, why))
+    out.append(BeginResync(why))
     return Phase.OPENING_RESYNC
 
 
@@ -221,8 +216,8 @@ def _resync(machine: MachineState, why: str, out: list[Instruction]) -> Phase:
 def rolled_back(machine: MachineState, event: ev.RolledBack, out: list[Instruction]) -> Phase:
     machine.load(event.state)
     log = machine.stored.failover_log.pruned(machine.assembler.boundary_seqno, machine.handshake.next_vbuuid)
-    machine.save("rolled back", out, failover_log=log)
-    return begin(machine, "rolled back", out)
+    machine.save(out, failover_log=log)
+    return begin(machine, out)
 
 
 def no_boundary(machine: MachineState, _event: ev.NoBoundary, out: list[Instruction]) -> Phase:
@@ -233,13 +228,13 @@ def abandoned(machine: MachineState, event: ev.Abandoned, out: list[Instruction]
     machine.load(event.state)
     reason, machine.retry_reason = machine.retry_reason, None
     if reason is not None and machine.connected:
-        return machine.wait(reason, "abandoned", out)
-    return begin(machine, "abandoned", out)
+        return machine.wait(reason, out)
+    return begin(machine, out)
 
 
 def resync_opened(machine: MachineState, event: ev.ResyncOpened, out: list[Instruction]) -> Phase:
     machine.load(event.state)
-    return begin(machine, "resync", out)
+    return begin(machine, out)
 
 
 def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Instruction]) -> Phase:
@@ -248,4 +243,4 @@ def resync_refused(machine: MachineState, event: ev.ResyncRefused, out: list[Ins
         return machine.idle(out)
     machine.handshake = HandshakeState()
     machine.report(VbucketStatus.REFUSED, event.text, out)
-    return machine.wait(RetryReason.REFUSED_FOR_NOW, "resync refused", out)
+    return machine.wait(RetryReason.REFUSED_FOR_NOW, out)

@@ -1,7 +1,6 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one for each action.
 
-Says what each instruction means and what its host (`feed.stream.host`) guarantees; must never know how. Every
-instruction carries the vbucket and its `cause`, so that an effect can be traced to the event that led to it.
+Says what each instruction means and what its host (`feed.stream.host`) guarantees; must never know how.
 
 A host guarantees:
 - the instructions of one list are executed in list order; if one fails, the rest of its list is dropped and the
@@ -47,67 +46,62 @@ class RetryReason(StrEnum):
     REFUSED_FOR_NOW = "refused-for-now"
 
 
-@dataclass(slots=True)
-class InstructionFields:
-    vbid: int
-    cause: str
-
-
 # --- towards the source ---
 
 
 @dataclass(slots=True)
-class RequestStream(InstructionFields):
+class RequestStream:
     """Send STREAM_REQ with a fresh opaque; hand in StreamRequested, later the answer."""
 
     offset: StreamOffset
     end_seqno: int
-    flags: int
     purge_seqno: int | None = None
     """The `purge_seqno` (decimal string) of the request's JSON value; None: leave it out."""
 
 
 @dataclass(slots=True)
-class CloseStream(InstructionFields):
+class CloseStream:
     """Send CLOSE_STREAM for the vbucket. Later messages with `opaque` are dropped, and acked."""
 
     opaque: int | None
 
 
 @dataclass(slots=True)
-class GetFailoverLog(InstructionFields):
+class GetFailoverLog:
     """Send GET_FAILOVER_LOG. Answered by FailoverLogReceived or FailoverLogRefused."""
 
 
 @dataclass(slots=True)
-class AnswerMarker(InstructionFields):
+class AnswerMarker:
     """Answer the snapshot marker that requested it, with its opaque. Its snapshot is durable."""
 
     opaque: int
 
 
 @dataclass(slots=True)
-class RefreshMap(InstructionFields):
+class RefreshMap:
     """Get a new cluster map; `config` is one if not empty."""
 
     config: bytes = b""
 
 
 @dataclass(slots=True)
-class RefreshCollections(InstructionFields):
+class RefreshCollections:
     """Get the source's current manifest. A changed filter comes with a new Start."""
 
 
 @dataclass(slots=True)
-class Reconnect(InstructionFields):
+class Reconnect:
     """Close the connection and log in again: its authentication or bucket is no longer good."""
+
+    text: str
 
 
 # --- towards the store ---
 
 
 @dataclass(slots=True)
-class StageRows(InstructionFields):
+class StageRows:
     """Accept rows above the staged position, hidden until a publish. Their bytes may then be acked."""
 
     rows: list[Row]
@@ -116,13 +110,13 @@ class StageRows(InstructionFields):
 
 
 @dataclass(slots=True)
-class Advance(InstructionFields):
+class Advance:
     seqno: Seqno
     open_snapshot: SnapshotRange | None
 
 
 @dataclass(slots=True)
-class StageSystemEvent(InstructionFields):
+class StageSystemEvent:
     """Stage a system event's row and the manifest as it stands from there on."""
 
     seqno: Seqno
@@ -134,7 +128,7 @@ class StageSystemEvent(InstructionFields):
 
 
 @dataclass(slots=True)
-class PublishSnapshot(InstructionFields):
+class PublishSnapshot:
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
     Seqno 0 (in a resync only): the source's vbucket is empty.
@@ -146,14 +140,14 @@ class PublishSnapshot(InstructionFields):
 
 
 @dataclass(slots=True)
-class SaveFacts(InstructionFields):
+class SaveFacts:
     """Save the given facts, and leave the others, no later than the first row of the stream that they came with."""
 
     facts: SourceFacts
 
 
 @dataclass(slots=True)
-class RollbackTo(InstructionFields):
+class RollbackTo:
     """Go back to the newest kept boundary at or below `seqno`, staged rows included. Answered by RolledBack.
 
     Answered by NoBoundary, with no change, if no boundary above 0 is kept there.
@@ -163,20 +157,22 @@ class RollbackTo(InstructionFields):
 
 
 @dataclass(slots=True)
-class AbandonStaged(InstructionFields):
+class AbandonStaged:
     """Drop the staged rows of the open snapshot; a complete one before it stays. Answered by Abandoned."""
 
 
 @dataclass(slots=True)
-class BeginResync(InstructionFields):
+class BeginResync:
     """Open a branch without a parent next to the served one. Answered by ResyncOpened or ResyncRefused."""
+
+    text: str
 
 
 # --- towards people and clocks ---
 
 
 @dataclass(slots=True)
-class RetryAfter(InstructionFields):
+class RetryAfter:
     """Hand in RetryDue after `reactions.delay_s` of the reason and the attempt (0 is the first)."""
 
     reason: RetryReason
@@ -184,7 +180,7 @@ class RetryAfter(InstructionFields):
 
 
 @dataclass(slots=True)
-class ReportStatus(InstructionFields):
+class ReportStatus:
     status: VbucketStatus
     text: str
 

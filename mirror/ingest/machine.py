@@ -58,14 +58,14 @@ class VbucketMachine(MachineState):
 
 def _start(machine: MachineState, event: ev.Start, out: list[Instruction]) -> Phase:
     if machine.opaque is not None or machine.phase is Phase.REQUESTING:
-        machine.close_stream("start", out)
+        machine.close_stream(out)
     machine.connected = True
     machine.no_node = False
     machine.features = event
     if machine.phase in STORE_PHASES:
         return machine.phase  # goes on when the store has answered
     machine.handshake = HandshakeState()
-    return handshake.begin(machine, "start", out)
+    return handshake.begin(machine, out)
 
 
 def _disconnected(
@@ -73,7 +73,7 @@ def _disconnected(
 ) -> Phase:
     stream = machine.opaque is not None or machine.phase is Phase.REQUESTING
     if stream and type(event) is not ev.ConnectionLost:
-        machine.close_stream("stop" if type(event) is ev.Stop else "no active node", out)
+        machine.close_stream(out)
     machine.no_node = machine.no_node or type(event) is ev.NoActiveNode
     machine.connected = False
     machine.idle_text = event.text
@@ -88,7 +88,7 @@ def _disconnected(
 
 
 def _retry_due(machine: MachineState, _event: ev.RetryDue, out: list[Instruction]) -> Phase:
-    return handshake.begin(machine, "retry", out)
+    return handshake.begin(machine, out)
 
 
 # --- the table ---
@@ -128,7 +128,7 @@ _ROWS: Mapping[Phase, Mapping[type, Move]] = {
         ev.StreamRefused: Move(handshake.refused, (*_WENT_BACK, Phase.REFUSED, Phase.REQUESTING)),
     },
     Phase.STREAMING: {
-        SnapshotMarker: Move(streaming.marker, (Phase.STREAMING, *_BROKEN)),
+        SnapshotMarker: _MESSAGE,
         SeqnoAdvanced: _MESSAGE,
         SystemEvent: _MESSAGE,
         OsoSnapshot: _MESSAGE,

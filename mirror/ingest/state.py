@@ -90,7 +90,7 @@ class MachineState:
         """The reason for a delay before the next request, once the staged rows are abandoned; None: no delay."""
         # The stream.
         self.opaque: int | None = None
-        self.assembler = Assembler(vbid)
+        self.assembler = Assembler(self.progressed)
         self.marker_acks: list[tuple[int, int]] = []
         """End and opaque of each marker that waits to be answered."""
         self.marker_purge_seqno = 0
@@ -108,12 +108,12 @@ class MachineState:
         self.empty_reported = bool(state.failover_log) and not self.resyncing  # matters only while nothing is held
         self.durable_seqno = min(self.durable_seqno, state.staging_published_seqno)
 
-    def save(self, cause: str, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
+    def save(self, out: list[Instruction], **facts: Unpack[SourceFacts]) -> None:
         """Have facts saved if one of them is new."""
         changed = self.stored._replace(**facts)
         if changed != self.stored:
             self.stored = changed
-            out.append(SaveFacts(self.vbid, cause, facts))
+            out.append(SaveFacts(facts))
 
     def is_stale(self, opaque: int) -> bool:
         if opaque == self.opaque:
@@ -124,7 +124,7 @@ class MachineState:
     def report(self, status: VbucketStatus, text: str, out: list[Instruction]) -> None:
         if (status, text) != (self.shown.status, self.shown.text):
             self.shown.status, self.shown.text = status, text
-            out.append(ReportStatus(self.vbid, "state", status, text))
+            out.append(ReportStatus(status, text))
 
     def report_streaming(self, out: list[Instruction]) -> None:
         status = VbucketStatus.STREAMING
@@ -135,8 +135,15 @@ class MachineState:
         if status is not self.shown.status:
             self.report(status, _STREAMING_TEXTS[status], out)
 
-    def close_stream(self, cause: str, out: list[Instruction]) -> None:
-        out.append(CloseStream(self.vbid, cause, self.opaque))
+    def progressed(self, out: list[Instruction]) -> None:
+        """Note a publish, which also ends a resync."""
+        self.attempt = 0
+        self.shown.failing_text = None
+        self.resyncing = False
+        self.report_streaming(out)
+
+    def close_stream(self, out: list[Instruction]) -> None:
+        out.append(CloseStream(self.opaque))
         self.forget_stream()
 
     def forget_stream(self) -> None:
@@ -152,41 +159,41 @@ class MachineState:
         self.report(status, self.idle_text, out)
         return Phase.IDLE
 
-    def wait(self, reason: RetryReason, cause: str, out: list[Instruction]) -> Phase:
-        out.append(RetryAfter(self.vbid, cause, reason, self.attempt))
+    def wait(self, reason: RetryReason, out: list[Instruction]) -> Phase:
+        out.append(RetryAfter(reason, self.attempt))
         self.attempt += 1
         return Phase.WAITING
 
-    def retry(self, reaction: Reaction, cause: str, out: list[Instruction]) -> Phase:
+    def retry(self, reaction: Reaction, out: list[Instruction]) -> Phase:
         self.report(VbucketStatus.WAITING, reaction.text, out)
-        return self.wait(reaction.reason, cause, out)
+        return self.wait(reaction.reason, out)
 
-    def abandon(self, cause: str, reason: RetryReason | None, out: list[Instruction]) -> Phase:
+    def abandon(self, reason: RetryReason | None, out: list[Instruction]) -> Phase:
         """Drop the staged rows; then ask again at once, or after the delay for `reason`."""
         self.retry_reason = reason
-        out.append(AbandonStaged(self.vbid, cause))
+        out.append(AbandonStaged())
         return Phase.ABANDONING
 
-    def react(self, reaction: Reaction, cause: str, config: bytes, out: list[Instruction]) -> Phase:
+    def react(self, reaction: Reaction, config: bytes, out: list[Instruction]) -> Phase:
         """React to a refusal or a stream's end. Action.GO_BACK is the handshake's."""
         action = reaction.action
         if action in (Action.STOP, Action.REFUSED, Action.WAIT_FOR_COLLECTIONS):
             self.forget_stream()
             self.report(VbucketStatus.REFUSED, reaction.text, out)
             if action is Action.REFUSED:
-                return self.wait(reaction.reason, cause, out)
+                return self.wait(reaction.reason, out)
             if action is Action.WAIT_FOR_COLLECTIONS:
-                out.append(RefreshCollections(self.vbid, cause))
+                out.append(RefreshCollections())
             return Phase.REFUSED
         if action is Action.REFRESH_MAP:
-            out.append(RefreshMap(self.vbid, cause, config))
+            out.append(RefreshMap(config))
         elif action is Action.REFRESH_COLLECTIONS:
-            out.append(RefreshCollections(self.vbid, cause))
+            out.append(RefreshCollections())
         elif action is Action.REOPEN:
-            self.close_stream(cause, out)
+            self.close_stream(out)
         elif action is Action.RECONNECT:
-            out.append(Reconnect(self.vbid, reaction.text))
-        return self.retry(reaction, cause, out)
+            out.append(Reconnect(reaction.text))
+        return self.retry(reaction, out)
 
     def validate(self) -> None:
         assembler = self.assembler

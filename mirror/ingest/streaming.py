@@ -43,6 +43,7 @@ MARKER_ACKS_MAX = 1024
 """Markers that wait for their answer. One snapshot is open at a time, so more than a few mean a faulty source."""
 
 _ASSEMBLE: dict[type, Callable[[Assembler, Any, list[Instruction]], None]] = {
+    SnapshotMarker: Assembler.marker,
     SeqnoAdvanced: Assembler.seqno_advanced,
     SystemEvent: Assembler.system_event,
     OsoSnapshot: Assembler.oso_snapshot,
@@ -59,13 +60,12 @@ def run(machine: MachineState, rows: list[ev.Row], byte_count: int, out: list[In
         machine.assembler.rows(rows, byte_count, out)
     except Violation as violation:
         return violated(machine, str(violation), out)
-    if type(out[-1]) is PublishSnapshot:
-        _progressed(machine, out)
     return Phase.STREAMING
 
 
 def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -> Phase:
-    if machine.is_stale(event.opaque):
+    if event.opaque != machine.opaque:
+        machine.shown.ignored_count += 1
         return Phase.STREAMING
     if machine.marker_purge_seqno:
         _save_purge_seqno(machine, out)
@@ -73,26 +73,13 @@ def message(machine: MachineState, event: StreamEvent, out: list[Instruction]) -
         _ASSEMBLE[type(event)](machine.assembler, event, out)
     except Violation as violation:
         return violated(machine, str(violation), out)
-    if out and type(out[-1]) is PublishSnapshot:
-        _progressed(machine, out)
-    return Phase.STREAMING
+    return _marked(machine, event, out) if type(event) is SnapshotMarker else Phase.STREAMING
 
 
-def marker(machine: MachineState, event: SnapshotMarker, out: list[Instruction]) -> Phase:
-    if event.opaque != machine.opaque:
-        machine.shown.ignored_count += 1
-        return Phase.STREAMING
-    if machine.marker_purge_seqno:
-        _save_purge_seqno(machine, out)
-    try:
-        machine.assembler.marker(event, out)
-    except Violation as violation:
-        return violated(machine, str(violation), out)
-    if out and type(out[-1]) is PublishSnapshot:
-        _progressed(machine, out)
+def _marked(machine: MachineState, event: SnapshotMarker, out: list[Instruction]) -> Phase:
     if event.flags & _ACK:
         if event.end_seqno <= machine.durable_seqno:
-            out.append(AnswerMarker(machine.vbid, "already published", event.opaque))
+            out.append(AnswerMarker(event.opaque))
         elif len(machine.marker_acks) < MARKER_ACKS_MAX:
             machine.marker_acks.append((event.end_seqno, event.opaque))
         else:
@@ -110,7 +97,7 @@ def _save_purge_seqno(machine: MachineState, out: list[Instruction]) -> None:
     facts = SourceFacts(source_purge_seqno=Seqno(purge_seqno))
     if not machine.assembler.boundary_seqno:
         facts["missing_seqno"] = max(machine.stored.missing_seqno, purge_seqno)
-    machine.save("first item", out, **facts)
+    machine.save(out, **facts)
 
 
 def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Phase:
@@ -122,12 +109,10 @@ def ended(machine: MachineState, event: StreamEnd, out: list[Instruction]) -> Ph
         if machine.marker_purge_seqno:
             _save_purge_seqno(machine, out)
         machine.assembler.stream_ended_regularly(out)
-        if out and type(out[-1]) is PublishSnapshot:
-            _progressed(machine, out)
     machine.forget_stream()
     if regular and not machine.assembler.holds_part:
         return finish(machine, out)
-    return machine.react(on_stream_end(event.reason), f"stream end {event.reason}", b"", out)
+    return machine.react(on_stream_end(event.reason), b"", out)
 
 
 def published(machine: MachineState, event: ev.Published, out: list[Instruction]) -> Phase:
@@ -138,7 +123,7 @@ def published(machine: MachineState, event: ev.Published, out: list[Instruction]
     if machine.marker_acks:
         due = [opaque for end_seqno, opaque in machine.marker_acks if end_seqno <= event.seqno]
         machine.marker_acks = [waiting for waiting in machine.marker_acks if waiting[0] > event.seqno]
-        out.extend(AnswerMarker(machine.vbid, "published", opaque) for opaque in due)
+        out.extend(AnswerMarker(opaque) for opaque in due)
     return machine.phase
 
 
@@ -158,16 +143,8 @@ def _perhaps_empty(machine: MachineState, out: list[Instruction]) -> None:
     if machine.empty_reported or assembler.holds_part or assembler.boundary_seqno or assembler.open_snapshot:
         return
     machine.empty_reported = True
-    out.append(PublishSnapshot(machine.vbid, "the source is empty", Seqno(0), Seqno(0)))
-    _progressed(machine, out)
-
-
-def _progressed(machine: MachineState, out: list[Instruction]) -> None:
-    """Note a publish, which also ends a resync."""
-    machine.attempt = 0
-    machine.shown.failing_text = None
-    machine.resyncing = False
-    machine.report_streaming(out)
+    out.append(PublishSnapshot(Seqno(0), Seqno(0)))
+    machine.progressed(out)
 
 
 def key_refused(machine: MachineState, event: ev.KeyRefused, out: list[Instruction]) -> Phase:
@@ -180,17 +157,15 @@ def staging_refused(machine: MachineState, event: ev.StagingRefused, out: list[I
 
 
 def violated(machine: MachineState, text: str, out: list[Instruction]) -> Phase:
-    """Drop the open snapshot, and request the stream again later."""
-    if out and type(out[-1]) is PublishSnapshot:  # a snapshot before the violation stays
-        _progressed(machine, out)
+    """Drop the open snapshot, and request the stream again later. A snapshot published before it stays."""
     shown = machine.shown
     shown.violation_count += 1
     shown.failing_text = (
         f"the source broke the protocol in vb {machine.vbid}: {text}; the open snapshot is dropped and requested "
         "again. If it repeats, report it with this line"
     )
-    machine.close_stream("violation", out)
+    machine.close_stream(out)
     machine.report(VbucketStatus.WAITING, shown.failing_text, out)
     if machine.assembler.holds_part:
-        return machine.abandon("violation", RetryReason.VIOLATION, out)
-    return machine.wait(RetryReason.VIOLATION, "violation", out)
+        return machine.abandon(RetryReason.VIOLATION, out)
+    return machine.wait(RetryReason.VIOLATION, out)

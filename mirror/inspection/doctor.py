@@ -42,7 +42,6 @@ from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.connection.tls import Tls
 from mirror.feed.connection.transport import Link, Opaques, open_link
 from mirror.ingest.events import KeyRefused, Row, StreamAccepted, StreamRollback
-from mirror.ingest.handshake import STREAM_FLAGS
 from mirror.ingest.instructions import RequestStream
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.reactions import on_refusal
@@ -444,8 +443,8 @@ class Doctor:
             owner.waits.append(wait)
             if session.ready:
                 offset = StreamOffset.between_snapshots(seqno, vbuuid)
-                request = RequestStream(vbid, "doctor", offset, int(seqno), STREAM_FLAGS)
-                session.request_stream(request, bytes(4), wait)
+                request = RequestStream(offset, int(seqno))
+                session.request_stream(vbid, request, bytes(4), wait)
             else:
                 wait.on_answer(ClusterError("the connection is over"))
         results = await asyncio.gather(*(wait.answer for wait in owner.waits))

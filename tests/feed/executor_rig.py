@@ -97,8 +97,8 @@ def rows(writer: GroupWriter, *seqnos: int, prefix: bytes | None = None) -> list
 
 def stage(vbucket: FakeVbucket, *seqnos: int, prefix: bytes | None = None) -> ins.StageRows:
     made = rows(vbucket.writer, *seqnos, prefix=prefix)
-    return ins.StageRows(VBID, "t", made, 100, SnapshotRange(Seqno(0), Seqno(seqnos[-1])))
+    return ins.StageRows(made, 100, SnapshotRange(Seqno(0), Seqno(seqnos[-1])))
 
 
 def publish(seqno: int) -> ins.PublishSnapshot:
-    return ins.PublishSnapshot(VBID, "t", Seqno(seqno), Seqno(0))
+    return ins.PublishSnapshot(Seqno(seqno), Seqno(0))

@@ -43,7 +43,7 @@ class ScriptedSession:
         self.requests: list[RequestStream] = []
         self.stream_filter: dict[str, Any] = {}
 
-    def request_stream(self, request: RequestStream, prefix: bytes, owner: Any) -> int:
+    def request_stream(self, vbid: int, request: RequestStream, prefix: bytes, owner: Any) -> int:
         self.requests.append(request)
         return 100 + len(self.requests)
 

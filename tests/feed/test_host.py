@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -11,14 +12,14 @@ import pytest
 from mirror.feed.stream.host import failover_log_event
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
-from mirror.ingest.instructions import Instruction, InstructionFields
+from mirror.ingest.instructions import Instruction
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.state import Phase
 from mirror.wire.codec_dcp import encode_failover_log
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import request, response
 from storage.model import FailoverLog
-from tests.feed.executor_rig import VBID, FakeVbucket, open_writer, publish, stage
+from tests.feed.executor_rig import FakeVbucket, open_writer, publish, stage
 from tests.feed.gated_rig import GatedVbucket
 
 
@@ -30,31 +31,31 @@ def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
 
 
 def test_every_instruction_is_one_that_the_type_checker_has_the_executor_handle() -> None:
-    defined = {kind for kind in vars(ins).values() if isinstance(kind, type) and issubclass(kind, InstructionFields)}
-    assert set(get_args(Instruction)) == defined - {InstructionFields}
+    defined = {kind for kind in vars(ins).values() if is_dataclass(kind) and kind.__module__ == ins.__name__}
+    assert set(get_args(Instruction)) == defined
 
 
 def test_without_a_machine_the_rest_of_a_list_is_not_executed(vbucket: FakeVbucket) -> None:
     """The machine is dropped while its list is executed: a read that is over, for example."""
     vbucket.close_stream = lambda opaque: setattr(vbucket, "machine", None)  # type: ignore[method-assign]
-    vbucket.execute([stage(vbucket, 1, 2), ins.CloseStream(VBID, "t", 5), publish(2)])
+    vbucket.execute([stage(vbucket, 1, 2), ins.CloseStream(5), publish(2)])
     vbucket.commit()
     assert vbucket.writer.vbuckets[0].state.published_seqno == 0
 
 
 def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbucket: FakeVbucket) -> None:
-    vbucket.answers[events.Abandoned] = [ins.ReportStatus(VBID, "t", ins.VbucketStatus.WAITING, "abandoned")]
-    vbucket.execute([ins.AbandonStaged(VBID, "t"), ins.RefreshMap(VBID, "t", b"config")])
+    vbucket.answers[events.Abandoned] = [ins.ReportStatus(ins.VbucketStatus.WAITING, "abandoned")]
+    vbucket.execute([ins.AbandonStaged(), ins.RefreshMap(b"config")])
     assert vbucket.done == ["commit", ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
 
 
 def test_requests_go_out_or_the_machine_learns_that_there_is_no_connection(vbucket: FakeVbucket) -> None:
-    instruction = ins.RequestStream(VBID, "t", StreamOffset.fresh(), 2**64 - 1, 0)
-    vbucket.execute([instruction, ins.GetFailoverLog(VBID, "t")])
+    instruction = ins.RequestStream(StreamOffset.fresh(), 2**64 - 1)
+    vbucket.execute([instruction, ins.GetFailoverLog()])
     assert vbucket.answers_given == [events.StreamRequested(42)]
     vbucket.connected = False
     vbucket.answers_given.clear()
-    vbucket.execute([instruction, ins.GetFailoverLog(VBID, "t")])
+    vbucket.execute([instruction, ins.GetFailoverLog()])
     assert [type(event) for event in vbucket.answers_given] == [events.ConnectionLost, events.ConnectionLost]
 
 

@@ -117,14 +117,14 @@ async def streaming(
 ) -> AsyncIterator[tuple[ScriptedNode, NodeSession, Owner, int]]:
     """A session with an open stream, whose opaque comes last."""
     async with opened(path, answers, **settings) as (node, session, owner):
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
+        opaque = session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(owner.answers))
         yield node, session, owner, opaque
 
 
 def stream_request(start: int = 0, purge_seqno: int | None = None) -> RequestStream:
     offset = StreamOffset.between_snapshots(Seqno(start), Vbuuid(99))
-    return RequestStream(VBID, "test", offset, NO_END_SEQNO, 0x10, purge_seqno)
+    return RequestStream(offset, NO_END_SEQNO, purge_seqno)
 
 
 def mutation(seqno: int, value: bytes = b"{}", key: bytes = b"\0key", stream_id: int | None = None) -> ev.Mutation:
@@ -254,7 +254,7 @@ async def test_refused_dcp_open_is_one_clear_error(tmp_path: Path, status: int, 
 
 async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
-        session.request_stream(stream_request(start=17, purge_seqno=2**63), PREFIX, owner)
+        session.request_stream(VBID, stream_request(start=17, purge_seqno=2**63), PREFIX, owner)
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         sent = ev.StreamRequest(VBID, 0x10, 17, NO_END_SEQNO, 99, 17, 17, b'{"purge_seqno":"%d"}' % 2**63)
@@ -264,7 +264,7 @@ async def test_stream_request_says_where_to_begin(tmp_path: Path) -> None:
 async def test_stream_request_says_what_it_is_filtered_by(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
         session.stream_filter = {"collections": ["8", "a"]}
-        session.request_stream(stream_request(start=17, purge_seqno=5), PREFIX, owner)
+        session.request_stream(VBID, stream_request(start=17, purge_seqno=5), PREFIX, owner)
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         (frame,) = node.received_requests(Opcode.DCP_STREAM_REQ)
         assert frame.value == b'{"collections":["8","a"],"purge_seqno":"5"}'
@@ -284,10 +284,10 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
     log = encode_failover_log([(2**48 - 1, 5), (1, 0)])
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, log)}
     async with opened(tmp_path, answers) as (node, session, owner):
-        first = session.request_stream(stream_request(), PREFIX, owner)
+        first = session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: len(owner.answers) == 1)
         node.answers[Opcode.DCP_STREAM_REQ] = refuse(Status.ROLLBACK, (2**64 - 2).to_bytes(8))
-        second = session.request_stream(stream_request(5), PREFIX, owner)
+        second = session.request_stream(VBID, stream_request(5), PREFIX, owner)
         await owner.until(lambda: len(owner.answers) == 2)
         entries = FailoverLog.of([(2**48 - 1, 5), (1, 0)])
         assert owner.answers == [StreamAccepted(first, entries), StreamRollback(second, 2**64 - 2)]
@@ -298,7 +298,7 @@ async def test_accepted_and_rolled_back(tmp_path: Path) -> None:
 async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body: bytes) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, body)}
     async with opened(tmp_path, answers) as (_, session, owner):
-        session.request_stream(stream_request(), PREFIX, owner)
+        session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(owner.lost))
         assert isinstance(owner.lost[0], HandshakeFailed)
         assert owner.answers == []
@@ -307,7 +307,7 @@ async def test_answer_of_another_shape_ends_the_connection(tmp_path: Path, body:
 async def test_stream_request_without_an_answer_replaces_the_connection(tmp_path: Path) -> None:
     answers: dict[int, Answer] = {Opcode.DCP_STREAM_REQ: silent}
     async with opened(tmp_path, answers, request_timeout_s=0.2) as (_, session, owner):
-        session.request_stream(stream_request(), PREFIX, owner)
+        session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(owner.lost))
         assert isinstance(owner.lost[0], SourceTimeout)
         assert f"vb {VBID}" in owner.lost[0].what
@@ -350,7 +350,7 @@ async def test_connection_without_collections_gets_the_collection_id_put_before_
         session, owner = make(node, tmp_path)
         await session.open()
         assert session.handshake.collections is False
-        opaque = session.request_stream(stream_request(), PREFIX, owner)
+        opaque = session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(owner.answers))
         plain = [mutation(1, key=b"k" * 250), mutation(2, key=b"\xff", value=b""), mutation(3, key=b"s", stream_id=1)]
         deleted = ev.Deletion(VBID, b"d", 4, 9, 8, delete_time=7)
@@ -522,7 +522,7 @@ async def test_a_node_that_does_not_answer_what_a_vbucket_waits_for_is_left(tmp_
             if opcode == Opcode.DCP_GET_FAILOVER_LOG:
                 session.get_failover_log(VBID, lambda _outcome: None)
             elif opcode == Opcode.DCP_STREAM_REQ:
-                session.request_stream(stream_request(), PREFIX, owner)
+                session.request_stream(VBID, stream_request(), PREFIX, owner)
             else:
                 session.close_stream(VBID, None)
             await owner.until(lambda owner=owner: bool(owner.lost))  # type: ignore[misc]
@@ -538,7 +538,7 @@ async def test_own_noops_go_on_where_the_source_has_an_interval_of_its_own(tmp_p
 
     answers: dict[int, Answer] = {Opcode.DCP_CONTROL: control, Opcode.DCP_STREAM_REQ: refuse(Status.SUCCESS, b"")}
     async with opened(tmp_path, answers, noop_interval_s=0.2) as (node, session, owner):
-        session.request_stream(stream_request(), PREFIX, owner)
+        session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(owner.answers))
         await owner.until(lambda: len(node.received_requests(Opcode.NOOP)) >= 2)
         assert session.ready
@@ -554,7 +554,7 @@ async def test_silent_connection_is_ended(tmp_path: Path) -> None:
 
 async def test_lost_connection_is_reported_once_and_closes_what_depends_on_it(tmp_path: Path) -> None:
     async with opened(tmp_path, {Opcode.DCP_STREAM_REQ: silent}) as (node, session, owner):
-        session.request_stream(stream_request(), PREFIX, owner)
+        session.request_stream(VBID, stream_request(), PREFIX, owner)
         await owner.until(lambda: bool(node.received_requests(Opcode.DCP_STREAM_REQ)))
         node.hang_up()
         await owner.until(lambda: bool(owner.lost))

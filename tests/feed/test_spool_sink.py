@@ -41,11 +41,11 @@ def sink(owner: Owner) -> SpoolSink:
 
 def stage(*seqnos: int) -> ins.StageRows:
     rows = [(bytes(4) + seqno.to_bytes(8), encode_mutation(b"k%d" % seqno, b"{}", seqno)) for seqno in seqnos]
-    return ins.StageRows(VBID, "t", rows, 100, WITHIN)
+    return ins.StageRows(rows, 100, WITHIN)
 
 
 def publish(seqno: int, purge_seqno: int | None = None) -> ins.PublishSnapshot:
-    return ins.PublishSnapshot(VBID, "t", Seqno(seqno), Seqno(0), purge_seqno)
+    return ins.PublishSnapshot(Seqno(seqno), Seqno(0), purge_seqno)
 
 
 def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: SpoolSink) -> None:
@@ -66,8 +66,8 @@ def test_a_complete_snapshot_is_handed_out_with_its_history(owner: Owner, sink: 
 
 def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: SpoolSink) -> None:
     sink.stage(stage(1))
-    sink.stage(ins.StageSystemEvent(VBID, "t", Seqno(2), b"event", Manifest(ManifestUid(7)), WITHIN))
-    assert sink.abandon(ins.AbandonStaged(VBID, "t")) == events.Abandoned(sink.state())
+    sink.stage(ins.StageSystemEvent(Seqno(2), b"event", Manifest(ManifestUid(7)), WITHIN))
+    assert sink.abandon(ins.AbandonStaged()) == events.Abandoned(sink.state())
     sink.stage(stage(1))
     assert isinstance(sink.stage(stage(4, 3)), events.StagingRefused)
     assert owner.spools.memory_bytes == 0
@@ -77,7 +77,7 @@ def test_what_is_abandoned_or_refused_is_in_no_snapshot(owner: Owner, sink: Spoo
 
 
 def test_a_rollback_or_a_resync_ends_the_read(owner: Owner, sink: SpoolSink) -> None:
-    sink.roll_back(ins.RollbackTo(VBID, "t", Seqno(4)))
+    sink.roll_back(ins.RollbackTo(Seqno(4)))
     sink.begin_resync("the history is unknown")
     assert owner.lost == [4, 0]
 

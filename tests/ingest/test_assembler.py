@@ -87,7 +87,7 @@ def assembler_at(
     *,
     collections: bool = True,
 ) -> Assembler:
-    assembler = Assembler(0)
+    assembler = Assembler(lambda _out: None)
     assembler.load(ToyStore().holding(boundary, FailoverLog(), staged, open_snapshot).state())
     assembler.begin_stream(inside_snapshot=assembler.resumable, collections_granted=collections)
     return assembler
@@ -165,7 +165,7 @@ def test_a_publish_says_where_its_snapshot_began_and_what_was_purged() -> None:
     assembler = assembler_at(7)
     for message in (marker(8, 10, purge_seqno=6), rows(10)):
         message(assembler, out)
-    assert out[-1] == PublishSnapshot(0, "rows", Seqno(10), Seqno(8), 6)
+    assert out[-1] == PublishSnapshot(Seqno(10), Seqno(8), 6)
 
 
 def test_the_size_and_the_range_go_with_the_rows() -> None:
@@ -445,6 +445,6 @@ def test_where_the_default_collection_is_mirrored_it_is_in_the_manifest(shown: S
 def test_what_a_stored_state_holds(
     boundary: int, staged: int, open_snapshot: tuple[int, int] | None, holds_part: bool, resumable: bool
 ) -> None:
-    assembler = Assembler(0)
+    assembler = Assembler(lambda _out: None)
     assembler.load(ToyStore().holding(boundary, FailoverLog(), staged, open_snapshot).state())
     assert (assembler.holds_part, assembler.resumable) == (holds_part, resumable)

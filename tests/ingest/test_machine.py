@@ -20,7 +20,7 @@ from mirror.ingest.instructions import RetryReason
 from mirror.ingest.machine import TRANSITIONS, VbucketMachine
 from mirror.ingest.selection import StreamFilter
 from mirror.ingest.state import STORE_PHASES, Phase
-from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
 from mirror.wire.events import (
     Abort,
     CollectionCreated,
@@ -110,7 +110,6 @@ def test_a_fresh_vbucket_asks_from_zero_of_no_history() -> None:
     assert requested(rig) == (0, 0, 0, 0)
     request = rig.last(ins.RequestStream)
     assert request.end_seqno == 2**64 - 1
-    assert request.flags == StreamRequestFlag.ACTIVE_VB_ONLY
     assert request.purge_seqno is None
 
 
@@ -258,7 +257,7 @@ def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and
     assert ins.PublishSnapshot in kinds(published)
     assert ins.AnswerMarker not in kinds(published)
     assert machine.handle(ev.Published(4)) == []
-    assert machine.handle(ev.Published(5)) == [ins.AnswerMarker(0, "published", 7)]
+    assert machine.handle(ev.Published(5)) == [ins.AnswerMarker(7)]
     assert machine.handle(ev.Published(5)) == []
 
 
@@ -674,7 +673,7 @@ def test_where_a_rollback_leaves_no_entry_of_the_log_the_common_vbuuid_is_sent()
     rollback(rig, 0)
     done = rig.feed(ev.FailoverLogReceived(log((0xC, 95), (0xB, 70))))
     assert [each for each in done if isinstance(each, ins.SaveFacts)] == [
-        ins.SaveFacts(0, "rolled back", {"failover_log": log((0xB, 80))})
+        ins.SaveFacts({"failover_log": log((0xB, 80))})
     ]
     assert requested(rig) == (80, 80, 80, 0xB)
 
@@ -903,7 +902,7 @@ def test_stopping_closes_the_stream_and_asks_for_nothing() -> None:
     opaque = rig.machine.opaque
     done = rig.feed(ev.Stop("moved to another node"))
     assert [instruction for instruction in done if isinstance(instruction, ins.CloseStream)] == [
-        ins.CloseStream(0, "stop", opaque)
+        ins.CloseStream(opaque)
     ]
     assert (rig.machine.phase, rig.machine.shown.text) == (Phase.IDLE, "moved to another node")
 

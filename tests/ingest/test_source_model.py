@@ -347,7 +347,7 @@ def test_the_same_for_long() -> None:
 def test_the_rows_of_the_model_are_rows_of_the_wire() -> None:
     source = Source(Random(1))
     source.write(b"a")
-    request = ins.RequestStream(ToyStore().vbid, "", StreamOffset.fresh(), 2**64 - 1, 0)
+    request = ins.RequestStream(StreamOffset.fresh(), 2**64 - 1)
     marker, run, nothing = islice(source.stream(request, 5), 3)
     assert isinstance(marker, SnapshotMarker)
     assert replace(marker, flags=0) == SnapshotMarker(0, 0, 1, 0, opaque=5)

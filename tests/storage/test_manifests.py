@@ -51,7 +51,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
     """As a first backfill brings them: each in each vbucket, before the documents. How many entries that held in memory
     before anything was published, and how many bytes of it were counted.
     """
-    assemblers = [Assembler(vbid) for vbid in vbids]
+    assemblers = [Assembler(lambda _out: None) for _ in vbids]
     for vbid, assembler in zip(vbids, assemblers, strict=True):
         assembler.load(writer.vbuckets[vbid].state)
         assembler.begin_stream(inside_snapshot=False, collections_granted=True)
@@ -66,7 +66,7 @@ def create_collections(writer: GroupWriter, vbids: range, count: int) -> tuple[i
             out: list[Any] = []
             assembler.system_event(event, out)
             for instruction in out:
-                writer.vbuckets[instruction.vbid].system_event(
+                writer.vbuckets[vbid].system_event(
                     instruction.seqno,
                     instruction.row_value,
                     instruction.manifest,

@@ -31,7 +31,16 @@ from mirror.ingest.selection import FilterFields
 from mirror.log import get_logger
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import DECODED, decode, encode, to_frame
-from mirror.wire.constants import ControlKey, DcpOpenFlag, Feature, Magic, Opcode, Status, status_name
+from mirror.wire.constants import (
+    ControlKey,
+    DcpOpenFlag,
+    Feature,
+    Magic,
+    Opcode,
+    Status,
+    StreamRequestFlag,
+    status_name,
+)
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
@@ -49,6 +58,8 @@ PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
 FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
 OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
 """The flags to try in turn: a server that does not know a flag answers EINVAL, and may hang up."""
+STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
+"""Never from a replica: its markers may overlap and mix disk and memory."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
 """Begins a stored key of the default collection; connections without collections leave it out."""
@@ -258,7 +269,7 @@ class NodeSession:
     def stream_count(self) -> int:
         return len(self._streams)
 
-    def request_stream(self, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
+    def request_stream(self, vbid: int, request: RequestStream, row_prefix: bytes, owner: StreamOwner) -> int:
         link = self.link
         opaque = link.next_opaque()
         stream_filter = dict(self.stream_filter)
@@ -268,8 +279,8 @@ class NodeSession:
         offset = request.offset
         frame = to_frame(
             ev.StreamRequest(
-                request.vbid,
-                request.flags,
+                vbid,
+                STREAM_FLAGS,
                 offset.start_seqno,
                 request.end_seqno,
                 offset.vbuuid,
@@ -282,7 +293,7 @@ class NodeSession:
         self._streams[opaque] = owner
         link.routes[opaque] = row_prefix
 
-        self._ask(frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {request.vbid}")
+        self._ask(frame, partial(self._stream_answered, owner, opaque), f"the stream request of vb {vbid}")
         return opaque
 
     def close_stream(self, vbid: int, opaque: int | None) -> None:

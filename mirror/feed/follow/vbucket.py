@@ -158,7 +158,7 @@ class MirroredVbucket(VbucketHost):
             self._note_polled(event.seqno)
         elif isinstance(event, events.Published) and self.sink.abandon_due:
             self.sink.abandon_due = False
-            self.execute([AbandonStaged(self.vbid, "the snapshot before it is published")])
+            self.execute([AbandonStaged()])
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         machine, session, group = self.machine, self.session, self.group

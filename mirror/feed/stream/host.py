@@ -188,13 +188,13 @@ class VbucketHost(ABC):
             case ins.AbandonStaged():
                 return sink.abandon(instruction)
             case ins.BeginResync():
-                return sink.begin_resync(instruction.cause)
+                return sink.begin_resync(instruction.text)
             case ins.RefreshMap():
                 self.refresh_map(instruction.config)
             case ins.RefreshCollections():
                 self.refresh_collections()
             case ins.Reconnect():
-                self.reconnect(instruction.cause)
+                self.reconnect(instruction.text)
             case ins.RetryAfter():
                 self.retry_after(instruction.reason, instruction.attempt)
             case _:
@@ -213,7 +213,7 @@ class VbucketHost(ABC):
         session = self.session
         assert session is not None, "it is connected"
         session.stream_filter = self.stream_filter  # other vbuckets' may differ
-        opaque = self.opaque = session.request_stream(request, self.sink.row_prefix(), self)
+        opaque = self.opaque = session.request_stream(self.vbid, request, self.sink.row_prefix(), self)
         return opaque
 
     def close_stream(self, opaque: int | None) -> None:
