@@ -1,8 +1,8 @@
 """Turns an error into one clear line and an exit code, for all commands.
 
 Exit codes: 0 done; 1 failed while running; 2 wrong usage or configuration; 3 the mirror's data is damaged or belongs to
-another bucket; 4 the source refused; 5 the requested document does not exist; 130 interrupted. Invariants: a user's
-mistake is one line on stderr, never a traceback; so is a bug, and that line names the way to its traceback
+another bucket; 4 the source refused; 5 the requested document or user does not exist; 130 interrupted. Invariants: a
+user's mistake is one line on stderr, never a traceback; so is a bug, and that line names the way to its traceback
 (`DCP_MIRROR_LOG_LEVEL=debug`).
 """
 
@@ -26,7 +26,7 @@ UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ =
 
 
 class Absent(Exception):
-    """The requested document does not exist: exit code 5."""
+    """The requested document or user does not exist: exit code 5."""
 
 
 class CommandEnded(Exception):
@@ -42,7 +42,7 @@ def complain(text: str) -> None:
 
 
 def end_by_sigterm() -> None:
-    """Let SIGTERM end this command as Ctrl-C does, also in the background of a script, where shells ignore Ctrl-C."""
+    """Let SIGTERM end this command as Ctrl-C does, also in the background of a script, where Ctrl-C is ignored."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -1,7 +1,7 @@
 """`init`: try a source and write its settings file; with `--systemd`, also the files of the unit.
 
 Invariants: nothing is written before the source was tried; an existing file is overwritten only on request; a password
-never stands in the settings, and only its owner may read its file.
+never stands in the settings; its file has mode 0600.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def init(
     tls_ca_file: options.TlsCaOption = None,
     systemd: Annotated[
         str | None,
-        options.optional("--systemd", metavar="NAME", help="Write the files of the unit dcp-mirror@NAME instead."),
+        options.optional("--systemd", metavar="NAME", help="Also write the files of the unit dcp-mirror@NAME."),
     ] = None,
     root: Annotated[Path, typer.Option("--root", metavar="DIR", help="Root directory for --systemd.")] = Path("/"),
     check: Annotated[bool, typer.Option("--check/--no-check", help="Try the source first.")] = True,
@@ -93,7 +93,7 @@ def init(
 
 def prompt_for(question: str, option: str, judge: Callable[[str], object], default: str | None = None) -> str:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{option} is not given", hint=f"give {option}, or call it on a terminal")
+        raise ConfigError(f"{option} is not given", hint=f"give {option}, or run the command on a terminal")
 
     def judged(answer: str) -> str:
         try:
@@ -193,7 +193,7 @@ def write(files: Mapping[Path, tuple[str, int]], *, force: bool) -> None:
     try:
         for path, (text, _) in files.items():
             if path.exists() and not force and path.read_text() != text:
-                raise ConfigError(f"{path} exists", hint="give --force to overwrite it, or another --to")
+                raise ConfigError(f"{path} exists", hint="give --force to overwrite it, or another --to or --root")
         for path, (text, mode) in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(path.name + ".new")

@@ -1,10 +1,11 @@
 """The collections that a mirror's streams request: their names, looked up in the source's manifest.
 
-Knows a selection, the newest manifest of any node, and the vbuckets that wait for another; must never know streams or
-the store. Invariants: a manifest is never replaced by one of a lower uid; a missing name is waited for and reported; a
-vbucket that was refused for an unknown collection, or lost all it had, is notified once something fits again. For a
-user without the privilege to look up the server's own collections the source leaves them out of streams without a word
-(docs/protocol.md 2.2); the watch warns if the cluster map says that there are some and the manifest shows none.
+Knows a selection, the newest manifest of any node, and the vbuckets that wait for a newer manifest; must never know
+streams or the store. Invariants: a manifest is never replaced by one of a lower uid; a missing name is waited for and
+reported; a vbucket that was refused for an unknown collection, or lost all collections, is notified once the selection
+has one. For a user without the privilege to look up the server's own collections the source leaves them out of streams
+without a word (docs/protocol.md 2.2); the watch warns if the cluster map says that there are some and the manifest
+shows none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = get_logger("feed")
 
 HIDDEN = (
     "the source's own collections (scope _system) are not mirrored: the user may not look them up, so the source "
-    "leaves them out; grant it the privilege SystemCollectionLookup if they are needed (role data_dcp_reader)"
+    "leaves them out; grant the user the privilege SystemCollectionLookup if they are needed (role data_dcp_reader)"
 )
 PAUSE_MIN_S = 0.2
 
@@ -63,7 +64,7 @@ class CollectionWatch:
 
     @property
     def polled_collections(self) -> Sequence[int] | None:
-        """The collections whose high seqnos bound the streams; None: the bucket's."""
+        """The collections whose high seqnos are polled; None: the bucket's high seqnos."""
         return self.resolved.collection_ids if self.hidden or not self.selection.whole else None
 
     @property
@@ -80,18 +81,18 @@ class CollectionWatch:
         self._wake.set()
 
     async def run(self) -> None:
-        """Follow the manifest until cancelled. Raises NotSupported if the source has no collections to choose."""
+        """Follow the manifest until cancelled. Raises NotSupported if the source does not support collections."""
         while True:
             polls = bool(self.selection.collections or self.resolved.missing or self._waiting or self.hidden)
             await happens(self._wake, self._settings.map_poll_interval_s if polls else None)
             self._wake.clear()
             await self._look_once()
-            if self.selection.whole and self._waiting:  # nothing can be missing: its stream is requested as before
+            if self.selection.whole and self._waiting:  # nothing can be missing: waiting vbuckets request streams again
                 self._notify()
             await self._clock.sleep(PAUSE_MIN_S)
 
     async def _look_once(self) -> None:
-        """Ask one node, each time another first, until one answers."""
+        """Ask nodes until one answers, beginning with another each time."""
         sessions = self._connections.ready_sessions()
         self._turn += 1
         turn = self._turn % max(1, len(sessions))
@@ -101,7 +102,7 @@ class CollectionWatch:
                     return
                 raise NotSupported(
                     f"{session.address} does not support collections, and {self.selection} is to be mirrored",
-                    hint="Couchbase Server 7.0 or newer has them; mirror the whole bucket into a new data directory",
+                    hint="use Couchbase Server 7.0 or newer, or mirror the whole bucket into a new data directory",
                 )
             try:
                 manifest = await fetch_manifest(session.link, self._settings)
@@ -126,7 +127,7 @@ class CollectionWatch:
             self._said = self.resolved.missing
             if self._said:
                 log.warning("collections-missing", text=self.text)
-        # A stream that shows something which is gone ends by itself and reports it, so it is left alone.
+        # The source ends the stream of a dropped collection, and the stream reports that.
         news = before.uid < 0 or (self.resolved.filter is not None and not self.resolved.filter.within(before.filter))
         if news and not self.selection.whole:
             self._notify()

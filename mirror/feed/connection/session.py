@@ -3,12 +3,12 @@
 Knows how a connection is negotiated, the vbucket of each opaque, flow control and signs of life; must never know the
 meaning of a stream's messages, nor the store. Invariants:
 - a message whose opaque is not that of a live stream is dropped, yet acked (docs/protocol.md 2.1, 2.8);
-- every byte that counts is acked once, so the window never leaks shut;
+- every byte that counts is acked once, so the window never stays full;
 - a noop is answered before anything else of the same read;
-- a connection that is silent for twice the noop interval is closed; if the source sends no noops in time, ours keep a
-  sound one open.
+- a connection that is silent for twice the noop interval is closed; if the source sends no noops in time, our noops
+  keep the connection open.
 
-We request no stream ids: they would exclude sync writes. Messages that carry one are understood.
+We request no stream ids. Messages that carry one are understood.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SessionOwner(Protocol):
 
 
 CheckNode = Callable[[Link], Awaitable[None]]
-"""Judges a node by its cluster map before any stream is requested. Raises if this is not the right bucket."""
+"""Judges a node by its cluster map before any stream is requested. Raises if the map is of another bucket."""
 
 
 class NodeSession:
@@ -129,7 +129,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """When data of a source's disk snapshot came last, and any data."""
+        """When data last came: of a disk snapshot, and of any kind."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class NodeSession:
     def _flags_granted(self, flags: DcpOpenFlag) -> DcpOpenFlag:
         if Feature.XATTR not in self.handshake.features:
             flags &= ~(DcpOpenFlag.INCLUDE_XATTRS | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS)
-        if not self.handshake.collections:  # both came with later releases
+        if not self.handshake.collections:  # a server without collections may not know this flag
             flags &= ~DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS
         return flags
 
@@ -330,7 +330,7 @@ class NodeSession:
         self.link.send(encode_frame(response(marker)))
 
     def set_row_prefix(self, opaque: int, row_prefix: bytes) -> None:
-        """Make the stream's rows for another branch from the next read on."""
+        """Give the stream's rows another branch's prefix from the next read on."""
         if opaque in self._streams:
             self.link.routes[opaque] = row_prefix
 

@@ -20,7 +20,7 @@ from mirror.wire.constants import HEADER_SIZE, Magic, Opcode
 from mirror.wire.frame import encode, request
 
 PROBE_TIMEOUT_S = 2.0
-"""Timeout for finding out what a port speaks that sent something unexpected."""
+"""Timeout for probing the protocol of a port that sent something unexpected."""
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
 """Finds which of two files is wrong, which OpenSSL does not always say."""
@@ -40,7 +40,7 @@ _OUR_CERTIFICATE: dict[str, str] = {
     "ACCESS_DENIED": "it denies access with our client certificate",
     "DECRYPT_ERROR": "it cannot verify our client certificate with its key",
 }
-"""By part of an alert's name: what the node holds against our certificate."""
+"""The node's objection to our certificate, by a part of the alert's name."""
 
 
 def _no_passphrase() -> str:
@@ -60,20 +60,20 @@ def _unusable(setting: str, path: object, error: Exception, hint: str) -> Config
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS towards a node, with the files as they were when it was made."""
+    """TLS towards a node, with the files as read by `of`."""
 
     context: ssl.SSLContext
     settings: Settings
 
     @staticmethod
     def of(settings: Settings) -> Tls:
-        """Verify certificate and name. Raises ConfigError for files that cannot be used."""
+        """Return TLS that verifies certificate and name. Raises ConfigError for files that cannot be used."""
         ca_file, cert_file, key_file = settings.tls_ca_file, settings.tls_client_cert_file, settings.tls_client_key_file
         try:
             context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         except (OSError, ssl.SSLError) as error:
             raise _unusable("tls_ca_file", ca_file, error, "give the cluster's CA certificates as a PEM file") from None
-        # An intermediate authority, or the very certificate, will do.
+        # `tls_ca_file` may hold an intermediate authority or the certificate itself.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
         context.minimum_version = versions[settings.tls_minimum_version]
@@ -89,14 +89,14 @@ class Tls:
         return Tls(context, settings)
 
     def failure(self, error: ssl.SSLError, where: str) -> TlsFailed:
-        """Map a TLS handshake failure, or an alert behind it, to an error with a remedy."""
+        """Map a TLS handshake failure, or an alert after it, to an error with a remedy."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return _refused_by_us(error, where, self.settings)
         reason = str(getattr(error, "reason", None) or error).upper()
         if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason or "NO_PROTOCOLS_AVAILABLE" in reason:
             return TlsFailed(
                 f"{where} speaks no allowed TLS version (at least {self.settings.tls_minimum_version})",
-                hint="allow a newer version at the cluster, or lower tls_minimum_version from 1.3 to 1.2",
+                hint="allow TLS 1.2 or 1.3 at the cluster; tls_minimum_version must not be above the cluster's version",
             )
         if "WRONG_VERSION_NUMBER" in reason or "RECORD_LAYER" in reason or "PACKET_LENGTH" in reason:
             return not_tls(where)
@@ -176,7 +176,7 @@ async def speaks_plain_kv(address: NodeAddress) -> bool:
 
 
 async def speaks_tls(address: NodeAddress) -> bool:
-    """Return True if the port answers the start of a TLS handshake. Verifies nothing, and sends nothing."""
+    """Return True if the port answers the start of a TLS handshake. Verifies nothing, and sends no secret."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -6,7 +6,7 @@ it runs in one thread and event loop: what a socket brings is worked on before t
 Invariants:
 - an error of one vbucket, node or group never touches another;
 - with a supervisor, workers follow a newer map once the supervisor has recorded it; a map of another bucket than the
-  stored one ends the consumer with `BucketChanged`; no connection and no map ever deletes local data;
+  stored one is refused with `BucketChanged`; no connection and no map ever deletes local data;
 - a mirror of some collections requests streams once it knows their ids (`collection_watch`).
 """
 
@@ -218,7 +218,7 @@ class Consumer:
         self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """End on a refusal at the very start; wait out and show later failures."""
+        """End on a refusal at the very start; show and retry failures after it."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:

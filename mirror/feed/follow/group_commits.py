@@ -4,8 +4,8 @@ Must never know connections or maps. Invariants:
 - waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
   `commit_interval_ms` after they began to wait; when all together hold `batch_bytes_max`, the fullest is written;
 - a commit informs the vbuckets' machines of what it published before it returns;
-- a failed group drops its machines and restarts them from the store, later if the disk is full, and never if the error
-  is permanent; no other group is touched.
+- a failed group drops its machines and restarts them from the store after a pause, never after a permanent error; no
+  other group is touched.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work, unless a commit starts key rows. The store's idle sync may be this
+"""Pause between checks for background work, unless a commit begins an index job. The store's idle sync may be this
 late.
 """
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
 """Share of a worker's time for scheduled commits; the rest is for receiving."""
 REOPEN_FACTOR_MAX = 16
-"""A group that cannot reopen waits this times `storage_retry_interval_s` at most."""
+"""Longest pause of a group that cannot reopen, in units of `storage_retry_interval_s`."""
 FREE_BYTES_TO_RESUME = 2
-"""This times `batch_bytes_max` must be free before a group retries a full disk."""
+"""Free space required before a group retries a full disk, in units of `batch_bytes_max`."""
 
 
 class CommitPace:
@@ -44,10 +44,9 @@ class CommitPace:
 
     Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t divided
     by `COMMIT_SHARE` of the worker's time, and the next one waits until the ones before it are paid for. Time without
-    commits pays in advance, for as long as a group may wait: so all groups of a worker that was idle commit at once,
-    and a timer that is late does not delay the commits after it. Commits take more than their share, averaged over that
-    interval, only if groups would otherwise wait for longer than they may. Only commits that were scheduled count:
-    writing rows down because memory is full is the work itself.
+    commits pays in advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does
+    not delay the commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would
+    otherwise wait for longer than they may. Only scheduled commits count, not writes of rows because memory is full.
     """
 
     def __init__(self, wait_max_s: float) -> None:
@@ -56,7 +55,7 @@ class CommitPace:
         self._paid_at = 0.0
 
     def delay_s(self, now: float, waiting_since: float) -> float:
-        """Return how long a group must still wait that has something to commit since then."""
+        """Return how long a group with something to commit since `waiting_since` must still wait."""
         return max(0.0, min(self._paid_at, waiting_since + self._wait_max_s) - now)
 
     def committed(self, started: float, ended: float) -> None:
@@ -100,7 +99,7 @@ class Group:
             self.vbuckets[vbid].handle(Published(seqno))
 
     def failed(self, error: StorageError) -> None:
-        """Stop the group's streams; restart them from the store, later if the disk is full."""
+        """Stop the group's streams; restart them from the store after a pause."""
         if self.error is not None:
             return
         self.error = error
@@ -184,7 +183,7 @@ class GroupCommits:
         self.groups = [Group(writer, self) for writer in writers]
         self.queue: deque[Group] = deque()
         self.free_bytes = 0
-        """Bytes that may be received before the groups' pending bytes must be summed: never too much."""
+        """Bytes, at most, that may be received before the groups' pending bytes must be summed."""
         self.on_reopened = on_reopened
         self.settings = settings
         self._clock = clock
@@ -246,7 +245,7 @@ class GroupCommits:
 
     async def work_in_background(self) -> None:
         while True:
-            if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's
+            if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's keys
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self.has_work.clear()

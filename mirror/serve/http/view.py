@@ -1,8 +1,7 @@
-"""The open mirror of one HTTP process: one view, opened when first needed and again after a group was recreated, and
-the news of its publishes.
+"""The view of one HTTP process, opened when first needed and again after a group was recreated; and news of publishes.
 
 Knows the data directory and the store's `View`; never a request. Invariants: a replaced file of a group is noticed
-within a second; an unused view is closed; only the reading process opens files.
+within a second; a replaced view is closed; only the reading process opens files.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class PublishWatch:
         self._mirror = mirror
         self._clock = clock
         self.moved: asyncio.Future[None]
-        """Done at the next publish or `wake`, and replaced. Take it before looking, after `enter`."""
+        """Done at the next publish or `wake`, and replaced. Take it after `enter`, before reading positions."""
         self._task: asyncio.Task[None] | None = None
         self._readers = 0
 
@@ -82,7 +81,7 @@ class PublishWatch:
     async def _look(self) -> None:
         before: list[Served] | None = None
         while True:
-            with contextlib.suppress(StorageError):  # each stream meets it by itself, and says so
+            with contextlib.suppress(StorageError):  # each stream gets this error itself and reports it
                 now = self._mirror.view.published()
                 if now != before:
                     before = now
