@@ -1,6 +1,6 @@
 """Instructions: the values that `VbucketMachine.handle` returns, one for each action.
 
-Says what each instruction means and what its host (`feed.stream.host`) guarantees; must never know how.
+Says what each instruction means and what its host (`feed.host`) guarantees; must never know how.
 
 A host guarantees:
 - the instructions of one list are executed in list order; if one fails, the rest of its list is dropped and the

@@ -9,25 +9,32 @@ from typing import get_args
 
 import pytest
 
-from mirror.feed.stream.host import failover_log_event
+from mirror.feed.follow.store_sink import PersistenceGate
+from mirror.feed.host import failover_log_event
 from mirror.ingest import events
 from mirror.ingest import instructions as ins
-from mirror.ingest.instructions import Instruction
-from mirror.ingest.offset import StreamOffset
+from mirror.ingest.instructions import Instruction, VbucketStatus
 from mirror.ingest.state import Phase
 from mirror.wire.codec_dcp import encode_failover_log
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import request, response
-from storage.model import FailoverLog
-from tests.feed.executor_rig import FakeVbucket, open_writer, publish, stage
-from tests.feed.gated_rig import GatedVbucket
+from storage.model import FailoverLog, Seqno
+from tests.feed.gated_rig import VBID, GatedVbucket
+
+PUBLISH = ins.PublishSnapshot(Seqno(9), Seqno(0))
+"""Leaves something in the gate of a vbucket that executes it."""
 
 
 @pytest.fixture
-def vbucket(tmp_path: Path) -> Iterator[FakeVbucket]:
-    writer = open_writer(tmp_path)
-    yield FakeVbucket(writer)
-    writer.close()
+def rig(tmp_path: Path) -> Iterator[GatedVbucket]:
+    made = GatedVbucket(tmp_path)
+    yield made
+    made.close()
+
+
+def gate_of(rig: GatedVbucket) -> PersistenceGate:
+    assert rig.actor.gate is not None
+    return rig.actor.gate
 
 
 def test_every_instruction_is_one_that_the_type_checker_has_the_executor_handle() -> None:
@@ -35,33 +42,33 @@ def test_every_instruction_is_one_that_the_type_checker_has_the_executor_handle(
     assert set(get_args(Instruction)) == defined
 
 
-def test_without_a_machine_the_rest_of_a_list_is_not_executed(vbucket: FakeVbucket) -> None:
+def test_without_a_machine_the_rest_of_a_list_is_not_executed(
+    rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The machine is dropped while its list is executed: a read that is over, for example."""
-    vbucket.close_stream = lambda opaque: setattr(vbucket, "machine", None)  # type: ignore[method-assign]
-    vbucket.execute([stage(vbucket, 1, 2), ins.CloseStream(5), publish(2)])
-    vbucket.commit()
-    assert vbucket.writer.vbuckets[0].state.published_seqno == 0
+    monkeypatch.setattr(rig.actor, "close_stream", lambda _opaque: rig.actor.drop_machine())
+    rig.actor.execute([ins.CloseStream(5), PUBLISH])
+    assert gate_of(rig).waiting == 0
 
 
-def test_answer_of_an_instruction_is_performed_before_the_next_of_the_list(vbucket: FakeVbucket) -> None:
-    vbucket.answers[events.Abandoned] = [ins.ReportStatus(ins.VbucketStatus.WAITING, "abandoned")]
-    vbucket.execute([ins.AbandonStaged(), ins.RefreshMap(b"config")])
-    assert vbucket.done == ["commit", ("report", ins.VbucketStatus.WAITING), ("map", b"config")]
+def test_an_answer_is_handled_before_the_next_instruction_of_the_list(
+    rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    answered, following = (ins.ReportStatus(VbucketStatus.WAITING, text) for text in ("answered", "next"))
+    monkeypatch.setattr(rig.actor, "answered", lambda _answer: [answered])
+    monkeypatch.setattr(rig.actor, "report", lambda _status, text: said.append(text))
+    rig.actor.execute([ins.AbandonStaged(), following])
+    assert said == ["answered", "next"]
 
 
-def test_requests_go_out_or_the_machine_learns_that_there_is_no_connection(vbucket: FakeVbucket) -> None:
-    instruction = ins.RequestStream(StreamOffset.fresh(), 2**64 - 1)
-    vbucket.execute([instruction, ins.GetFailoverLog()])
-    assert vbucket.answers_given == [events.StreamRequested(42)]
-    vbucket.connected = False
-    vbucket.answers_given.clear()
-    vbucket.execute([instruction, ins.GetFailoverLog()])
-    assert [type(event) for event in vbucket.answers_given] == [events.ConnectionLost, events.ConnectionLost]
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> GatedVbucket:
-    return GatedVbucket(tmp_path)
+def test_a_refusal_by_the_sink_ends_the_list(rig: GatedVbucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.actor, "retry_after", lambda *_: None)
+    rig.accept((9, 0))
+    rig.snapshot(0, 5, {5: (b"a", b"1")})
+    rig.actor.execute([ins.Advance(Seqno(3), None), PUBLISH])
+    assert gate_of(rig).waiting == 0, "the machine had the rest abandoned"
+    assert "advance to 3 below 5" in str(rig.actor.last_error)
 
 
 def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None:
@@ -74,7 +81,6 @@ def test_without_a_machine_nothing_is_handled_or_sent(rig: GatedVbucket) -> None
     rig.actor.start_machine()
     rig.connect()
     assert len(rig.session.requests) == sent + 1
-    rig.close()
 
 
 def test_a_request_that_the_session_cannot_carry_is_answered_as_a_lost_connection(rig: GatedVbucket) -> None:
@@ -84,7 +90,6 @@ def test_a_request_that_the_session_cannot_carry_is_answered_as_a_lost_connectio
     assert rig.actor.machine is not None
     assert rig.actor.machine.phase is Phase.IDLE
     assert "no connection" in rig.actor.text
-    rig.close()
 
 
 def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
@@ -95,7 +100,6 @@ def test_what_is_not_attached_is_not_detached_twice(rig: GatedVbucket) -> None:
     assert rig.actor.text == "moved"
     rig.actor.detach(events.NoActiveNode())
     assert "names no active node" in rig.actor.text
-    rig.close()
 
 
 def test_an_answer_with_a_failover_log_is_read_or_refused() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.feed.gated_rig import GatedVbucket
 from tests.feed.harness import Mirrors
 
 VBUCKETS = 4
+PLAIN: Any = SimpleNamespace(rollback_deferred=False)
 
 
 @pytest.fixture
@@ -46,9 +48,9 @@ def test_an_end_waits_until_it_is_persisted_and_stands_for_those_before_it() -> 
     gate.hold(5, 1)
     gate.hold(9, 6)
     gate.hold(12, 10)
-    assert gate.release(4) is None
+    assert gate.release(4, PLAIN) is None
     assert gate.waiting == 3
-    assert gate.release(11) == (9, 6)
+    assert gate.release(11, PLAIN) == (9, 6)
     assert gate.persisted_seqno == 11
     assert gate.waiting == 1
     assert gate.drop()
@@ -62,11 +64,11 @@ def test_however_many_wait_few_are_kept_and_what_is_released_was_an_end(seed: in
         ends.append(ends[-1] + rng.randrange(1, 4))
         gate.hold(ends[-1], ends[-2] + 1)
         assert gate.waiting <= HELD_MAX
-        if rng.random() < 0.05 and (found := gate.release(rng.randrange(released, ends[-1] + 1))) is not None:
+        if rng.random() < 0.05 and (found := gate.release(rng.randrange(released, ends[-1] + 1), PLAIN)) is not None:
             assert found[0] in ends
             assert released < found[0] <= gate.persisted_seqno
             released = found[0]
-    assert gate.release(ends[-1]) == (ends[-1], ends[-2] + 1) or gate.waiting == 0
+    assert gate.release(ends[-1], PLAIN) == (ends[-1], ends[-2] + 1) or gate.waiting == 0
 
 
 def test_of_a_failover_only_what_both_histories_share_counts() -> None:

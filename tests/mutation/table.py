@@ -221,7 +221,7 @@ MUTATIONS = (
         _PERSISTENCE, "min(seen.persisted_seqno, seen.last_seqno_received or 0)", "seen.persisted_seqno", _OF_GATE
     ),
     Mutation(_VBUCKET, "if self.gate is None or vbuuid != self.observed_vbuuid:", "if self.gate is None:", _OF_GATE),
-    Mutation(_VBUCKET, "POLLS_MIN = 2", "POLLS_MIN = 1", _OF_GATE),
+    Mutation(_STORE_SINK, "POLLS_MIN = 2", "POLLS_MIN = 1", _OF_GATE),
     Mutation(_STORE_SINK, "deferred=self.gate is not None", "deferred=False", _OF_GATE),
     Mutation(
         _STORE_SINK,
@@ -243,7 +243,7 @@ MUTATIONS = (
     ),
     # --- the consumer core
     Mutation(
-        "mirror/feed/stream/host.py",
+        "mirror/feed/host.py",
         "            if self.machine is None:\n                return\n            answer",
         "            answer",
         "tests/feed/test_host.py",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from mirror.clock import Clock, happens
 from mirror.config import Settings
-from mirror.feed.stream.host import VbucketHost
+from mirror.feed.host import VbucketHost
 from mirror.ingest.events import Published
 from mirror.ingest.instructions import VbucketStatus
 from mirror.log import get_logger

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
-from mirror.feed.stream.host import Staging
+from mirror.feed.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, NoBoundary, ResyncOpened, ResyncRefused, RolledBack, StagingRefused
 from storage.errors import SeqnoOrder
@@ -21,6 +21,9 @@ from storage.write.writer import RollbackResult, VbucketWriter
 FREE_BYTES_MIN = 64 * 1024 * 1024
 """Space that a resync leaves free on the disk; with less, the commits of the other vbuckets would fail next."""
 
+
+POLLS_MIN = 2
+"""The first high seqno that comes after a stream's acceptance may answer an earlier poll."""
 
 HELD_MAX = 64
 """Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
@@ -39,6 +42,8 @@ class PersistenceGate:
         self.persisted_seqno = 0
         """The last answer, for status."""
         self._held: list[Held] = []
+        self._highs: list[int] = []
+        """The source's last high seqnos polled since the stream was accepted."""
 
     @property
     def waiting(self) -> int:
@@ -49,9 +54,25 @@ class PersistenceGate:
         if len(self._held) > HELD_MAX:
             del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
 
-    def release(self, persisted_seqno: int, at_least: int = 0) -> Held | None:
-        """Return the newest persisted end, and drop those before it; None while it is below `at_least`."""
+    def stream_accepted(self) -> None:
+        self._highs = []
+
+    def polled(self, high_seqno: int, state: VbucketState) -> None:
+        """Note a polled high seqno. After the end of a shorter new history no message comes, so hold its end here."""
+        self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
+        end_seqno = state.staging_published_seqno
+        if state.rollback_deferred and not self._held and len(self._highs) == POLLS_MIN and high_seqno <= end_seqno:
+            self.hold(end_seqno, end_seqno)
+
+    def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
+        """Return the newest persisted end, and drop those before it.
+
+        While a rollback is deferred, the end must reach what readers see, or be that of a shorter new history.
+        """
         self.persisted_seqno = persisted_seqno
+        at_least = state.published_seqno if state.rollback_deferred else 0
+        if len(self._highs) == POLLS_MIN:
+            at_least = min(at_least, self._highs[-1])
         ready = [held for held in self._held if held[0] <= persisted_seqno]
         if not ready or ready[-1][0] < at_least:
             return None

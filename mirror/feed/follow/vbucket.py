@@ -16,7 +16,7 @@ from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.session import NodeSession
 from mirror.feed.follow.group_commits import Group
 from mirror.feed.follow.store_sink import PersistenceGate, StoreSink
-from mirror.feed.stream.host import MachineEvent, VbucketHost
+from mirror.feed.host import MachineEvent, VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import KeyRefused, Row
 from mirror.ingest.instructions import AbandonStaged, Instruction, RetryReason, VbucketStatus
@@ -33,9 +33,6 @@ ERROR_STATES = {
     VbucketStatus.WAITING,
 }
 """The text of these states is kept as the last error."""
-
-POLLS_MIN = 2
-"""The first high seqno that comes after a stream's acceptance may answer an earlier poll."""
 
 
 class MirroredVbucket(VbucketHost):
@@ -74,8 +71,6 @@ class MirroredVbucket(VbucketHost):
         """Time for which the node, a mirror, has had no contact with its own source; None: it has contact."""
         self._maps = maps
         self._collections = collections
-        self._highs: list[int] = []
-        """The source's last high seqnos polled since the stream was accepted."""
         self._filter: StreamFilter | None = None
         self._held_seqno: int = writer.base.published_seqno
         """Published seqno at the start of the process, lowered by each rollback. Rows up to it need not come again."""
@@ -152,13 +147,14 @@ class MirroredVbucket(VbucketHost):
             return
         if instructions := self.machine.handle(event):
             self.execute(instructions)
-        if isinstance(event, events.StreamAccepted):
-            self._highs = []
-        elif isinstance(event, events.HighSeqno) and self.streaming:
-            self._note_polled(event.seqno)
-        elif isinstance(event, events.Published) and self.sink.abandon_due:
-            self.sink.abandon_due = False
-            self.execute([AbandonStaged()])
+        if isinstance(event, events.Published):
+            if self.sink.abandon_due:
+                self.sink.abandon_due = False
+                self.execute([AbandonStaged()])
+        elif self.gate is not None and isinstance(event, events.StreamAccepted):
+            self.gate.stream_accepted()
+        elif self.gate is not None and isinstance(event, events.HighSeqno) and self.streaming:
+            self.gate.polled(event.seqno, self.sink.state())
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
         machine, session, group = self.machine, self.session, self.group
@@ -259,21 +255,7 @@ class MirroredVbucket(VbucketHost):
         """Publish what waited: every copy has persisted everything up to `seqno` of the history `vbuuid`."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
             return
-        state = self.sink.state()
-        at_least = 0
-        if state.rollback_deferred:  # readers change over at their seqno, or at the end of a shorter new history
-            high = None if len(self._highs) < POLLS_MIN else self._highs[-1]
-            at_least = state.published_seqno if high is None else min(state.published_seqno, high)
-        released = self.gate.release(seqno, at_least)
+        released = self.gate.release(seqno, self.sink.state())
         if released is not None:
             self.writer.publish(*released)
             self.group.schedule()
-
-    def _note_polled(self, seqno: int) -> None:
-        """Note a polled high seqno. After the end of a shorter new history no message comes, so hold its end here."""
-        self._highs = [*self._highs, seqno][-POLLS_MIN:]
-        if self.gate is None or self.gate.waiting or len(self._highs) < POLLS_MIN:
-            return
-        state = self.sink.state()
-        if state.rollback_deferred and seqno <= state.staging_published_seqno:
-            self.gate.hold(state.staging_published_seqno, state.staging_published_seqno)

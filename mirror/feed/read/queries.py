@@ -6,17 +6,16 @@ growing pauses until it is answered in full or time is up; a refusal that waitin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mirror.errors import ClusterError, ConfigError, HandshakeFailed, MirrorError, NotSupported, SourceTimeout
+from mirror.errors import ClusterError, ConfigError, MirrorError, NotSupported, SourceTimeout
 from mirror.feed.cluster.connections import Connections
 from mirror.feed.cluster.map_follower import MapFollower
 from mirror.feed.connection.bootstrap import fetch_high_seqnos, fetch_manifest
 from mirror.feed.connection.session import NodeSession
 from mirror.ingest.selection import FilterFields
 from mirror.wire.codec_dcp import decode_failover_log
-from mirror.wire.codec_kv import decode_collection_id
 from mirror.wire.constants import Opcode, status_name
 from mirror.wire.constants import Status as WireStatus
 from mirror.wire.errors import RemoteProtocolError
@@ -99,16 +98,12 @@ class SourceQueries:
             session = self._any_session()
             if not session.handshake.collections:
                 raise NotSupported(f"{session.address} does not support collections", hint="read the bucket as a whole")
+            manifest = await fetch_manifest(session.link, self._settings)
             if len(names) == 1 and isinstance(names[0], str) and "." not in names[0]:
-                scope_id = await self._id_of(session, Opcode.GET_SCOPE_ID, "scope", names[0])
-                self.stream_filter = {"scope": f"{scope_id:x}"}
+                self.stream_filter = {"scope": f"{_id_of(manifest.scopes, 'scope', names[0]):x}"}
                 return
-            ids = [
-                name
-                if isinstance(name, int)
-                else await self._id_of(session, Opcode.GET_COLLECTION_ID, "collection", name)
-                for name in names
-            ]
+            known = {".".join(path): found for path, found in manifest.collections.items()}
+            ids = [name if isinstance(name, int) else _id_of(known, "collection", name) for name in names]
             self._collection_ids = ids
             self.stream_filter = {"collections": [f"{collection_id:x}" for collection_id in ids]}
 
@@ -119,18 +114,6 @@ class SourceQueries:
         if session is None:
             raise ClusterError("no node can be reached")
         return session
-
-    async def _id_of(self, session: NodeSession, opcode: int, what: str, name: str) -> int:
-        answer = await session.link.request(opcode, value=name.encode(), timeout_s=self._settings.request_timeout_s)
-        if answer.status == WireStatus.SUCCESS:
-            return decode_collection_id(answer.extras)[1]
-        if answer.status in (WireStatus.UNKNOWN_COLLECTION, WireStatus.UNKNOWN_SCOPE, WireStatus.EINVAL):
-            raise ConfigError(
-                f"the bucket has no {what} {name!r}",
-                hint="write scope.collection as the cluster knows it, or the name of one scope",
-                setting="collections",
-            )
-        raise HandshakeFailed(f"{session.address} does not name the {what} {name!r}: {status_name(answer.status)}")
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
         """Repeat an attempt while its error is retryable. After `timeout_s` raise the last one, with the hint."""
@@ -151,3 +134,13 @@ class SourceQueries:
                 raise SourceTimeout(f"{complaint}, for {self._timeout_s:g} s{self.connections.errors()}", hint=hint)
             await self.clock.sleep(min(pause_s, deadline - self.clock.monotonic()))
             pause_s = min(pause_s * 2, POLL_MAX_S)
+
+
+def _id_of(known: Mapping[str, int], what: str, name: str) -> int:
+    if name not in known:
+        raise ConfigError(
+            f"the bucket has no {what} {name!r}",
+            hint="write scope.collection as the cluster knows it, or the name of one scope",
+            setting="collections",
+        )
+    return known[name]

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 
 from mirror.errors import ClusterError, PrivilegeMissing, SourceTimeout
 from mirror.feed.connection.session import NodeSession, StreamAnswer
+from mirror.feed.host import VbucketHost
 from mirror.feed.read.queries import SourceQueries
 from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, SourceRolledBack, SpoolSink
 from mirror.feed.read.spool import OpenSpools, SpoolFile
-from mirror.feed.stream.host import VbucketHost
 from mirror.ingest import events
 from mirror.ingest.events import Row
 from mirror.ingest.instructions import VbucketStatus

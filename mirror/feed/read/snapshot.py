@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from mirror.feed.host import Staging
 from mirror.feed.read.spool import OpenSpools, Spool
-from mirror.feed.stream.host import Staging
 from mirror.ingest import instructions as ins
 from mirror.ingest.events import Abandoned, Published, StagingRefused
 from storage.format.records import decode_row
