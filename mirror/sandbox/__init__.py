@@ -5,7 +5,7 @@ from mirror.sandbox.data.bucket import Bucket, vbucket_of
 from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.node.tls import NodeTls
+from mirror.sandbox.node.node import NodeTls
 from mirror.sandbox.thread import SandboxThread
 from mirror.sandbox.workload import Workload, WorkloadOptions
 

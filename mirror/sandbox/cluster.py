@@ -18,8 +18,7 @@ from mirror.sandbox.data.profile import DEFAULT_PROFILE, profile_named
 from mirror.sandbox.data.streams import Sent
 from mirror.sandbox.data.vbucket import CHECKPOINT_ITEMS_MAX, CHECKPOINTS_KEPT, Vbucket
 from mirror.sandbox.node.faults import Faults
-from mirror.sandbox.node.node import SandboxNode
-from mirror.sandbox.node.tls import NodeTls
+from mirror.sandbox.node.node import NodeTls, SandboxNode
 from mirror.server.cluster_config import NOWHERE
 
 EXPIRY_PAGER_SECONDS = 60.0

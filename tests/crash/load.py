@@ -14,6 +14,7 @@ from random import Random
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.bucket import vbucket_of
+from tests.sandbox.past import expire
 
 TICK_S = 0.01
 COLLECTION = "shop.carts"
@@ -87,7 +88,7 @@ class Load:
 
     def _expire(self) -> None:
         if key := self._present():
-            self._bucket.expire(key)
+            expire(self._bucket, key)
 
     def _multi_write(self) -> None:
         rng = self._rng

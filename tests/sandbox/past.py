@@ -1,10 +1,14 @@
-"""What a vbucket of the embedded source held at any seqno of any of its histories."""
+"""The state of a vbucket of the embedded source at any seqno of any of its histories, and changes that clients cannot
+make.
+"""
 
 from __future__ import annotations
 
+from mirror.sandbox.data.bucket import DEFAULT_COLLECTION, Bucket, vbucket_of
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.data.vbucket import PastHistory, Vbucket, system_id
 from mirror.wire.constants import SystemEventId
+from storage.model import FailoverLog
 
 
 def state_at(
@@ -30,6 +34,24 @@ def state_at(
         else:
             state[item.key] = item
     return state
+
+
+def expire(bucket: Bucket, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
+    """Make a living document expire now. Raises DocumentError."""
+    wire_key = bucket.wire_key(key, collection)
+    if vbid is None:
+        vbid = vbucket_of(key.encode() if isinstance(key, str) else key, len(bucket.vbuckets))
+    vbucket = bucket.vbuckets[vbid]
+    return bucket.documents.expire(vbucket, bucket.documents.get(vbucket, wire_key))
+
+
+def reset(vbucket: Vbucket) -> None:
+    """Delete and recreate a vbucket: it is empty and has another history."""
+    vbucket.forgotten_seqno = vbucket._forgotten_purge_seqno = 0
+    vbucket._cut(0)
+    vbucket.failover_log = FailoverLog.of([(vbucket._new_vbuuid(), 0)])
+    vbucket.purge_seqno = 0
+    vbucket._notify()
 
 
 def _log(vbucket: Vbucket, seqno: int, vbuuid: int | None) -> list[Item]:

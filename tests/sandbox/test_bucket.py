@@ -10,6 +10,7 @@ from mirror.sandbox import DocumentError, SandboxCluster, vbucket_of
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.manifest import ManifestError
 from mirror.wire.constants import VbucketRole
+from tests.sandbox.past import expire
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_values_of_every_kind(bucket: Bucket) -> None:
     assert bucket.get("d") is None
     with pytest.raises(DocumentError):
         bucket.delete("d")
-    assert bucket.expire("t").deleted
+    assert expire(bucket, "t").deleted
     assert bucket.document_count == 2
     assert bucket.set("x", {}, vbid=3).seqno == 1
     assert bucket.vbuckets[3].document_count >= 1
@@ -59,13 +60,6 @@ def test_a_load_is_spread_by_key_or_goes_to_one_vbucket(bucket: Bucket) -> None:
     assert bucket.get("k77") is not None
     assert bucket.load([(b"only", b"{}")], vbid=2) == 1
     assert b"\0only" in bucket.vbuckets[2].newest[0]
-
-
-def test_groups(bucket: Bucket) -> None:
-    bucket.set("gone", {}, vbid=1)
-    items = bucket.multi_write(1, [("a", {"n": 1}), ("b", "x"), ("gone", None)])
-    assert [item.seqno for item in items] == [2, 3, 4]
-    assert bucket.vbuckets[1].cut(1, 1)[0] == 4
 
 
 def test_states_by_node(bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.config_reader import validated
-from mirror.errors import AuthRejected, ClusterError, ConfigError, TlsFailed
+from mirror.errors import AuthRejected, ConfigError, TlsFailed
 from mirror.feed.cluster.discovery import discover
 from mirror.feed.connection.bootstrap import Access, enter
 from mirror.feed.connection.connection_string import parse
@@ -97,16 +97,6 @@ async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Au
         assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
 
 
-async def test_old_versions(authority: Authority) -> None:
-    tls = node_tls(authority)
-    tls.context.maximum_version = ssl.TLSVersion.TLSv1_2
-    async with SandboxCluster(tls=tls) as cluster:
-        with pytest.raises(ClusterError, match="TLS"):
-            await found(cluster.connection_string, tls_ca_file=authority.ca_file, tls_minimum_version="1.3")
-        found_map = await found(cluster.connection_string, tls_ca_file=authority.ca_file, tls_minimum_version="1.2")
-        assert found_map.vbucket_count
-
-
 async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_on(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,20 +114,6 @@ async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_o
         assert (await found(cluster.connection_string, tls_ca_file=second.ca_file)).vbucket_count
         assert not link.closed
         link.close()
-
-
-async def test_alternate_addresses_are_chosen_by_the_host_that_was_contacted(authority: Authority) -> None:
-    async with SandboxCluster(nodes=2, tls=node_tls(authority)) as cluster:
-        cluster.bucket.map.host, cluster.bucket.map.external_host = "node.internal.invalid", "127.0.0.1"
-        cluster.bucket.map.bump()
-        for url in (cluster.connection_string, cluster.plain_connection_string):
-            settings: dict[str, Any] = {"tls_ca_file": authority.ca_file} if url.startswith("couchbases") else {}
-            outside = await found(url, **settings)
-            assert outside.network == "external"
-            assert {node.host for node in outside.nodes} == {"127.0.0.1"}
-            inside = await found(f"{url}?network=default", **settings)
-            assert {node.host for node in inside.nodes} == {"node.internal.invalid"}
-            assert outside.active == inside.active
 
 
 def test_what_cannot_be_used_is_one_error(authority: Authority, tmp_path: Path) -> None:

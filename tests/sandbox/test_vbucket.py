@@ -12,7 +12,7 @@ from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import FAILOVER_LOG_MAX, Vbucket
 from tests.manual_clock import ManualClock
-from tests.sandbox.past import state_at
+from tests.sandbox.past import reset, state_at
 
 
 def bucket(*, bounded: bool = False, **options: int) -> Bucket:
@@ -109,7 +109,7 @@ def test_a_bounded_vbucket_keeps_so_many_tombstones_and_no_lost_history() -> Non
     assert vbucket.failover(100) == vbucket.forgotten_seqno, "no more can be lost than is kept"
     assert 1900 < vbucket.purge_seqno <= vbucket.high_seqno
     old = vbucket.vbuuid
-    vbucket.reset()
+    reset(vbucket)
     assert (vbucket.high_seqno, vbucket.purge_seqno, vbucket.lost) == (0, 0, [])
     assert [entry.vbuuid != old for entry in vbucket.failover_log] == [True]
 
@@ -250,7 +250,7 @@ def test_the_groups_of_a_lost_history_are_forgotten() -> None:
     source = bucket()
     vbucket = source.vbuckets[0]
     source.multi_write(0, [("a", {}), ("b", {}), ("c", {}), ("d", {})])
-    vbucket.reset()
+    reset(vbucket)
     source.set("a", {})
     assert vbucket.cut(0, 10)[0] == 1
     assert vbucket.failover(0) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from mirror.clock import SystemClock
 from mirror.sandbox import SandboxCluster
-from mirror.sandbox.data.users import User
+from mirror.sandbox.data.bucket import User
 from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader

@@ -35,6 +35,7 @@ from storage.history import chain, index, merge, purge, removal
 from storage.read import bulk, scan, vbucket_reader
 from storage.write import background
 from tests.manual_clock import ManualClock
+from tests.sandbox.past import expire
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
 from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
@@ -433,7 +434,7 @@ class World:
     def expire(self) -> None:
         vbid, key, path = self.place()
         try:
-            self.source.bucket.expire(key, vbid=vbid, collection=path)
+            expire(self.source.bucket, key, vbid=vbid, collection=path)
         except DocumentError:
             self.counts["expiries"] += self.source.bucket.expire_all(vbid)
         else:

@@ -13,11 +13,10 @@ from random import Random
 from typing import Any
 
 from mirror.sandbox.data import vbucket as sandbox_vbucket
-from mirror.sandbox.data.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.data.manifest import FIRST_ID
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
-from mirror.sandbox.data.users import User
 from mirror.sandbox.data.vbucket import Vbucket, system_id
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter, _scope_of
@@ -31,6 +30,7 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Feature, MarkerVersion, SnapshotFlag, Status, SystemEventId
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamRequest
 from storage.model import FailoverLog
+from tests.sandbox.past import reset
 
 ABILITIES = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 
@@ -312,7 +312,7 @@ class Source:
         """The vbucket is deleted and recreated."""
         vbucket = self.vbucket(vbid)
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
-        vbucket.reset()
+        reset(vbucket)
         self.persisted[vbid] = 0
         self.end_streams(vbid)
 

@@ -18,6 +18,7 @@ from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.manual_clock import ManualClock
 from tests.processes import caught_up
+from tests.sandbox.past import expire
 
 FOLDER = Path(__file__).with_name("directories")
 VBUCKETS = 8
@@ -47,7 +48,7 @@ def _changes(source: SandboxCluster) -> None:
         bucket.delete(f"plain-{number}")
         bucket.set(f"plain-{number + 1}", {"n": number, "second": True})
     bucket.set("durable", {"committed": True}, durable=True)
-    bucket.expire("with-xattrs")
+    expire(bucket, "with-xattrs")
     bucket.drop_collection("shop.old")
     bucket.flush_collection("shop.orders")
     bucket.set("cart", "after the flush", collection="shop.orders")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import Any
 from zlib import crc32
 
 from mirror.clock import Clock
@@ -21,9 +23,9 @@ from mirror.sandbox.data.item import EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest, ManifestError
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
-from mirror.sandbox.data.users import SandboxUsers
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
+from mirror.server.privileges import ALL_PRIVILEGES, certified_name
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole
 from mirror.wire.events import SystemEventContent
@@ -35,6 +37,32 @@ Value = bytes | str | dict[str, object] | list[object]
 
 def vbucket_of(key: bytes, vbucket_count: int) -> int:
     return (crc32(key) >> 16 & 0x7FFF) % vbucket_count
+
+
+@dataclass(slots=True)
+class User:
+    name: str
+    password: str
+    privileges: frozenset[str] = ALL_PRIVILEGES
+
+
+@dataclass(slots=True)
+class SandboxUsers:
+    """All users. The next login sees a change of passwords, the next operation a change of privileges."""
+
+    by_name: dict[str, User] = field(default_factory=dict)
+
+    def add(self, name: str, password: str, privileges: frozenset[str] = ALL_PRIVILEGES) -> User:
+        user = self.by_name.setdefault(name, User(name, password))
+        user.password, user.privileges = password, privileges
+        return user
+
+    def of_certificate(self, certificate: Mapping[str, Any]) -> User | None:
+        return self.by_name.get(certified_name(certificate) or "")
+
+    def password_of(self, name: str) -> str | None:
+        user = self.by_name.get(name)
+        return None if user is None else user.password
 
 
 class Bucket:
@@ -162,10 +190,6 @@ class Bucket:
         """
         leave = None if xattrs is None else values.join(_xattrs(xattrs), b"", 0)
         return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection), leave=leave)
-
-    def expire(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        vbucket = self._at(key, vbid)
-        return self.documents.expire(vbucket, self.documents.get(vbucket, self.wire_key(key, collection)))
 
     def prepare(
         self,

@@ -271,13 +271,6 @@ class Vbucket:
         self._notify()
         return base
 
-    def reset(self) -> None:
-        self.forgotten_seqno = self._forgotten_purge_seqno = 0
-        self._cut(0)
-        self.failover_log = FailoverLog.of([(self._new_vbuuid(), 0)])
-        self.purge_seqno = 0
-        self._notify()
-
     def _forget(self) -> None:
         """Drop the versions that were superseded before the oldest change that checkpoints can hold.
 

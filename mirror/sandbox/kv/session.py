@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from mirror.document.lookup import Content
-from mirror.sandbox.data.bucket import Bucket
+from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import Item
-from mirror.sandbox.data.users import User
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import DocumentSession, FoundDocument

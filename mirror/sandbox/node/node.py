@@ -1,7 +1,8 @@
-"""A node: a listener, its connections, and the dispatch of their requests to tables.
+"""A node: a listener, its certificate, its connections, and the dispatch of their requests to tables.
 
 Invariants: answers come in the order of the requests; bytes that are no frame end their connection alone; a request
-that its operation cannot decode is refused, and the connection stays.
+that its operation cannot decode is refused, and the connection stays; an exchanged certificate is shown to new
+connections alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from mirror.errors import ConfigError
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.clustermap import SandboxAddress
 from mirror.sandbox.dcp.producer import PIECE_BYTES, SandboxProducer
@@ -51,6 +55,48 @@ DURATION_US = 0.5
 
 _REQUESTS = (Magic.REQUEST, Magic.FLEX_REQUEST)
 _QUITQ = int(Opcode.QUITQ)
+
+
+@dataclass(slots=True)
+class NodeTls:
+    """The nodes' certificate and their rules for clients. Raises ConfigError for files that cannot be used."""
+
+    cert_file: Path
+    """Certificate and its chain (PEM)."""
+    key_file: Path | None = None
+    """None: the key is in the same file."""
+    client_ca_file: Path | None = None
+    """The authority of client certificates; None: none is requested."""
+    clients_need_certificate: bool = False
+    """Close connections without the certificate of a known user; else a password is enough."""
+    context: ssl.SSLContext = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.client_ca_file is not None:
+            try:
+                self.context.load_verify_locations(self.client_ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise _unusable(self.client_ca_file, error) from error
+            self.context.verify_mode = ssl.CERT_REQUIRED if self.clients_need_certificate else ssl.CERT_OPTIONAL
+        elif self.clients_need_certificate:
+            raise ConfigError("client certificates are required, but no CA is given", hint="name their CA")
+        self.rotate()
+
+    def rotate(self, cert_file: Path | None = None, key_file: Path | None = None) -> None:
+        """Show another certificate from now on; without files, load the old files again."""
+        cert = cert_file or self.cert_file
+        key = key_file or (None if cert_file is not None else self.key_file)
+        try:
+            self.context.load_cert_chain(cert, key)
+        except (OSError, ssl.SSLError) as error:
+            raise _unusable(cert, error) from error
+        self.cert_file, self.key_file = cert, key
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be used: {error.strerror or error}", hint="give PEM files")
 
 
 class NodeConnection(asyncio.Protocol):
