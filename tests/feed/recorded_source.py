@@ -144,43 +144,7 @@ def _script_of(frames: Iterable[Passed]) -> Script:
         elif not frame.is_response and name in open_now:
             open_now[name].messages.append(frame)
     script.features = frozenset(features)
-    for vbid, exchanges in script.exchanges.items():
-        script.exchanges[vbid] = _joined(exchanges)
     return script
-
-
-def _joined(exchanges: list[Exchange]) -> list[Exchange]:
-    """Streams of one vbucket that ran side by side (stream ids, each with a filter) as the one stream of a client
-    without filters: the messages in the order of their seqnos, the snapshots' ends the larger of each pair.
-    """
-    repeated = [
-        exchange
-        for exchange in exchanges
-        if exchange.status == Status.SUCCESS and any(message.stream_id is not None for message in exchange.messages)
-    ]
-    if len(repeated) < 2:
-        return exchanges
-    markers: list[ev.SnapshotMarker] = []
-    items: dict[int, Frame] = {}
-    for exchange in repeated:
-        own = [event for event in map(decode, exchange.messages) if isinstance(event, ev.SnapshotMarker)]
-        for index, marker in enumerate(own):
-            if index < len(markers):
-                markers[index] = replace(markers[index], end_seqno=max(markers[index].end_seqno, marker.end_seqno))
-            else:
-                markers.append(marker)
-        for message in exchange.messages:
-            event = decode(message)
-            if isinstance(event, SEQNO_EVENTS):
-                items.setdefault(event.seqno, message)
-    messages: list[Frame] = []
-    last = 0
-    for marker in markers:
-        messages.append(to_frame(marker))
-        messages += [items[seqno] for seqno in sorted(items) if last < seqno <= marker.end_seqno]
-        last = marker.end_seqno
-    joined = Exchange(repeated[0].request, repeated[0].status, repeated[0].body, messages)
-    return [joined, *(exchange for exchange in exchanges if exchange not in repeated)]
 
 
 def fresh_exchange(vbid: int, failover_log: list[tuple[int, int]], events: list[ev.Event]) -> Exchange:

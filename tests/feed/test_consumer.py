@@ -91,24 +91,9 @@ async def test_failover_with_loss_is_rolled_back_exactly(cluster: SandboxCluster
     assert mirror.row(3)["last_rollback"] == (base + 6, base)
 
 
-async def test_whole_node_fails_over_with_loss(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    write(cluster, 200)
-    mirror = await mirrors.follow()
-    write(cluster, 40, "perhaps-lost")
-    await mirror.follow()
-    await cluster.failover_node(1, lose=2)
-    write(cluster, 40, "after")
-    await mirror.until(
-        lambda: all(
-            mirror.row(vbid)["published_seqno"] == cluster.vbucket(vbid).high_seqno
-            and mirror.row(vbid)["vbuuid"] == cluster.vbucket(vbid).vbuuid
-            for vbid in range(VBUCKETS)
-        ),
-        "everything on the new history",
-    )
-
-
-@pytest.mark.parametrize("fault", ["cut", "truncate", "silence", "stop_mid_snapshot"])
+@pytest.mark.parametrize(
+    "fault", ["cut", pytest.param("truncate", marks=pytest.mark.ci), "silence", "stop_mid_snapshot"]
+)
 async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, mirrors: Mirrors, fault: str) -> None:
     """Also in the middle of snapshots, with more to come than a window."""
     write(cluster, 100)
@@ -151,13 +136,6 @@ async def test_node_that_falls_silent_is_not_waited_for_when_its_vbuckets_are_el
         cluster.move(vbid, 0)
     write(cluster, 100, "moved")
     await mirror.follow()
-
-
-async def test_slow_source_does_not_grow_the_queue(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    write(cluster, 500)
-    mirror = await mirrors.follow(connection_buffer_size=4096)
-    for node in mirror.status()["nodes"]:
-        assert node["received_bytes"] - node["acked_bytes"] == node["unacked_bytes"] < 4096
 
 
 @pytest.mark.parametrize(
@@ -228,11 +206,6 @@ async def test_unreachable_source_is_waited_for_or_given_up_by_setting(
     await patient.until(lambda: "cannot be reached" in (patient.status()["error"] or ""), "error shown")
 
 
-async def test_first_host_that_answers_is_enough(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    write(cluster, 20)
-    await mirrors.follow(cluster.connection_string.replace("@", "@127.0.0.1:1,"))
-
-
 @pytest.mark.usefixtures("short_pauses")
 async def test_a_service_shows_a_recreated_bucket_as_refused_and_goes_on_once_the_old_one_is_back(
     cluster: SandboxCluster, mirrors: Mirrors
@@ -282,9 +255,9 @@ async def test_another_bucket_is_exit_3_and_the_data_stays(cluster: SandboxClust
 
 async def test_large_snapshot_is_hidden_until_it_is_whole(cluster: SandboxCluster, mirrors: Mirrors) -> None:
     """Staged in bounded batches, cut in the middle, resumed where it stood, visible in one instant."""
-    cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(8000)), vbid=1)
+    cluster.bucket.load(((f"big-{n}".encode(), b'{"pad":"' + b"y" * 300 + b'"}') for n in range(3000)), vbid=1)
     mirror = mirrors.start(batch_bytes_max=64 * 1024, connection_buffer_size=32768)
-    await mirror.until(lambda: mirror.row(1)["staged_seqno"] > 2000, "part of the snapshot")
+    await mirror.until(lambda: mirror.row(1)["staged_seqno"] > 500, "part of the snapshot")
     with open_view(mirror.path) as view:
         assert view.state(1).published_seqno == 0
         assert list(view.scan(1, now=0)) == []

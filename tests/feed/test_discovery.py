@@ -113,22 +113,10 @@ async def test_the_newest_map_of_all_hosts_and_of_all_nodes_that_any_map_names_i
         assert [node.connections for node in (old, newer, newest)] == [1, 1, 1]
 
 
-async def test_a_host_that_does_not_answer_delays_the_start_for_a_bounded_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discovery, "SURVEY_S", 0.3)
-    async with ScriptedNode() as node, ScriptedNode({Opcode.HELLO: silent}) as dead:
-        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node, dead)
-        access = access_to(node, tmp_path, connect_timeout_s=600)
-        hosts = [first(access), NodeAddress("127.0.0.1", dead.port)]
-        assert (await discover(access, SystemClock(), addresses=hosts)).rev == 7
-        assert dead.connections == 1
-
-
 async def test_silent_hosts_delay_neither_a_map_nor_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "SURVEY_S", 0.3)
     async with ScriptedNode() as node, ScriptedNode({Opcode.HELLO: silent}) as dead:
-        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node)
+        node.answers[Opcode.GET_CLUSTER_CONFIG] = map_of(7, node, dead)
         access = access_to(node, tmp_path, connect_timeout_s=600)
         hosts = [NodeAddress(host, dead.port) for host in ("127.0.0.1", "127.0.0.2")] + [first(access)]
         async with asyncio.timeout(60):

@@ -23,26 +23,6 @@ from storage.write.background import Background
 from tests.feed.harness import Mirrors, write
 
 
-async def test_damaged_group_stops_and_the_others_go_on(
-    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(cluster, 50)
-    mirror = await mirrors.follow()
-
-    def damaged(_work: Any) -> Any:
-        raise CorruptedError("page 7 is not a page", path="group-0001")
-
-    monkeypatch.setattr(mirror.writers[1].owner, "write", damaged)
-    write(cluster, 50, "after")
-    await mirror.until_state(1, "damaged")
-    for vbid in (0, 2, 4, 6):
-        await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
-    assert "page 7" in mirror.status()["groups"][1]["error"]
-    with pytest.raises(CorruptedError):
-        mirror.consumer.request(RollBack(1, 0))
-    monkeypatch.undo()
-
-
 async def test_full_disk_stops_one_group_and_it_goes_on_later(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +94,8 @@ async def test_whatever_a_groups_store_raises_stops_that_group_alone(
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "contradicts itself: AssertionError: a reference without its row" in mirror.row(1)["last_error"]
     assert mirror.row(1)["state"] == "damaged"
+    with pytest.raises(CorruptedError):
+        mirror.consumer.request(RollBack(1, 0))
     directory.GroupLock(writer.path).release()  # given up
 
 

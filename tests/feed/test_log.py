@@ -8,7 +8,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("before", "loaded"), [("pass", False), ("import rich", True)])
+@pytest.mark.parametrize(
+    ("before", "loaded"), [("pass", False), pytest.param("import rich", True, marks=pytest.mark.ci)]
+)
 def test_structlog_is_imported_without_rich_and_rich_stays_importable(before: str, *, loaded: bool) -> None:
     after = "print('rich' in sys.modules, 'rich.traceback' in sys.modules); import rich.table"
     code = f"{before}; import sys, mirror.log; {after}"

@@ -147,7 +147,7 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
 # -- a consumer that is connected to a stale node alone --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("profile", ["6.6", "7.2", "8.0"])
+@pytest.mark.parametrize("profile", ["6.6", pytest.param("7.2", marks=pytest.mark.ci), "8.0"])
 async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
     """It is the only node that the consumer is connected to; the other one is queried all the same."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):

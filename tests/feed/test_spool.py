@@ -68,15 +68,6 @@ def test_blocks_of_a_closed_spool_are_used_again(folder: Path) -> None:
     file.close()
 
 
-def test_a_folder_that_takes_nothing_is_one_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(folder / "absent"))
-    spool = Spool(SpoolFile())
-    spool.append([encode_mutation(b"k", b"v", 1)])
-    with pytest.raises(MirrorError, match=r"absent.*TMPDIR"):
-        spool.spill()
-    assert list(spool.frames()) == [encode_mutation(b"k", b"v", 1)]
-
-
 def test_a_full_disk_gives_back_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     file = SpoolFile()
     spool = Spool(file)

@@ -32,12 +32,6 @@ async def test_the_hosts_of_a_name_in_the_order_of_their_priority_and_weight(ser
     assert await first_addresses(tls, server.address) == (NodeAddress("a.example", 11207),)
 
 
-async def test_the_records_are_queried_each_time(server: NameServer) -> None:
-    await first_addresses(NAME, server.address)
-    server.records["_couchbase._tcp.db.example"] = ["0 0 11210 moved.example."]
-    assert await first_addresses(NAME, server.address) == (NodeAddress("moved.example", 11210),)
-
-
 @pytest.mark.parametrize("hosts", ["db.example:11210", "db.example,b.example", "10.0.0.1", "[::1]", "localhost"])
 async def test_what_is_a_host_already_is_not_requested(server: NameServer, hosts: str) -> None:
     source = parse(f"couchbase://u@{hosts}/b")

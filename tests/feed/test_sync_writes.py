@@ -57,15 +57,3 @@ async def test_a_restart_and_a_failover_between_the_halves(cluster: SandboxClust
     bucket.set("base", {"a": 2}, vbid=0)
     await mirror.until(lambda: mirror.row(0)["rollback_count"] == 1, "rolled back")
     await mirror.follow()
-
-
-async def test_durable_writes_never_leak_the_window_shut(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    mirror = mirrors.start(connection_buffer_size=4096, stall_timeout_s=600)
-    await mirror.until(lambda: mirror.row(0)["state"] == "streaming", "open")
-    for round_ in range(8):
-        for number in range(300):
-            durable(cluster, f"k-{number}", {"round": round_}, number % VBUCKETS)
-        await mirror.follow()
-    (node,) = mirror.status()["nodes"]
-    assert node["reconnects"] == 0
-    assert node["unacked_bytes"] < 4096

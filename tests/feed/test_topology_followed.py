@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from mirror.errors import AuthRejected, BucketChanged, ConfigError, NotSupported, TlsFailed
+from mirror.errors import BucketChanged
 from mirror.feed.cluster.map_follower import MapFollower
-from mirror.ingest.topology import parse_cluster_map
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.server.cluster_config import NOWHERE
@@ -306,20 +305,6 @@ async def test_a_client_certificate_is_exchanged_without_a_restart(tmp_path: Pat
         await mirror.follow()
 
 
-async def test_refusals_at_the_start_end_it(tmp_path: Path) -> None:
-    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
-    tls = NodeTls(*authority.sign("127.0.0.1"))
-    async with source_of(tmp_path, tls=tls) as (cluster, mirrors):
-        cases: list[tuple[str, dict[str, Any], type[Exception]]] = [
-            (cluster.connection_string, {"tls_ca_file": stranger.ca_file}, TlsFailed),
-            (cluster.connection_string, {"tls_ca_file": tmp_path / "absent.pem"}, ConfigError),
-            (cluster.plain_connection_string.replace("demo@", "nobody@"), {}, AuthRejected),
-        ]
-        for url, settings, kind in cases:
-            mirror = mirrors.start(url, **settings)
-            assert isinstance(await mirror.fails(), kind)
-
-
 async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tmp_path: Path) -> None:
     """A node joins that offers no TLS: its vbuckets wait, with the reason."""
     authority = Authority(tmp_path)
@@ -335,15 +320,3 @@ async def test_a_node_without_a_port_of_our_kind_is_said_and_the_others_go_on(tm
         cluster.move(5, 0)
         await mirror.follow()
         assert mirror.status()["error"] is None
-
-
-async def test_a_source_that_offers_only_tls_is_named_to_clients_without(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    async with source_of(tmp_path, tls=NodeTls(*authority.sign("127.0.0.1"))) as (cluster, mirrors):
-        # The plain port still answers, as for a moment while an operator changes it, and the map has it no more.
-        cluster.bucket.map.nodes = [type(node)(node.number, None, node.tls_port) for node in cluster.bucket.map.nodes]
-        cluster.bucket.map.bump()
-        rendered = parse_cluster_map(cluster.bucket.map.to_json(0, with_bucket=True), "127.0.0.1")
-        assert all(node.kv_port is None for node in rendered.nodes)
-        mirror = mirrors.start(f"couchbase://demo@127.0.0.1:{cluster.nodes[0].port}/demo")
-        assert isinstance(await mirror.fails(), NotSupported)

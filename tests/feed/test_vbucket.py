@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mirror.ingest.reactions import Action, on_refusal, on_stream_end
+from mirror.ingest.reactions import Action, Reaction, on_refusal, on_stream_end
 from mirror.wire import events as ev
 from mirror.wire.codec_dcp import encode_failover_log, to_frame
 from mirror.wire.constants import Feature, SnapshotFlag, Status, StreamEndReason
@@ -27,7 +28,7 @@ ANY = ev.StreamRequest(VBID, 0, 0, 0, 0, 0, 0)
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.feed.stream.host.delay_s", lambda reason, attempt, jitter: 0.01)
+    monkeypatch.setattr("mirror.feed.host.delay_s", lambda reason, attempt, jitter: 0.01)
 
 
 def snapshot(first: int, last: int, flags: int = int(SnapshotFlag.MEMORY)) -> list[ev.Event]:
@@ -54,7 +55,13 @@ def stored(mirror: Mirror) -> list[int]:
         return sorted(document.seqno for document in view.scan(VBID))
 
 
-@pytest.mark.parametrize("reason", [*StreamEndReason, 42])
+def one_of_a_kind(codes: list[int], reaction: Callable[[int], Reaction]) -> list[Any]:
+    """All codes; by default one for each reaction."""
+    first = {replace(reaction(code), text=""): code for code in reversed(codes)}.values()
+    return [pytest.param(code, marks=() if code in first else pytest.mark.ci) for code in codes]
+
+
+@pytest.mark.parametrize("reason", one_of_a_kind([*StreamEndReason, 42], on_stream_end))
 async def test_after_every_end_of_a_stream_it_is_requested_again_unless_people_must_act(
     reason: int, tmp_path: Path
 ) -> None:
@@ -76,22 +83,13 @@ async def test_after_every_end_of_a_stream_it_is_requested_again_unless_people_m
             ], "a full request with the stored position: any end may hide a rollback"
         assert mirror.row(VBID)["last_error"] == on_stream_end(reason).text
         await mirror.stop()
-    assert stored(mirror) == list(range(1, mirror_end(reason) + 1))
-
-
-def mirror_end(reason: int) -> int:
-    return 3 if on_stream_end(reason).action is Action.STOP else 6
+    assert stored(mirror) == list(range(1, 4 if on_stream_end(reason).action is Action.STOP else 7))
 
 
 KNOWN = [status for status in Status if status not in (Status.SUCCESS, Status.ROLLBACK)]
-ONE_OF_A_KIND = {replace(on_refusal(status), text=""): status for status in reversed([*KNOWN, 0x7777])}.values()
-REFUSALS = [
-    pytest.param(status, marks=() if status in ONE_OF_A_KIND else pytest.mark.ci) for status in [*KNOWN, 0x7777]
-]
-"""Those that the protocol knows, and one that nobody has heard of; by default one for each reaction."""
 
 
-@pytest.mark.parametrize("status", REFUSALS)
+@pytest.mark.parametrize("status", one_of_a_kind([*KNOWN, 0x7777], on_refusal))
 async def test_after_every_refusal_it_is_requested_again_unless_people_must_act(status: int, tmp_path: Path) -> None:
     """From 0, where nothing is held; the other vbucket of the same connection is not touched by it."""
     refused = Exchange(ANY, status, b"")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -148,109 +147,26 @@ async def test_an_open_connection_has_its_node_polled_and_no_other(monkeypatch: 
     await asyncio.gather(running, return_exceptions=True)
 
 
-class Proxy:
-    """Forwards bytes between a client and a node, until it stops to, without a word to either."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.deaf = asyncio.Event()
-        self.connections = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.transport.abort()
-        await asyncio.sleep(0)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        there, onward = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, onward]
-        deaf = self.deaf
-        for source, target in ((reader, onward), (there, writer)):
-            task = asyncio.create_task(self._forward(source, target, deaf))
-            self._tasks.add(task)
-
-    @staticmethod
-    async def _forward(source: asyncio.StreamReader, target: asyncio.StreamWriter, deaf: asyncio.Event) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await source.read(65536):
-                if not deaf.is_set():
-                    target.write(data)
-        if not deaf.is_set():
-            target.close()
-
-
-@pytest.mark.parametrize("noops_taken", [True, False])
-async def test_a_proxy_that_stops_forwarding_is_noticed_within_twice_the_noop_interval(
-    cluster: SandboxCluster, mirrors: Mirrors, noops_taken: bool
-) -> None:
-    """No FIN, no RST, and the node behind it is well. Also where the source does not take our interval of noops."""
-    node = cluster.nodes[0]
-    assert node.port is not None
-    async with Proxy(node.port) as proxy:
-        cluster.bucket.map.nodes = [replace(each, port=proxy.port) for each in cluster.bucket.map.nodes]
-        cluster.bucket.map_changed()
-        if not noops_taken:
-            cluster.bucket.stream_faults.noops_withheld = True
-        settings: dict[str, Any] = {"noop_interval_s": 0.5, "stall_timeout_s": 600, "request_timeout_s": 600}
-        mirror = mirrors.start(f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}", **settings)
-        write(cluster, 1, "first")
-        await mirror.follow()
-        if not noops_taken:
-            session = mirror.consumer.connections.ready_sessions()[0]
-            session.controls["set_noop_interval"] = False
-            await asyncio.sleep(1.2)
-            assert session.ready, "our own noops keep a sound connection"
-        silenced, proxy.deaf = proxy.deaf, asyncio.Event()  # connections from now on are sound
-        silenced.set()
-        write(cluster, 1, "second")
-        await mirror.until(lambda: "was silent for 1." in str(mirror.status()["nodes"][0]["error"]), "noticed")
-        await mirror.follow()
-        assert mirror.status()["nodes"][0]["reconnects"] >= 1
-
-
 async def test_a_node_that_answers_nothing_is_not_in_contact_while_its_connection_still_stands(
     cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mirror.feed.connection.session.SILENCE_MAX_S", 0.5)
-    node = cluster.nodes[0]
-    assert node.port is not None
-    async with Proxy(node.port) as proxy:
-        cluster.bucket.map.nodes = [replace(each, port=proxy.port) for each in cluster.bucket.map.nodes]
-        cluster.bucket.map_changed()
-        mirror = mirrors.start(
-            f"couchbase://demo@127.0.0.1:{proxy.port}/{cluster.bucket.name}",
-            noop_interval_s=60,
-            request_timeout_s=60,
-            seqno_poll_interval_s=0.1,
-        )
-        await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
-        address = mirror.row(1)["node"]
-        assert address == f"127.0.0.1:{proxy.port}"
-        proxy.deaf.set()
-        await mirror.until(lambda: mirror.row(1)["node"] is None, "the loss of contact")
-        row = mirror.row(1)
-        assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
-        assert row["last_error"] == f"{address} does not answer"
-        assert row["silent_ms"] > 500
-        assert mirror.consumer.connections.ready_sessions()
-        reported = reported_row(row, 0) | {"lag_s": 0.6}
-        health = assess([reported], 1, lag_limit_s=30)
-        assert (health.state, *health.reasons) == (
-            "source unreachable",
-            f"no contact with the source: {address} does not answer",
-        )
+    mirror = mirrors.start(noop_interval_s=60, request_timeout_s=60, seqno_poll_interval_s=0.1)
+    await mirror.until(lambda: mirror.row(1)["source_high_seqno"] == 0, "a figure")
+    address = f"127.0.0.1:{cluster.nodes[0].port}"
+    assert mirror.row(1)["node"] == address
+    cluster.faults.silence(dcp_only=False)
+    await mirror.until(lambda: mirror.row(1)["node"] is None, "the loss of contact")
+    row = mirror.row(1)
+    assert (row["state"], row["source_high_seqno"], row["lag_seqnos"]) == ("waiting", None, None)
+    assert row["last_error"] == f"{address} does not answer"
+    assert row["silent_ms"] > 500
+    assert mirror.consumer.connections.ready_sessions()
+    health = assess([reported_row(row, 0) | {"lag_s": 0.6}], 1, lag_limit_s=30)
+    assert (health.state, *health.reasons) == (
+        "source unreachable",
+        f"no contact with the source: {address} does not answer",
+    )
 
 
 # --- the judgement, without a source ---

@@ -129,26 +129,6 @@ def test_an_old_map_is_not_followed_where_no_other_node_answers(source: SandboxT
     assert (stored["rev_epoch"], stored["rev"])[1] == followed[1]
 
 
-def test_a_node_that_goes_on_after_it_was_failed_over_is_left_at_once(source: SandboxThread, tmp_path: Path) -> None:
-    """Clients write to it meanwhile; the worker whose vbuckets it has is connected to no other node."""
-    data = tmp_path / "data"
-    with levelled(source, data, 0, 1) as service:
-        source.call(source.cluster.faults.silence, node=1, dcp_only=False, future=True)
-        alone = source.call(source.cluster.split_off, 1)
-        source.run(source.cluster.failover_node(1))
-        write(source, "good")
-        source.call(source.cluster.faults.clear)
-        source.call(source.cluster.faults.cut, node=1, dcp_only=False)
-        write(source, "stale", alone)
-        until("the mirror to be level", lambda: level(source, data))
-        write(source, "stale again", alone)
-        write(source, "later")
-        until("the mirror to be level again", lambda: level(source, data))
-        assert_true_to_the_cluster(source, data)
-        nodes = {row["node"] for row in (service.status() or {})["vbuckets"]}
-        assert nodes == {f"127.0.0.1:{source.cluster.nodes[0].port}"}
-
-
 def test_streams_of_a_stale_node_end_when_another_worker_learns_of_the_newer_map(
     source: SandboxThread, tmp_path: Path
 ) -> None:
