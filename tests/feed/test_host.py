@@ -19,7 +19,7 @@ from mirror.wire.codec_dcp import encode_failover_log
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import request, response
 from storage.model import FailoverLog, Seqno
-from tests.feed.gated_rig import VBID, GatedVbucket
+from tests.feed.gated_rig import GatedVbucket
 
 PUBLISH = ins.PublishSnapshot(Seqno(9), Seqno(0))
 """Leaves something in the gate of a vbucket that executes it."""

@@ -75,9 +75,7 @@ def test_rows_log_and_publish_become_one_commit(store: Store) -> None:
 
 def test_rows_out_of_order_or_of_another_branch_are_refused(store: Store) -> None:
     store.snapshot(1, 5)
-    system_event = ins.StageSystemEvent(
-        Seqno(2), b"row", Manifest.initial(), SnapshotRange(Seqno(0), Seqno(9))
-    )
+    system_event = ins.StageSystemEvent(Seqno(2), b"row", Manifest.initial(), SnapshotRange(Seqno(0), Seqno(9)))
     for refused in (
         store.rows(4, 6),
         store.rows(6, 7, prefix=b"\0\0\0\x63"),
