@@ -134,7 +134,7 @@ def _group_parts(
     with environment.read() as txn, closing(Compaction(environment, txn.raw)) as copy:
         for vbid in vbids:
             served, boundary = view.reader(vbid).as_of(txn, None if as_of_ms is None else Time(as_of_ms))
-            published[vbid] = served.seqno
+            published[vbid] = served.pub.seqno
             if boundary is not None:
                 state = view.reader(vbid).state(txn)
                 if state.staging_branch != state.branch:

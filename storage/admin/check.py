@@ -19,7 +19,6 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, StorageError
 from storage.format import keys, records, seal
 from storage.history import branches, chain
-from storage.history.loaded import load
 from storage.model import SEQNO_MAX, Identity, Kind
 
 PROBLEMS_MAX = 1000
@@ -132,9 +131,8 @@ class _VbucketCheck:
         self.report.add(f"vbucket {self.vbid}", what)
 
     def run(self) -> None:
-        loaded = load(self.txn, self.vbid)
-        self.state = loaded.state
-        self.indexed = loaded.indexed_seqno
+        self.state, _ = branches.load(self.txn, self.vbid)
+        self.indexed = self.txn.state_row(self.vbid).indexed_seqno
         self._check_state()
         self._check_branches()
         self.served = chain.load(self.txn, self.vbid, self.state.branch, self.state.published_seqno)

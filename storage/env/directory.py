@@ -21,7 +21,7 @@ from storage.env.environment import DATA_FILE, WRITER_LOCK_FILE, Environment, st
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, FormatTooNew, Locked, NotAMirror, ReadOnly, StorageError, WrongBucket
 from storage.format import keys, records
-from storage.model import BranchReason, FailoverLog, Identity
+from storage.model import Branch, BranchReason, FailoverLog, Identity, Seqno
 
 FORMAT = 2
 FORMATS_READ = (2,)
@@ -125,7 +125,7 @@ def create_environment(path: str, group: int, identity: Identity, *, time_ms: in
             branch = records.BranchRow(None, 0, 0, BranchReason.FIRST, time_ms, history_ids=history_ids)
             for vbid in vbids:
                 txn.put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(vbid, 1), records.encode_branch(branch))
-                txn.put_pub(vbid, records.Pub(branch=1, seqno=0, floor_seqno=0))
+                txn.put_pub(vbid, records.Pub(Branch(1), Seqno(0), Seqno(0)))
                 txn.put_state_row(vbid, records.StateRow(1, 0, 0, 0, None, FailoverLog(), 0, 0, None))
             txn.put(keys.DB_META, b"identity", identity_bytes(identity, group))
             txn.put(keys.DB_META, b"fence", (0).to_bytes(8, "big"))

@@ -74,7 +74,7 @@ class Transaction:
             raise CorruptedError(error.message, path=self.path, vbid=vbid) from None
 
     def put_pub(self, vbid: int, pub: records.Pub) -> None:
-        self.put(keys.DB_PUB, keys.VBID_KEY.pack(vbid), keys.PUB.pack(*pub))
+        self.put(keys.DB_PUB, keys.VBID_KEY.pack(vbid), records.encode_pub(pub))
 
     def state_row(self, vbid: int) -> records.StateRow:
         try:

@@ -333,18 +333,14 @@ def history_id_at(history_ids: HistoryIds, seqno: int) -> int:
 class Pub(NamedTuple):
     """A row of `pub`: what a vbucket serves."""
 
-    branch: int
-    seqno: int
-    floor_seqno: int
+    branch: Branch
+    seqno: Seqno
+    """Published: a boundary, or 0."""
+    floor_seqno: Seqno
     """The oldest kept boundary."""
-    manifest_branch: int = 0
-    """0: the initial manifest, for which there is no row."""
-    manifest_seqno: int = 0
+    manifest_key: tuple[int, int] = (0, 0)
+    """Branch and seqno of the row in `manifest`; 0, 0: the initial manifest, for which there is no row."""
     flags: int = 0
-
-    @property
-    def manifest_key(self) -> tuple[int, int]:
-        return self.manifest_branch, self.manifest_seqno
 
     @property
     def is_stale(self) -> bool:
@@ -360,7 +356,12 @@ class Pub(NamedTuple):
 def decode_pub(data: bytes | None) -> Pub:
     if data is None or len(data) != keys.PUB.size:
         raise CorruptedError("the pub record is missing or damaged")
-    return Pub(*keys.PUB.unpack(data))
+    branch, seqno, floor_seqno, *manifest_key, flags = keys.PUB.unpack(data)
+    return Pub(branch, seqno, floor_seqno, (manifest_key[0], manifest_key[1]), flags)
+
+
+def encode_pub(pub: Pub) -> bytes:
+    return keys.PUB.pack(pub.branch, pub.seqno, pub.floor_seqno, *pub.manifest_key, pub.flags)
 
 
 class BranchRow(NamedTuple):

@@ -8,6 +8,7 @@ they are hidden by the cut and removed later by the purger. Branch numbers rise 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +16,18 @@ from storage.env.transaction import Transaction
 from storage.errors import CorruptedError
 from storage.format import keys, records
 from storage.history import chain, manifests
-from storage.model import SEQNO_MAX, Boundary, Branch, BranchReason, FailoverLog, Rollback, Seqno, VbucketState, Vbuuid
+from storage.model import (
+    SEQNO_MAX,
+    Boundary,
+    Branch,
+    BranchReason,
+    FailoverLog,
+    Manifest,
+    Rollback,
+    Seqno,
+    VbucketState,
+    Vbuuid,
+)
 
 HISTORY_IDS_MAX = 512
 """Most history ids of one branch, one for each owner that published on it. Positions of older ones are refused. A
@@ -36,9 +48,9 @@ NEVER = Moment(0, 0)
 class BoundaryCounters(NamedTuple):
     """Sums over the boundaries of a chain, kept to avoid a walk."""
 
-    ordinal: int
+    ordinal: int = 0
     """Of the newest boundary; 0: there is none yet."""
-    row_bytes: int
+    row_bytes: int = 0
     """Bytes of all rows of the chain so far."""
 
 
@@ -76,6 +88,46 @@ def change_purge_row(txn: Transaction, vbid: int, **fields: int) -> None:
 def draw_chain_id(txn: Transaction, vbid: int, **fields: int) -> None:
     """Have readers read the vbucket's chains again."""
     change_purge_row(txn, vbid, chain_id=secrets.randbits(64) or 1, **fields)
+
+
+def load(
+    txn: Transaction, vbid: int, known: Mapping[manifests.Key, Manifest] | None = None
+) -> tuple[VbucketState, manifests.StagingRows]:
+    """Read the state of a vbucket. `known`: manifests that the caller remembers."""
+    pub, row = txn.pub(vbid), txn.state_row(vbid)
+    staging, staged, published = row.staging_branch, row.staged_seqno, row.staging_published_seqno
+    serves_staging = staging == pub.branch
+    if staged < published or (serves_staging and published != pub.seqno):
+        raise CorruptedError(
+            f"positions contradict each other (published {pub.seqno}, staged {staged})", path=txn.path, vbid=vbid
+        )
+    key = pub.manifest_key
+    if not serves_staging:  # a deferred rollback continues a boundary, a resync the beginning
+        key = manifests.key_on(txn, vbid, chain.load(txn, vbid, staging, published) if published else ())
+    manifest, depth = manifests.read(txn, vbid, key, known)
+    above = list(manifests.between(txn, vbid, staging, published, staged))
+    for _, change in above:
+        depth = 1 if change.whole else depth + 1
+    if above:
+        manifest = manifest.changed(*(change for _, change in above))
+    stored = row._asdict()
+    del stored["indexed_seqno"]
+    state = VbucketState(
+        vbid=vbid,
+        branch=pub.branch,
+        published_seqno=pub.seqno,
+        history_floor_seqno=pub.floor_seqno,
+        local_purge_seqno=Seqno(purge_row(txn, vbid).local_purge_seqno),
+        manifest=manifest,
+        **stored,
+    )
+    return state, manifests.StagingRows(key, [at for at, _ in above], depth)
+
+
+def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
+    """Return the counters of the newest published boundary of the staging branch."""
+    boundary = chain.boundary_at(txn, state.vbid, state.staging_branch, state.staging_published_seqno)
+    return BoundaryCounters() if boundary is None else BoundaryCounters(boundary.ordinal, boundary.row_bytes)
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
@@ -180,7 +232,7 @@ def put_published(
             _put_rollback(txn, before, branch, row.base_seqno, row.vbuuid, now.wall_ms, reached_seqno=seqno)
         else:
             change_purge_row(txn, vbid, purged_seqno=0, local_purge_seqno=0)
-    txn.put_pub(vbid, records.Pub(branch, seqno, after.history_floor_seqno, *manifest_key))
+    txn.put_pub(vbid, records.Pub(branch, seqno, after.history_floor_seqno, manifest_key))
     previous = before.staging_published_seqno
     if before.rollback_deferred and seqno == previous:
         return counters  # its boundary is there since the branch was opened
@@ -214,7 +266,7 @@ def _open_branch(
     now: Moment = NEVER,
     history_ids: records.HistoryIds = (),
     first_branch: int = 0,
-) -> int:
+) -> Branch:
     newest = txn.newest_branch(vbid)
     if not newest:
         raise CorruptedError("the vbucket has no branch", path=txn.path, vbid=vbid)
@@ -222,15 +274,15 @@ def _open_branch(
     times = now.wall_ms, SEQNO_MAX, now.history_ms
     row = records.BranchRow(parent, base_seqno, vbuuid, reason, *times, first_branch, history_ids)
     put_branch(txn, vbid, newest + 1, row)
-    return newest + 1
+    return Branch(newest + 1)
 
 
-def _put_state(txn: Transaction, state: VbucketState, branch: int, seqno: int, **changes: Any) -> None:
+def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seqno, **changes: Any) -> None:
     """Write `state` for `branch` at the complete end `seqno`, with nothing staged above it."""
     at = state._replace(
-        staging_branch=Branch(branch),
-        staged_seqno=Seqno(seqno),
-        staging_published_seqno=Seqno(seqno),
+        staging_branch=branch,
+        staged_seqno=seqno,
+        staging_published_seqno=seqno,
         open_snapshot=None,
         **changes,
     )
@@ -250,7 +302,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     vbuuid = log.vbuuid_at(at)
     manifest_key = manifests.key_on(txn, vbid, chain.load(txn, vbid, state.branch, at))
     branch = _open_branch(txn, vbid, state.branch, at, vbuuid, BranchReason.ROLLBACK, now)
-    txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), *manifest_key))
+    txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
     # The filter and the missing_seqno of the served copy were forgotten when the resync began. The latter lies below
@@ -271,7 +323,7 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
 def _put_rollback(
     txn: Transaction,
     state: VbucketState,
-    branch: int,
+    branch: Branch,
     to_seqno: int,
     to_vbuuid: int,
     now_ms: int,
@@ -280,7 +332,7 @@ def _put_rollback(
     left = state.vbid, state.branch, state.published_seqno
     newest = chain.boundary_at(txn, *left)
     vbuuids = Vbuuid(0) if newest is None else newest.vbuuid, Vbuuid(to_vbuuid)
-    rollback = Rollback(*left, Branch(branch), Seqno(to_seqno), *vbuuids, now_ms, reached_seqno)
+    rollback = Rollback(*left, branch, Seqno(to_seqno), *vbuuids, now_ms, reached_seqno)
     key = keys.ROLLBACK_KEY.pack(state.vbid, state.rollback_count + 1)
     txn.put(keys.DB_ROLLBACK, key, records.encode_rollback(rollback))
 
@@ -344,4 +396,4 @@ def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = F
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)
     txn.put_pub(state.vbid, pub._replace(flags=pub.flags | flags))
     fresh = {"source_purge_seqno": Seqno(0), "stream_filter": None, "missing_seqno": 0}
-    _put_state(txn, state, branch, 0, failover_log=FailoverLog(), **fresh)
+    _put_state(txn, state, branch, Seqno(0), failover_log=FailoverLog(), **fresh)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
+from typing import NamedTuple
 
 from storage.env.transaction import Transaction, seek_before
 from storage.errors import RUN_CHECK, CorruptedError
@@ -23,6 +24,17 @@ vbuckets would be a million objects, and a search for cycles among them takes 0.
 
 Key = tuple[int, int]
 """(branch, seqno) of a manifest row; (0, 0): the initial manifest, which has no row."""
+
+
+class StagingRows(NamedTuple):
+    """The rows that the newest manifest of a staging branch is made of."""
+
+    key: Key
+    """The newest one at or below what is published."""
+    above: list[Key]
+    """Those above it, rising."""
+    depth: int
+    """The number of rows down to a whole one."""
 
 
 def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | None = None) -> tuple[Manifest, int]:
@@ -113,5 +125,5 @@ def move(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int,
     for key, value in moved:
         txn.put(keys.DB_MANIFEST, key, value)
     pub = txn.pub(vbid)
-    if pub.manifest_branch == branch and pub.manifest_seqno <= to_seqno:
-        txn.put_pub(vbid, pub._replace(manifest_branch=parent))
+    if pub.manifest_key[0] == branch and pub.manifest_key[1] <= to_seqno:
+        txn.put_pub(vbid, pub._replace(manifest_key=(parent, pub.manifest_key[1])))

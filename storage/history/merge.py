@@ -141,6 +141,11 @@ def _move_base(txn: Transaction, vbid: int, pair: Pair, to_seqno: int, done: boo
     branches.forget(txn, vbid, [pair.branch])
 
 
+def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
+    for key in found:
+        txn.delete(keys.DB_ROLLBACK, key)
+
+
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
     """Return keys of `rollback` that concern no kept history, oldest first; the newest `ROLLBACKS_KEPT` always stay."""
     cursor = txn.cursor(keys.DB_ROLLBACK)

@@ -17,9 +17,10 @@ passed it. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction
@@ -27,7 +28,7 @@ from storage.format import keys, records, seal
 from storage.history import branches, chain, index, manifests, merge
 from storage.history.leases import Leases
 from storage.history.removal import Dead, Removal
-from storage.model import SEQNO_MAX, BranchReason
+from storage.model import SEQNO_MAX, BranchReason, Seqno
 
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
@@ -69,8 +70,17 @@ class AdaptiveStepSize:
             self._share = min(1.0, self._share * 1.1)
 
 
+Work = Callable[[Transaction], int | None]
+"""Does a part of the work in a write transaction, perhaps again after the map was full; returns the removed rows."""
+
+
+class Step(NamedTuple):
+    vbid: int
+    work: Work
+
+
 class Purger:
-    """Purges the vbuckets of one group in turn. `step` works inside a transaction that the writer gives it."""
+    """Purges the vbuckets of one group in turn: the writer has `step` do what `plan` returns."""
 
     def __init__(
         self, environment: Environment, vbids: Sequence[int], window: Window, leases: Leases | None = None
@@ -92,16 +102,16 @@ class Purger:
         self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
-    def plan(self, now_ms: int) -> int | None:
-        """Return the next vbucket that has work, or None if none of the few looked at in this call has. Reads only."""
+    def plan(self, now_ms: int) -> Step | None:
+        """Return the next step, or None if none of the few vbuckets looked at in this call has work. Reads only."""
         if self._removal is not None:
-            return self._removal.vbid
+            return Step(self._removal.vbid, self._remove)
         with self.environment.read() as txn:
             for _ in range(min(LOOK_VBUCKETS, len(self._vbids))):
                 vbid = self._vbids[self._turn]
-                if self._has_work(txn, vbid, now_ms):
+                if (work := self.next_work(txn, vbid, now_ms)) is not None:
                     self._idle_looks = 0
-                    return vbid
+                    return Step(vbid, work)
                 self._idle_looks += 1
                 self._turn = (self._turn + 1) % len(self._vbids)
         return None
@@ -110,37 +120,35 @@ class Purger:
     def round_is_over(self) -> bool:
         return self._idle_looks >= len(self._vbids)
 
-    def step(self, txn: Transaction, vbid: int, now_ms: int) -> int:
-        """Do part of a vbucket's work; return the number of removed rows. Call `settle` after the commit."""
+    def next_work(self, txn: Transaction, vbid: int, now_ms: int) -> Work | None:
+        """Return the next part of a vbucket's work, for a write transaction before any other commit."""
+        rows = self.step_size.rows
+        if (dead := next(self._removable(txn, vbid, now_ms), None)) is not None:
+            self._removal = Removal(vbid, dead)
+            return self._remove
+        if numbers := self._forgettable(txn, vbid, now_ms):
+            return lambda txn: self._forget(txn, vbid, numbers[:rows])
+        pub = txn.pub(vbid)
+        floor = pub.floor_seqno
+        if old := merge.old_rollbacks(txn, vbid, floor, rows):
+            return lambda txn: merge.forget_rollbacks(txn, old)
+        purged = branches.purge_row(txn, vbid).purged_seqno
+        if pub.seqno == floor == purged and self._short.get(vbid) == pub.branch:
+            return None
+        links = chain.load(txn, vbid, pub.branch, pub.seqno)
+        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
+            return lambda txn: self._purge_versions(txn, vbid, links, purged, floor)
+        if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
+            return lambda txn: self._merge(txn, vbid, pair)
+        if (target := self._target_floor(txn, vbid, links, floor, now_ms, rows)) > floor:
+            return lambda txn: txn.put_pub(vbid, pub._replace(floor_seqno=Seqno(target)))
+        return None
+
+    def step(self, txn: Transaction, planned: Step) -> int:
+        """Do what was planned; return the number of removed rows. Call `settle` after the commit."""
         self.moved = None
         self._next_walk = self._walk
-        if self._removal is None and (dead := next(iter(self._removable(txn, vbid, now_ms)), None)):
-            self._removal = Removal(vbid, dead)
-        if self._removal is not None:
-            self._announce_gap(txn, vbid, self._removal.dead)
-            return self._removal.step(txn, self.step_size.rows)
-        if numbers := self._forgettable(txn, vbid, now_ms):
-            branches.forget(txn, vbid, numbers[: self.step_size.rows])
-            # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
-            self._forgotten.pop(vbid, None)
-            return 0
-        pub = txn.pub(vbid)
-        links = chain.load(txn, vbid, pub.branch, pub.seqno)
-        floor = pub.floor_seqno
-        purged = branches.purge_row(txn, vbid).purged_seqno
-        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
-            return self._purge_versions(txn, vbid, links, purged, floor)
-        if purged == floor and (pair := self._next_pair(txn, vbid, links, floor)) is not None:
-            self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
-            self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
-            self._forgotten.pop(vbid, None)
-            return 0
-        for key in merge.old_rollbacks(txn, vbid, floor, self.step_size.rows):
-            txn.delete(keys.DB_ROLLBACK, key)
-        target = self._target_floor(txn, vbid, links, floor, now_ms, self.step_size.rows)
-        if target > floor:
-            txn.put_pub(vbid, pub._replace(floor_seqno=target))
-        return 0
+        return planned.work(txn) or 0
 
     def settle(self, removed_rows: int, elapsed_ms: int) -> None:
         self.removed_rows += removed_rows
@@ -149,21 +157,20 @@ class Purger:
         if self._removal is not None and not self._removal.settle():
             self._removal = None
 
-    def _has_work(self, txn: Transaction, vbid: int, now_ms: int) -> bool:
-        branch, published, floor, *_ = txn.pub(vbid)
-        if next(iter(self._removable(txn, vbid, now_ms)), None) is not None or self._forgettable(txn, vbid, now_ms):
-            return True
-        if merge.old_rollbacks(txn, vbid, floor, 1):
-            return True
-        purged = branches.purge_row(txn, vbid).purged_seqno
-        if published == floor == purged and self._short.get(vbid) == branch:
-            return False
-        links = chain.load(txn, vbid, branch, published)
-        if purged < floor and self._is_history(txn, vbid, links, floor, now_ms):
-            return True
-        if purged == floor and self._next_pair(txn, vbid, links, floor) is not None:
-            return True
-        return self._target_floor(txn, vbid, links, floor, now_ms, 1) > floor
+    def _remove(self, txn: Transaction) -> int:
+        assert self._removal is not None
+        self._announce_gap(txn, self._removal.vbid, self._removal.dead)
+        return self._removal.step(txn, self.step_size.rows)
+
+    def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
+        branches.forget(txn, vbid, numbers)
+        # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
+        self._forgotten.pop(vbid, None)
+
+    def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
+        self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
+        self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
+        self._forgotten.pop(vbid, None)
 
     def _next_pair(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> merge.Pair | None:
         if len(links) <= merge.LINKS_MAX + 1:

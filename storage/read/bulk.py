@@ -98,7 +98,7 @@ class _Read:
         self._environment = self._reader.environment
         with self._environment.read() as txn:
             self._served = validity.served_at(self._reader, txn, pin)
-            manifest = self._reader.manifest(txn, self._served.manifest_key)
+            manifest = self._reader.manifest(txn, self._served.pub.manifest_key)
         selected = manifest.collections if collection_ids is None else manifest.collections.keys() & set(collection_ids)
         self._collections = sorted(
             (keys.encode_collection_id(each), each, manifest.collections[each].begin_seqno.to_bytes(8, "big"))
@@ -309,4 +309,4 @@ class _Read:
 def collection_names(view: View, pin: Pin) -> dict[int, str]:
     reader = view.reader(pin.vbid)
     with reader.environment.read() as txn:
-        return reader.manifest(txn, validity.served_at(reader, txn, pin).manifest_key).names()
+        return reader.manifest(txn, validity.served_at(reader, txn, pin).pub.manifest_key).names()

@@ -107,7 +107,7 @@ def manifest_at(reader: VbucketReader, way: Range, branch: int, seqno: int) -> M
         served = reader.served(txn)
         if chain.sees(served.links, branch, seqno):
             seqno = max(seqno, reader.purge_row(txn).local_purge_seqno)
-            branch = served.branch
+            branch = served.pub.branch
         return reader.manifest_on(txn, reader.chain_at(txn, branch, seqno))
 
 

@@ -294,8 +294,8 @@ class PointReads:
                 reader.readable(txn)
         else:
             served, boundary = reader.as_of(txn, options.as_of)
-            branch, seqno, links = Branch(served.links[0].branch), served.seqno, served.links
-            manifest = reader.manifest(txn, served.manifest_key)
+            branch, seqno, links = Branch(served.links[0].branch), served.pub.seqno, served.links
+            manifest = reader.manifest(txn, served.pub.manifest_key)
             if now is None and boundary is not None:
                 now = boundary.time_ms / 1000
         collection_id = collection_id_of(manifest, options.collection, self._path)

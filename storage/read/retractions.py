@@ -41,9 +41,9 @@ def retracted_by(reader: VbucketReader, to_seqno: int, raw: bool) -> tuple[Bound
     with reader.environment.read() as txn:
         served = reader.served(txn)
         boundary = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
-    if boundary is None or boundary.seqno < served.floor_seqno:
+    if boundary is None or boundary.seqno < served.pub.floor_seqno:
         raise NoSuchBoundary(
-            f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.floor_seqno}",
+            f"nothing is kept at or below seqno {to_seqno}; history begins at seqno {served.pub.floor_seqno}",
             vbid=reader.vbid,
             hint="give a later seqno; `dcp-mirror state` shows the kept boundaries",
         )

@@ -67,7 +67,7 @@ def documents(
     """Yield the documents of a vbucket at one boundary; `collection`, `as_of` and `now` as for `View.get`."""
     with reader.environment.read() as txn:
         served, boundary = reader.as_of(txn, as_of)
-        manifest = reader.manifest(txn, served.manifest_key)
+        manifest = reader.manifest(txn, served.pub.manifest_key)
     if now is None:
         now = boundary.time_ms / 1000 if boundary is not None else time.time()
     ids = list(manifest.collections) if collection is None else [collection_id_of(manifest, collection, path)]
@@ -157,7 +157,7 @@ def _pinned(
 ) -> tuple[Served, WireRange | None]:
     with reader.environment.read() as txn:
         served = validity.served_at(reader, txn, at, survives_rollback=False)
-        manifest = reader.manifest(txn, served.manifest_key)
+        manifest = reader.manifest(txn, served.pub.manifest_key)
     return served, selection.within(manifest, collection_id_of(manifest, collection, path))
 
 
@@ -233,7 +233,7 @@ def references(
 def count(reader: VbucketReader) -> int:
     with reader.environment.read() as txn:
         served = reader.served(txn)
-        manifest = reader.manifest(txn, served.manifest_key)
+        manifest = reader.manifest(txn, served.pub.manifest_key)
         begin = {cid: entry.begin_seqno for cid, entry in manifest.collections.items()}
         cuts = {link.branch: link.cut for link in served.links}
         total = is_there = 0

@@ -103,14 +103,14 @@ def newest(reader: VbucketReader, to_seqno: int) -> Boundary | None:
     with reader.environment.read() as txn:
         served = reader.readable(txn)
         found = chain.newest_boundary(txn, reader.vbid, served.links, to_seqno)
-        return found if found is not None and found.seqno >= served.floor_seqno else None
+        return found if found is not None and found.seqno >= served.pub.floor_seqno else None
 
 
 def following(reader: VbucketReader, after_seqno: int) -> Boundary | None:
     """Return the oldest kept boundary above a seqno."""
     with reader.environment.read() as txn:
         served = reader.readable(txn)
-        after = max(after_seqno, served.floor_seqno - 1)
+        after = max(after_seqno, served.pub.floor_seqno - 1)
         return next(chain.boundaries_after(txn, reader.vbid, served.links, after), None)
 
 
@@ -134,7 +134,7 @@ def published_since(reader: VbucketReader, since: Token | None) -> tuple[Boundar
                 common = chain.common_seqno(served.links, links)
             except ViewInvalidated:
                 common = None
-        return chain.newest_boundary(txn, reader.vbid, served.links, served.seqno), common
+        return chain.newest_boundary(txn, reader.vbid, served.links, served.pub.seqno), common
 
 
 # -- collections ------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def newest_of(
         with reader.environment.read() as txn:
             commit = txn.raw.id()
             served = validity.served_at(reader, txn, pin, survives_rollback=False)
-            collection = reader.manifest(txn, served.manifest_key).collections.get(collection_id)
+            collection = reader.manifest(txn, served.pub.manifest_key).collections.get(collection_id)
         if collection is None:
             raise UnknownCollection(f"no collection {collection_id:#x}", vbid=pin.vbid)
         with reader.environment.read(buffers=True) as views:  # a copy of a value of 20 MiB takes 5 ms

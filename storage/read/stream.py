@@ -16,7 +16,7 @@ from storage.env.transaction import Transaction, seek_before
 from storage.errors import CorruptedError
 from storage.format import keys, seal
 from storage.format.records import BRANCH, MUTATION, ROW_KEY, SEQNO, SYSTEM_EVENT, row_key, seqno_of
-from storage.history import branches, chain, index, manifests
+from storage.history import branches, chain, index
 from storage.model import (
     SEQNO_MAX,
     Branch,
@@ -67,9 +67,9 @@ def _served_state(reader: VbucketReader, txn: Transaction) -> ServedState:
     return ServedState(
         **vars(served),
         failover_log=log,
-        purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.floor_seqno),
-        manifest=reader.manifest(txn, served.manifest_key),
-        whole=state.staging_branch == served.branch and bool(log) and (served.seqno > 0 or is_empty),
+        purge_seqno=purge_seqno_of(local_purge_seqno, state.missing_seqno, served.pub.floor_seqno),
+        manifest=reader.manifest(txn, served.pub.manifest_key),
+        whole=state.staging_branch == served.pub.branch and bool(log) and (served.pub.seqno > 0 or is_empty),
     )
 
 
@@ -85,25 +85,24 @@ def next_ends(
     """
     with reader.environment.read() as txn:
         now = _served_state(reader, txn)
-        if now.seqno <= after_seqno:
+        if now.pub.seqno <= after_seqno:
             return now, []
-        floor = now.floor_seqno
+        floor = now.pub.floor_seqno
         seqnos: list[int] = []
         for each in chain.boundaries_after(txn, reader.vbid, now.links, max(after_seqno, least_seqno - 1, floor - 1)):
             seqnos.append(int(each.seqno))
             if len(seqnos) == ends_max or each.seqno - after_seqno >= PIECE_ROWS:
                 break
         if after_seqno < floor:
-            seqnos = [max(seqnos[0] if seqnos else now.seqno, _settled_seqno(reader, txn, now.links, floor))]
-        return now, [_as_of(reader, txn, now, seqno) for seqno in seqnos or [now.seqno]]
+            seqnos = [max(seqnos[0] if seqnos else now.pub.seqno, _settled_seqno(reader, txn, now.links, floor))]
+        return now, [_as_of(reader, txn, now, seqno) for seqno in seqnos or [now.pub.seqno]]
 
 
 def _as_of(reader: VbucketReader, txn: Transaction, now: ServedState, seqno: int) -> ServedState:
-    if seqno == now.seqno:
+    if seqno == now.pub.seqno:
         return now
-    links = chain.recut(now.links, seqno)
-    key = manifests.key_on(txn, reader.vbid, links)
-    return replace(now, seqno=Seqno(seqno), links=links, manifest_key=key, manifest=reader.manifest(txn, key))
+    then = reader.cut_at(txn, now, Seqno(seqno))
+    return replace(now, **vars(then), manifest=reader.manifest(txn, then.pub.manifest_key))
 
 
 def _settled_seqno(reader: VbucketReader, txn: Transaction, links: chain.Chain, floor_seqno: int) -> int:
@@ -126,7 +125,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
     lost rows, and it is the newest kept boundary of that history. It is 0 if the follower may hold a snapshot across
     it: of a branch without that boundary, a first snapshot (`next_ends`), or a copy that a resync replaced.
     """
-    if seqno < pinned.floor_seqno:
+    if seqno < pinned.pub.floor_seqno:
         return 0
     rollbacks = changes.rollbacks(reader)
     lost = {each.to_branch: each for each in rollbacks}
@@ -146,7 +145,7 @@ def shared_seqno(reader: VbucketReader, pinned: ServedState, vbuuid: int, seqno:
 def _kept_seqno(reader: VbucketReader, txn: Transaction, pinned: ServedState, vbuuid: int, seqno: int) -> int:
     """Return the newest kept boundary of a history up to `seqno`, or 0."""
     for boundary in chain.boundaries(txn, reader.vbid, chain.recut(pinned.links, seqno)):
-        if boundary.seqno < pinned.floor_seqno:
+        if boundary.seqno < pinned.pub.floor_seqno:
             break
         if boundary.seqno < seqno or boundary.vbuuid == vbuuid:
             return int(boundary.seqno)
@@ -214,8 +213,8 @@ def rows(
     begins: Mapping[int, int] | None = None,
     tombstones_from: int | None = None,
 ) -> tuple[list[Row], int, LargeDocument | None]:
-    """Return the next rows of (after_seqno, pinned.seqno], and the seqno that they reach. Or no rows, and the mutation
-    that comes next, unread, if its value, stored or decompressed, has more than `large_bytes`.
+    """Return the next rows above `after_seqno`, and the seqno that they reach. Or no rows, and the mutation that comes
+    next, unread, if its value, stored or decompressed, has more than `large_bytes`.
 
     Looks at `rows_max` rows at most, and stops with the one that reaches `bytes_max`. `begins` names the selected
     collections, and the seqno that their rows must be above; None: select all. `tombstones_from` is given if the
@@ -235,7 +234,7 @@ def rows(
             selected = {number: int(entry.begin_seqno) for number, entry in pinned.manifest.collections.items()}
         if selected is not None:
             found = [row for row in found if _is_selected(row, selected)]
-        return _newest(reader, txn, pinned.links, found, all_there=position == pinned.seqno)
+        return _newest(reader, txn, pinned.links, found, all_there=position == pinned.pub.seqno)
 
     with reader.environment.read() as txn:
         stat = txn.raw.stat(reader.rows)
@@ -252,7 +251,7 @@ def rows(
 
 
 def last_document_seqno(reader: VbucketReader, pinned: ServedState, after_seqno: int, begins: Mapping[int, int]) -> int:
-    """Return the seqno of the last row of these collections in (after_seqno, pinned.seqno], or `after_seqno`.
+    """Return the seqno of the last row of these collections above `after_seqno`, or `after_seqno`.
 
     Walks backwards, in a transaction for each piece of the way. Raises ViewInvalidated.
     """

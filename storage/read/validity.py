@@ -14,9 +14,10 @@ from __future__ import annotations
 from storage.env.transaction import Transaction
 from storage.errors import CorruptedError, ViewInvalidated
 from storage.format import keys
+from storage.format.records import Pub
 from storage.format.tokens import Pin, Token
 from storage.history import branches, chain, manifests
-from storage.model import SEQNO_MAX
+from storage.model import SEQNO_MAX, Seqno
 from storage.read.vbucket_reader import Served, VbucketReader
 
 _AGAIN = "start the read again"
@@ -29,13 +30,8 @@ def served_at(reader: VbucketReader, txn: Transaction, at: Pin | Token, *, survi
     Raises ViewInvalidated.
     """
     links = reader.chain_of_position(txn, at.branch, at.seqno, at.history_id)
-    pinned = Served(
-        branch=at.branch,
-        seqno=at.seqno,
-        manifest_key=manifests.key_on(txn, at.vbid, links),
-        links=links,
-        survives_rollback=survives_rollback,
-    )
+    pub = Pub(at.branch, at.seqno, Seqno(0), manifests.key_on(txn, at.vbid, links))
+    pinned = Served(pub, links, survives_rollback)
     check(reader, txn, pinned)
     return pinned
 
@@ -48,13 +44,14 @@ def check(reader: VbucketReader, txn: Transaction, pinned: Served) -> None:
         served = reader.chain_at(txn, pub.branch, pub.seqno)
         return _check_kept(reader, txn, pinned, pub.floor_seqno, chain.common_seqno(served, pinned.links))
     tip = pinned.links[0]
-    if pub.branch != tip.branch or pub.seqno < pinned.seqno:
+    if pub.branch != tip.branch or pub.seqno < pinned.pub.seqno:
         links = reader.chain_at(txn, pub.branch, pub.seqno)
-        if not chain.sees(links, tip.branch, pinned.seqno):
-            error = ViewInvalidated(f"a rollback or resync passed seqno {pinned.seqno}", vbid=reader.vbid, hint=_AGAIN)
+        if not chain.sees(links, tip.branch, pinned.pub.seqno):
+            message = f"a rollback or resync passed seqno {pinned.pub.seqno}"
+            error = ViewInvalidated(message, vbid=reader.vbid, hint=_AGAIN)
             error.rolled_back = True
             raise error
-    if pub.floor_seqno > pinned.seqno:
+    if pub.floor_seqno > pinned.pub.seqno:
         raise _gone(f"history before seqno {pub.floor_seqno}", reader)
     return None
 
@@ -118,11 +115,11 @@ def _check_replaced_copy(reader: VbucketReader, txn: Transaction, pinned: Served
     The floor of that time is no longer stored. But the purger removes a boundary before, or together with, the first
     invisible version above it. So this looks for this history's last boundary on the last chain before the resync.
     """
-    vbid, seqno = reader.vbid, int(pinned.seqno)
+    vbid, seqno = reader.vbid, int(pinned.pub.seqno)
     below = [link.branch for link in pinned.links if link.base_seqno < seqno]
-    shared = {int(pinned.branch), *below[:1]}  # a branch that nothing was published on is the parent of none
+    shared = {int(pinned.pub.branch), *below[:1]}  # a branch that nothing was published on is the parent of none
     for branch, row in branches.all_branches(txn, vbid).items():
-        if branch > pinned.branch and row.parent in shared:
+        if branch > pinned.pub.branch and row.parent in shared:
             shared.add(branch)
             seqno = min(seqno, row.base_seqno)
     if not seqno:

@@ -7,7 +7,7 @@ transactions are used only while the vbucket has the chain id that they were rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lmdb
@@ -21,7 +21,6 @@ from storage.format.records import BRANCH, KIND, ROW_KEY, SEQNO
 from storage.format.seal import RESIDUE
 from storage.format.tokens import AsOf, Time
 from storage.history import branches, chain, manifests
-from storage.history.loaded import load
 from storage.model import DEFAULT_COLLECTION, SEQNO_MAX, Boundary, Branch, Document, Kind, Manifest, Seqno, VbucketState
 
 KINDS = frozenset(map(int, (Kind.MUTATION, Kind.DELETION, Kind.EXPIRATION)))
@@ -38,7 +37,6 @@ collection on the served branch sorts above `above`, and not above `up_to`. `abo
 simply be read: it was dropped, or readers wait for a resync.
 """
 _INITIAL = Manifest.initial()
-_BEGINNING = Seqno(0)
 _UNKNOWN: Visible = (-1, Branch(0), b"", b"", 0, 0, _INITIAL)
 
 
@@ -51,22 +49,16 @@ def end_of_references(branch: int, seqno: int) -> bytes:
 class Served:
     """The served state of one vbucket, now or as of a boundary."""
 
-    branch: Branch
-    seqno: Seqno
-    """Published: a boundary, or 0."""
-    manifest_key: tuple[int, int]
+    pub: records.Pub
     links: chain.Chain
-    """The chain, newest link first, cut at `seqno`."""
-    floor_seqno: Seqno = _BEGINNING
-    stale: bool = False
-    unavailable: bool = False
+    """The chain, newest link first, cut at the seqno of `pub`."""
     survives_rollback: bool = False
     """True if the position stays valid after a rollback or resync, as long as all of it is kept."""
 
     @property
     def history_id(self) -> int:
         """The history that the position is of; `Token` explains it."""
-        return self.links[0].history_id(self.seqno)
+        return self.links[0].history_id(self.pub.seqno)
 
 
 class _Memory:
@@ -189,26 +181,18 @@ class VbucketReader:
 
     def state(self, txn: Transaction) -> VbucketState:
         self.manifest(txn, txn.pub(self.vbid).manifest_key)  # so that it is remembered
-        return load(txn, self.vbid, self.remembered(txn).manifests).state
+        return branches.load(txn, self.vbid, self.remembered(txn).manifests)[0]
 
     # -- what is served -------------------------------------------------------------------------------------------
 
     def served(self, txn: Transaction) -> Served:
         pub = txn.pub(self.vbid)
-        return Served(
-            branch=Branch(pub.branch),
-            seqno=Seqno(pub.seqno),
-            manifest_key=pub.manifest_key,
-            links=self.chain_at(txn, pub.branch, pub.seqno),
-            floor_seqno=Seqno(pub.floor_seqno),
-            stale=pub.is_stale,
-            unavailable=pub.is_unavailable and not self.stale_reads,
-        )
+        return Served(pub, self.chain_at(txn, pub.branch, pub.seqno))
 
     def readable(self, txn: Transaction) -> Served:
         """Return what is served. Raises Unavailable if readers must wait for a resync."""
         served = self.served(txn)
-        if served.unavailable:
+        if served.pub.is_unavailable and not self.stale_reads:
             raise Unavailable(
                 "temporarily unavailable: it is being resynced",
                 vbid=self.vbid,
@@ -221,7 +205,7 @@ class VbucketReader:
         Unavailable.
         """
         served = self.readable(txn)
-        if as_of is None or (isinstance(as_of, Time) and not served.seqno):  # nothing was ever published
+        if as_of is None or (isinstance(as_of, Time) and not served.pub.seqno):  # nothing was ever published
             return served, None
         if isinstance(as_of, Time):
             ms = as_of.ms
@@ -229,15 +213,19 @@ class VbucketReader:
             boundary = next((each for each in candidates if each.time_ms <= ms), None)
         else:
             boundary = chain.newest_boundary(txn, self.vbid, served.links, as_of)
-        if boundary is None or boundary.seqno < served.floor_seqno:
+        if boundary is None or boundary.seqno < served.pub.floor_seqno:
             raise NoSuchBoundary(
-                f"nothing is kept as of {as_of}; history begins at seqno {served.floor_seqno}",
+                f"nothing is kept as of {as_of}; history begins at seqno {served.pub.floor_seqno}",
                 vbid=self.vbid,
                 hint="ask for a later point, or keep more history",
             )
-        links = chain.recut(served.links, boundary.seqno)
-        manifest_key = manifests.key_on(txn, self.vbid, links)
-        return replace(served, seqno=boundary.seqno, links=links, manifest_key=manifest_key), boundary
+        return self.cut_at(txn, served, boundary.seqno), boundary
+
+    def cut_at(self, txn: Transaction, served: Served, seqno: Seqno) -> Served:
+        """Return what was served at a boundary of the served chain."""
+        links = chain.recut(served.links, seqno)
+        key = manifests.key_on(txn, self.vbid, links)
+        return Served(served.pub._replace(seqno=seqno, manifest_key=key), links)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 

@@ -116,13 +116,13 @@ class View(PointReads):
         """Return the scopes and collections of one vbucket, by default of the first of `vbids`."""
         reader = self.reader(self.vbids[0] if vbid is None else vbid)
         with reader.environment.read() as txn:
-            return reader.manifest(txn, reader.served(txn).manifest_key)
+            return reader.manifest(txn, reader.served(txn).pub.manifest_key)
 
     def manifest_of(self, pin: Pin) -> Manifest:
         """Return the scopes and collections at the boundary of a pin. Raises ViewInvalidated."""
         reader = self.reader(pin.vbid)
         with reader.environment.read() as txn:
-            return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).manifest_key)
+            return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
 
     def manifest_uids(self) -> dict[int, int]:
         """Return the uid of each vbucket's manifest. Costs next to nothing if none changed since the last call."""
@@ -173,7 +173,7 @@ class View(PointReads):
             now_ms = boundary.time_ms
         else:
             now_ms = int((time.time() if now is None else now) * 1000)
-        return Pin(reader.vbid, served.branch, served.seqno, served.history_id, now_ms)
+        return Pin(reader.vbid, served.pub.branch, served.pub.seqno, served.history_id, now_ms)
 
     def scan_page(
         self,
@@ -224,7 +224,7 @@ class View(PointReads):
         with reader.environment.read() as txn:
             if branch is None or seqno is None:
                 served = reader.readable(txn)
-                branch, seqno = served.branch, served.seqno
+                branch, seqno = served.pub.branch, served.pub.seqno
             history_id = reader.whole_chain(txn, branch)[0].history_id(seqno)
         return Token(reader.vbid, Branch(branch), Seqno(seqno), history_id)
 
@@ -245,7 +245,7 @@ class View(PointReads):
         with reader.environment.read() as txn:
             served = reader.served(txn)
             found = chain.boundaries(txn, reader.vbid, served.links)
-            return [boundary for boundary in found if boundary.seqno >= served.floor_seqno]
+            return [boundary for boundary in found if boundary.seqno >= served.pub.floor_seqno]
 
     def rollbacks(self, vbid: int) -> list[Rollback]:
         """Return the rollbacks of a vbucket, oldest first."""

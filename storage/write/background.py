@@ -13,7 +13,7 @@ from storage.env.environment import storage_error
 from storage.errors import StorageError
 from storage.history import branches
 from storage.history.leases import LEASE_MAX_MS, Leases, check_kept
-from storage.history.purge import Purger
+from storage.history.purge import Purger, Step
 from storage.write.owner import KEEP_ALL, GroupOwner, contained
 from storage.write.pending import GroupPending, PendingVbucket, Plan
 
@@ -90,17 +90,17 @@ class Background:
         now_ms = self.owner.clock.now_ms()
         if self.window == KEEP_ALL or now_ms < self._purge_after_ms:
             return False
-        vbid = self.purger.plan(now_ms)
-        if vbid is None:
+        step = self.purger.plan(now_ms)
+        if step is None:
             if self.purger.round_is_over:
                 self._purge_after_ms = now_ms + PURGE_INTERVAL_MS
             return False
-        self.purge(vbid, now_ms)
+        self.purge(step, now_ms)
         return True
 
-    def purge(self, vbid: int, now_ms: int) -> None:
-        purger = self.purger
-        removed_rows = self.owner.write(lambda txn: purger.step(txn, vbid, now_ms))
+    def purge(self, step: Step, now_ms: int) -> None:
+        purger, vbid = self.purger, step.vbid
+        removed_rows = self.owner.write(lambda txn: purger.step(txn, step))
         purger.settle(removed_rows, self.owner.clock.now_ms() - now_ms)
         with self.owner.environment.read() as txn:
             floor_seqno, purged = txn.pub(vbid).floor_seqno, branches.purge_row(txn, vbid)

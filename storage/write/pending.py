@@ -17,7 +17,6 @@ from storage.env.transaction import Transaction
 from storage.errors import SeqnoOrder
 from storage.format import keys, records, seal
 from storage.history import branches, index, manifests
-from storage.history.loaded import load
 from storage.model import Manifest, ManifestChange, Seqno, SnapshotRange, SourceFacts, VbucketState
 from storage.write.owner import GroupOwner, contained
 
@@ -67,8 +66,7 @@ class PendingVbucket:
 
     def load(self, txn: Transaction) -> None:
         """Begin at the last commit. The caller has taken what is pending out of the group's bytes."""
-        loaded = load(txn, self.vbid)
-        state = loaded.state
+        state, manifest_rows = branches.load(txn, self.vbid)
         self.base = state
         self.staged_seqno: int = state.staged_seqno
         self.open_snapshot = state.open_snapshot
@@ -80,14 +78,12 @@ class PendingVbucket:
         self.complete_seqno: int | None = None  # newest complete end that is not published yet
         self.complete_start = 0
         self.flushed_seqno: int = state.staged_seqno
-        self.indexed_seqno = loaded.indexed_seqno
+        self.indexed_seqno = txn.state_row(self.vbid).indexed_seqno
         self.indexed_bytes = 0  # of rows above what is published that an IndexJob has read
-        self.counters = loaded.counters  # of the newest published boundary
+        self.counters = branches.counters_at_end(txn, state)
         self.unindexed_count: int | None = 0 if self.indexed_seqno >= self.flushed_seqno else None  # None: not counted
-        self.manifest_key = loaded.manifest_key  # of the newest manifest row at or below what is published
-        self.manifest_keys = loaded.manifest_keys  # of those above it that are on the disk, rising
-        self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, that are not yet
-        self.manifest_depth = loaded.manifest_depth
+        self.manifest_key, self.manifest_keys, self.manifest_depth = manifest_rows
+        self.manifest_changes: list[tuple[int, ManifestChange]] = []  # (seqno, change), rising, not yet on the disk
         self.job: index.IndexJob | None = None
         self.dirty = False
         self.known_empty = bool(state.failover_log)  # matters only while nothing is stored: it was published at 0

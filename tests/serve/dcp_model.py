@@ -268,8 +268,8 @@ class WatchedStream(DcpStream):
     expected_at: dict[int, State]
 
     def _open(self, out: bytearray, now: stream.ServedState) -> None:
-        at = [(link.branch, now.seqno) for link in now.links if link.base_seqno <= now.seqno]
-        self.expected_at[now.seqno] = next(self.world.expected[each] for each in at if each in self.world.expected)
+        at = [(link.branch, now.pub.seqno) for link in now.links if link.base_seqno <= now.pub.seqno]
+        self.expected_at[now.pub.seqno] = next(self.world.expected[each] for each in at if each in self.world.expected)
         super()._open(out, now)
 
 

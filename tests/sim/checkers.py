@@ -36,7 +36,7 @@ from storage.format import keys
 from storage.format.records import Pub
 from storage.history import branches, chain
 from storage.history.removal import Dead
-from storage.model import SEQNO_MAX, Document
+from storage.model import SEQNO_MAX, Branch, Document, Seqno
 from storage.read.view import Change, Rollback, Time, Token, View
 from storage.write.writer import GroupWriter, RollbackResult
 from tests.sandbox.past import state_at
@@ -47,7 +47,7 @@ from tests.storage.open_readers import Contents, OpenReader, Position, apply, be
 SHOWN = 8
 READERS_MAX = 10
 """Readers that are open at a time."""
-NOTHING = Pub(1, 0, 0, 0, 0)
+NOTHING = Pub(Branch(1), Seqno(0), Seqno(0))
 """What a vbucket serves at first."""
 
 

@@ -35,7 +35,7 @@ from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary
 from storage.history.chain import Chain
 from storage.history.leases import Leases
-from storage.history.purge import Purger, Window
+from storage.history.purge import Purger, Step, Window
 from storage.history.removal import Dead
 from storage.model import Identity
 from storage.read.view import View, open_view
@@ -123,8 +123,8 @@ class SimPurger(Purger):
             self.leases = held
         return target
 
-    def step(self, txn: Transaction, vbid: int, now_ms: int) -> int:
-        removed = super().step(txn, vbid, now_ms)
+    def step(self, txn: Transaction, planned: Step) -> int:
+        vbid, removed = planned.vbid, super().step(txn, planned)
         if self.moved is not None:
             self.fate.counts["links merged"] += 1
             self.fate.merged(vbid)

@@ -118,7 +118,7 @@ def _changes(view: View, vbid: int) -> Any:
 def _stream(view: View, vbid: int) -> Any:
     state = stream.served_state(view.reader(vbid))
     found, at = [], 0
-    while at < state.seqno:
+    while at < state.pub.seqno:
         rows, at, _ = stream.rows(view.reader(vbid), state, at, bytes_max=1 << 30)
         found += rows
     return found

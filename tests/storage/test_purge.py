@@ -6,6 +6,7 @@ That views and as-of reads stay right through any mix of purging, rollbacks and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from storage.env.transaction import Transaction
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format import keys
 from storage.history import branches, chain
-from storage.history.purge import Purger, Window, dead_ranges
+from storage.history.purge import Purger, Step, Window, dead_ranges
 from storage.model import Branch, Collection, Seqno
 from storage.read import stream
 from storage.read.view import View
@@ -377,7 +378,7 @@ def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: Gro
         purger = Purger(writer.environment, writer.vbids, window)
         with writer.environment.read() as txn:
             looked = Looked(txn)
-            assert not purger._has_work(looked, 0, writer.options.clock_ms())
+            assert purger.next_work(looked, 0, writer.options.clock_ms()) is None
         looks.append(looked.entries)
     assert looks[1] <= looks[0] + 5, looks
 
@@ -423,15 +424,15 @@ def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_
     writer.background.purger = purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     looks: list[int] = []
 
-    def step(txn: Transaction) -> int:
+    def step(txn: Transaction, planned: Step) -> int:
         looked = Looked(txn)
-        removed = purger.step(looked, 0, writer.options.clock_ms())
+        removed = purger.step(looked, planned)
         looks.append(looked.entries)
         return removed
 
     removed = 0
-    while purger.plan(writer.options.clock_ms()) is not None:
-        went = writer.owner.write(step)
+    while (planned := purger.plan(writer.options.clock_ms())) is not None:
+        went = writer.owner.write(partial(step, planned=planned))
         purger.settle(went, 1)
         removed += went
         assert len(looks) < 1_000

@@ -48,7 +48,7 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
     put(writer, C, 3, b"one")
     commit(writer, 3)
     pin = view.pin(0, now=11)
-    assert (pin.branch, pin.seqno, pin.now_ms) == (view.published()[0].branch, 3, 11_000)
+    assert (pin.branch, pin.seqno, pin.now_ms) == (view.published()[0].pub.branch, 3, 11_000)
     put(writer, A, 4, b"two")
     put(writer, D, 5, b"two")
     commit(writer, 5)

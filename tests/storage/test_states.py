@@ -25,17 +25,17 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     put(writer, A, 1)
     commit(writer, 1)
     first = view.published()
-    assert [each.seqno for each in first] == [1, 0, 0, 0]
+    assert [each.pub.seqno for each in first] == [1, 0, 0, 0]
     past = view.history(0)
     assert (past.floor_seqno, past.floor_ms, past.resyncs_ms) == (1, view.boundaries(0)[-1].time_ms, ())
     writer.vbuckets[0].begin_resync()
     writer.commit()
-    assert [each.stale for each in view.published()] == [True, False, False, False]
+    assert [each.pub.is_stale for each in view.published()] == [True, False, False, False]
     clock.now = 6_000
     put(writer, A, 7)
     commit(writer, 7)
-    assert view.published()[0].seqno == 7
-    assert view.published()[0].branch > first[0].branch
+    assert view.published()[0].pub.seqno == 7
+    assert view.published()[0].pub.branch > first[0].pub.branch
     assert len(view.history(0).resyncs_ms) == 1
     assert view.history(0).resyncs_ms[0] >= 6_000
 

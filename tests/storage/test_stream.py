@@ -41,7 +41,7 @@ def all_rows(view: View, *, rows_max: int, after: int = 0, **options: object) ->
     """Every piece up to what is served now."""
     pinned = stream.served_state(view.reader(0))
     found: list[int] = []
-    while after < pinned.seqno:
+    while after < pinned.pub.seqno:
         rows, after, _ = stream.rows(view.reader(0), pinned, after, bytes_max=1 << 20, rows_max=rows_max, **options)  # type: ignore[arg-type]
         found += seqnos(rows)
     return found
@@ -116,8 +116,8 @@ def test_a_rollback_below_what_is_read_is_reported_and_one_above_is_not(store: S
     with pytest.raises(ViewInvalidated) as caught:
         stream.rows(view.reader(0), high, 0, bytes_max=1 << 20)
     assert caught.value.rolled_back
-    assert low.has(high.branch, 2)
-    assert not low.has(high.branch, 3)
+    assert low.has(high.pub.branch, 2)
+    assert not low.has(high.pub.branch, 3)
     store.put(b"other", b"v", 3)
     assert seqnos(stream.rows(view.reader(0), low, 0, bytes_max=1 << 20)[0]) == [1, 2]
 
@@ -133,7 +133,7 @@ def test_a_resync_is_not_whole_and_shares_nothing(store: Store, view: View) -> N
     store.put(b"b", b"v", 9)
     after = stream.served_state(view.reader(0))
     assert after.whole
-    assert not after.has(before.branch, 0)
+    assert not after.has(before.pub.branch, 0)
     with pytest.raises(ViewInvalidated):
         stream.rows(view.reader(0), before, 0, bytes_max=1 << 20)
 
@@ -172,7 +172,7 @@ def test_what_may_be_missing_does_not_move_with_the_floor_nor_with_what_the_sour
             while store.writer.step():
                 pass
             served = stream.served_state(view.reader(0))
-            assert (served.floor_seqno, served.purge_seqno) == (seqno, first)
+            assert (served.pub.floor_seqno, served.purge_seqno) == (seqno, first)
         store.delete(b"b", 80)
         now_ms += 1000
         while store.writer.step():
@@ -218,7 +218,7 @@ def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Stor
     def ends(after: int, least: int = 0, ends_max: int = 3) -> list[tuple[int, int]]:
         now, found = stream.next_ends(view.reader(0), after, least, ends_max)
         assert now == stream.served_state(view.reader(0))
-        return [(each.seqno, each.links[0].cut) for each in found]
+        return [(each.pub.seqno, each.links[0].cut) for each in found]
 
     assert ends(0) == []
     for seqno in (1, 4, 6, 9, stream.PIECE_ROWS + 4, stream.PIECE_ROWS + 9):
@@ -243,7 +243,7 @@ def test_a_follower_of_a_lost_history_stood_last_where_the_mirror_went_back_to(s
         store.put(b"k%d" % seqno, b"v", seqno)
     pinned = stream.served_state(view.reader(0))
     assert [stream.shared_seqno(view.reader(0), pinned, 7, seqno) for seqno in (0, 3, 4, 7, 8)] == [0, 1, 4, 4, 4]
-    raised = replace(pinned, floor_seqno=Seqno(4))
+    raised = replace(pinned, pub=pinned.pub._replace(floor_seqno=Seqno(4)))
     assert stream.shared_seqno(view.reader(0), raised, 7, 3) == 0, "what is not kept is no boundary any more"
 
 

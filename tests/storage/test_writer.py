@@ -256,12 +256,13 @@ class Store(RuleBasedStateMachine):
         self.writer.background.purger.window = Window(boundaries=keep, time_ms=self.dead_for_ms)
         for _ in range(steps):
             now_ms = self.writer.owner.clock.now_ms()
-            vbid = self.writer.background.purger.plan(now_ms)
-            if vbid is None:
+            step = self.writer.background.purger.plan(now_ms)
+            if step is None:
                 break
+            vbid = step.vbid
             before = self.writer.vbuckets[vbid].state.history_floor_seqno
             published_ms = {b.seqno: b.history_ms for b in self.view.boundaries(vbid)}
-            self.writer.background.purge(vbid, now_ms)
+            self.writer.background.purge(step, now_ms)
             floor = self.writer.vbuckets[vbid].state.history_floor_seqno
             assert floor >= before
             if floor > before:

@@ -109,8 +109,8 @@ class DcpSession(KvSession):
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         served = self.bucket.state_for_dcp(vbid)
-        persisted_seqno = served.seqno if self.bucket.publishes_persisted else None
-        return VbucketHistory(served.failover_log, served.seqno, persisted_seqno)
+        persisted_seqno = served.pub.seqno if self.bucket.publishes_persisted else None
+        return VbucketHistory(served.failover_log, served.pub.seqno, persisted_seqno)
 
     def open_producer(self, name: str, flags: int) -> None:
         """Make this a DCP connection; another one of that name is closed."""

@@ -65,8 +65,8 @@ class PublishedHistory(StreamHistory):
 
 def published_history(served: ServedState) -> PublishedHistory:
     """Return the history that judges stream requests: the source's failover log, cut at what is published."""
-    log = FailoverLog.of((vbuuid, min(seqno, served.seqno)) for vbuuid, seqno in served.failover_log)
-    return PublishedHistory(log, served.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
+    log = FailoverLog.of((vbuuid, min(seqno, served.pub.seqno)) for vbuuid, seqno in served.failover_log)
+    return PublishedHistory(log, served.pub.seqno, served.purge_seqno, answered_log=served.failover_log, served=served)
 
 
 def rollback_seqno(view: View, request: StreamRequest, history: PublishedHistory, seqno: int) -> int:

@@ -63,14 +63,14 @@ class DcpStream:
         """Everything up to here was sent or filtered out."""
         self.end_seqno = request.end_seqno
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
-            self.end_seqno = min(self.end_seqno, served.seqno)
+            self.end_seqno = min(self.end_seqno, served.pub.seqno)
         self.ended = False
         self.waiting = False
         """Nothing to send until something is published."""
         self.snapshot_count = 0
         self.row_count = 0
         self._view = view
-        self._branch = served.branch
+        self._branch = served.pub.branch
         self._failover_log = served.failover_log
         self.filter = stream_filter
         self._encoder = RowEncoder(controls, stream_filter)
@@ -113,7 +113,7 @@ class DcpStream:
                     if self.snapshot_count == snapshots_max:
                         break
                     self._begin(out)
-                elif self.position_seqno < self._pinned.seqno:
+                elif self.position_seqno < self._pinned.pub.seqno:
                     row_count = self.row_count
                     self._fill(out, min(bytes_max - len(out), PIECE_BYTES))
                     pieces += self.row_count == row_count
@@ -152,7 +152,7 @@ class DcpStream:
     def _begin(self, out: bytearray) -> None:
         position = self.position_seqno
         now = self._served
-        if now is None or (position < now.seqno and not self._ends):
+        if now is None or (position < now.pub.seqno and not self._ends):
             now, self._ends = store.next_ends(
                 self._view().reader(self.vbid), position, self._shared_seqno, SNAPSHOTS_PER_TURN
             )
@@ -164,20 +164,20 @@ class DcpStream:
             out += self.end(StreamEndReason.FILTER_EMPTY)
         elif position >= self.end_seqno:
             out += self.end(StreamEndReason.OK)
-        elif now.seqno <= position:
+        elif now.pub.seqno <= position:
             self.waiting = self._level = True
         else:
-            self._branch, self._shared_seqno = now.branch, 0
+            self._branch, self._shared_seqno = now.pub.branch, 0
             self._open(out, self._ends.pop(0))
 
     def _open(self, out: bytearray, now: ServedState) -> None:
         position = self.position_seqno
         begins = self.filter.begins(now.manifest)
-        end_seqno = int(now.seqno)
+        end_seqno = int(now.pub.seqno)
         if self.filter.legacy and begins is not None:  # without SeqnoAdvanced only a document can carry the end
             end_seqno = store.last_document_seqno(self._view().reader(self.vbid), now, position, begins)
             if end_seqno == position:
-                self.position_seqno = now.seqno
+                self.position_seqno = now.pub.seqno
                 return
         first = self.snapshot_count == 0
         self.snapshot_count += 1

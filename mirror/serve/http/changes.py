@@ -121,7 +121,7 @@ class EventStream(Response):
 
 
 def _token(vbid: int, published: Served) -> Token:
-    return Token(vbid, published.branch, published.seqno, published.history_id)
+    return Token(vbid, published.pub.branch, published.pub.seqno, published.history_id)
 
 
 def _check_since(service: Service, vbid: int, token: Token) -> None:

@@ -288,7 +288,7 @@ class Service:
             return
         if len(requested) > FEW:
             published = dict(zip(self.view.vbids, self.view.published(), strict=True))
-            stale = [vbid for vbid in requested if published[vbid].stale]
+            stale = [vbid for vbid in requested if published[vbid].pub.is_stale]
         else:
             stale = [vbid for vbid in requested if view.stale(vbid)]
         for vbid in stale:

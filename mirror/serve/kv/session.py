@@ -288,9 +288,9 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
     seqnos = []
     ends_s = perf_counter() + STEP_S
     for vbid, published in bucket.published():
-        if published.stale:
+        if published.pub.is_stale:
             continue
-        newest = int(published.seqno)
+        newest = int(published.pub.seqno)
         if collection_id is not None or not newest:  # both cost a look at the vbucket
             if perf_counter() > ends_s:
                 yield None

@@ -120,7 +120,7 @@ class LocalChanges(ChangesDriver):
         again: set[int] = set()
         for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
             at = start.of(vbid)
-            now = (published.branch, published.seqno, published.history_id)
+            now = (published.pub.branch, published.pub.seqno, published.history_id)
             if vbid not in self._vbids or (vbid in self._known and place(at) == now):
                 continue
             lag, lost = self._lag(vbid, at, limited)

@@ -69,7 +69,7 @@ def test_documents_of_a_mirror_under_load_are_the_sources_own_past_at_one_seqno_
             service.start()
             until("the mirror", lambda: (data / "mirror.json").exists())
             with open_view(str(data)) as view:
-                until("what was written", lambda: all(each.seqno for each in view.published()))
+                until("what was written", lambda: all(each.pub.seqno for each in view.published()))
             running = source.call(lambda: __import__("asyncio").get_running_loop().create_task(workload.run()))
             for _ in range(3):
                 found = (
