@@ -28,7 +28,7 @@ from mirror.inspection.verify import WAIT_S, Verifier
 from mirror.log import set_up_logs
 from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
-from storage.env import directory, map_record
+from storage.env import directory
 from storage.format import keys
 from storage.format.digest import Fingerprint
 from storage.read.view import View, open_view
@@ -81,7 +81,7 @@ def verify(
             url,
             settings=settings,
             collections=selected(path, url, settings),
-            followed=map_record.load(str(path), directory.load(str(path)).bucket_uuid),
+            followed=directory.load_map(str(path), directory.load(str(path)).bucket_uuid),
         ) as reader,
         render.task_screen() as screen,
     ):

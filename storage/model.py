@@ -222,7 +222,7 @@ class Boundary:
     time_ms: int
     """Wall clock when it was published, milliseconds since 1970."""
     history_ms: int = 0
-    """The history clock (`history_clock`) when it was published; its age is measured by it."""
+    """The history clock (`HistoryClock`) when it was published; its age is measured by it."""
     ordinal: int = 0
     """Boundaries of its chain up to and with this one, purged ones included."""
     row_bytes: int = 0

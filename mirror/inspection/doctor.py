@@ -50,7 +50,7 @@ from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, check_buck
 from mirror.wire import events as ev
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.frame import Frame, request
-from storage.env import map_record
+from storage.env import directory
 from storage.errors import StorageError
 from storage.model import NO_VBUUID, Seqno, VbucketState
 from storage.read.view import View, open_view
@@ -308,7 +308,7 @@ class Doctor:
             return
         maps = NewestMap(view.identity.bucket_uuid)
         try:
-            record = map_record.load(str(self._data), view.identity.bucket_uuid)
+            record = directory.load_map(str(self._data), view.identity.bucket_uuid)
         except StorageError as error:
             self._say("map", FAIL, str(error), error.hint, ExitCode.DATA)
             return

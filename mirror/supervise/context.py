@@ -16,8 +16,8 @@ from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap, Revision
 from mirror.log import get_logger
 from mirror.supervise.leases import LeaseBook
-from storage.env import map_record
-from storage.env.map_record import MapRecord
+from storage.env import directory
+from storage.env.directory import MapRecord
 from storage.errors import StorageError
 from storage.model import Identity
 
@@ -52,7 +52,7 @@ class MapBook:
         """Read the record; with `accept_older` overwrite it unread. Raises StorageError if it is damaged."""
         self._data = data
         self._bucket_uuid = bucket_uuid
-        record = None if accept_older else map_record.load(data, bucket_uuid)
+        record = None if accept_older else directory.load_map(data, bucket_uuid)
         self._maps = NewestMap(bucket_uuid, None if record is None else record.revision)
         self._unsaved = False
 
@@ -86,7 +86,7 @@ class MapBook:
         if not self._unsaved or self._maps.floor is None:
             return
         try:
-            map_record.save(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
+            directory.save_map(self._data, MapRecord(self._bucket_uuid, *self._maps.floor))
         except StorageError as error:
             log.error("map-revision-not-recorded", error=str(error))
         else:

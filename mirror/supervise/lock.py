@@ -16,10 +16,10 @@ import psutil
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import refuse_others
 from mirror.supervise.events.log import EVENTS_FILE
-from storage.env import directory, map_record
+from storage.env import directory
 
 LOCK_NAME = "service.lock"
-_RECORDS = (directory.FILE, map_record.FILE)
+_RECORDS = (directory.FILE, directory.MAP_FILE)
 OURS = (*_RECORDS, *(f"{name}.new" for name in _RECORDS), LOCK_NAME, "control.sock", EVENTS_FILE, "lost+found")
 """Traces of an interrupted start, allowed in a directory that is to become a mirror, besides group folders."""
 

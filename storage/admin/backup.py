@@ -21,10 +21,10 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from storage.admin.check import CheckReport, check_group
-from storage.env import directory, map_record
+from storage.env import directory
 from storage.env.compaction import Compaction
+from storage.env.directory import MapRecord
 from storage.env.environment import DATA_FILE, storage_error
-from storage.env.map_record import MapRecord
 from storage.errors import CorruptedError, FormatTooNew, StorageError
 from storage.model import Identity
 from storage.read.view import Time, View, open_view
@@ -102,7 +102,7 @@ def create(
                 byte_count += len(data)
                 progress(group, byte_count)
             progress(group + 1, byte_count)
-        followed = map_record.load(path, identity.bucket_uuid)  # after the data, which may come from the newest map
+        followed = directory.load_map(path, identity.bucket_uuid)  # after the data, which may come from the newest map
     manifest = {
         "kind": KIND,
         "version": VERSION,
@@ -233,7 +233,7 @@ def _prepare(
         _open_once(work, identity, group, rollbacks, clock_ms)
         progress(group + 1, total)
     if manifest["map"] is not None:
-        map_record.save(work, MapRecord(identity.bucket_uuid, **manifest["map"]))
+        directory.save_map(work, MapRecord(identity.bucket_uuid, **manifest["map"]))
     directory.write_description(work, identity)
     published = {int(vbid): int(seqno) for vbid, seqno in manifest["published"].items()}
     return Summary(identity, manifest["time_ms"], manifest["as_of_ms"], published, len(found), total)

@@ -12,7 +12,7 @@ import grp
 import os
 import stat
 
-from storage.env import directory, map_record
+from storage.env import directory
 from storage.env.environment import DATA_FILE, LOCK_FILE, storage_error
 from storage.errors import StorageError
 
@@ -43,7 +43,7 @@ def group_id(name: str) -> int:
 def share(path: str, gid: int) -> None:
     """Let a group enter the mirror at `path` and read its description; `share_group` does the same for each folder."""
     _give(path, gid, DIRECTORY_MODE)
-    for name in (directory.FILE, map_record.FILE):
+    for name in (directory.FILE, directory.MAP_FILE):
         _give(os.path.join(path, name), gid, READ_MODE)
 
 

@@ -1,4 +1,4 @@
-"""A mirror's directory: `mirror.json`, group folders, and the locks that keep one writer per group.
+"""A mirror's directory: `mirror.json`, `map.json`, group folders, and the locks that keep one writer per group.
 
 Invariant: `mirror.json` is written last, by fsync and rename; a directory without it counts as empty, unless a writer
 has opened one of its groups. The number of groups never changes afterwards; vbucket v belongs to group v % groups.
@@ -13,7 +13,7 @@ import os
 import shlex
 import stat
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 
 import msgpack
 
@@ -27,6 +27,8 @@ FORMAT = 2
 FORMATS_READ = (2,)
 """Formats that are opened, oldest first. One that was released stays: tests open a recorded directory of each."""
 FILE = "mirror.json"
+MAP_FILE = "map.json"
+MAP_HINT = "remove the file: the next start follows the newest map of all nodes that answer"
 READERS_HINT = "run as the user that owns the mirror, or as a member of its readers_group"
 META_BYTES = 8192
 """LMDB's two meta pages: a file without them holds nothing."""
@@ -284,6 +286,49 @@ def group_files(path: str, count: int) -> list[tuple[int, int]]:
         except OSError:
             found.append((0, 0))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class MapRecord:
+    """The newest cluster map that a mirror followed: it follows no older one after a restart.
+
+    The file is replaced whole, by fsync and rename, before the map that it names is followed.
+    """
+
+    bucket_uuid: str
+    rev_epoch: int
+    rev: int
+
+    @property
+    def revision(self) -> tuple[int, int]:
+        return self.rev_epoch, self.rev
+
+
+def load_map(path: str, bucket_uuid: str) -> MapRecord | None:
+    """Return the record in the mirror at `path`; None if it has none of this bucket. Raises StorageError."""
+    file_path = os.path.join(path, MAP_FILE)
+    try:
+        with open(file_path, encoding="utf-8") as file:
+            data = json.load(file)
+        record = MapRecord(data["bucket_uuid"], data["rev_epoch"], data["rev"])
+        if [type(field) for field in astuple(record)] != [str, int, int]:
+            raise TypeError
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise storage_error(error, file_path) from error
+    except (ValueError, KeyError, TypeError):
+        raise CorruptedError("is not a record of a cluster map", path=file_path, hint=MAP_HINT) from None
+    return record if record.bucket_uuid == bucket_uuid else None
+
+
+def save_map(path: str, record: MapRecord) -> None:
+    """Replace the record in the mirror at `path`; it is on the disk when this returns. Raises StorageError."""
+    file_path = os.path.join(path, MAP_FILE)
+    try:
+        replace_file(file_path, json.dumps(asdict(record)).encode(), mode=0o666, like=os.path.join(path, FILE))
+    except OSError as error:
+        raise storage_error(error, file_path) from error
 
 
 class GroupLock:

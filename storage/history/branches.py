@@ -39,7 +39,7 @@ class Moment(NamedTuple):
     wall_ms: int
     """Milliseconds since 1970, for people and for reads as of a time."""
     history_ms: int
-    """`history_clock`, for what depends on age."""
+    """`HistoryClock`, for what depends on age."""
 
 
 NEVER = Moment(0, 0)

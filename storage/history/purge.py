@@ -1,6 +1,6 @@
 """The purger: raises the floor and removes, in small steps, rows that no boundary at or above it sees.
 
-Knows boundaries, versions, branches, and time only as `history_clock`. The group's writer calls it when idle. Its work
+Knows boundaries, versions, branches, and time only as `HistoryClock`. The group's writer calls it when idle. Its work
 depends on the changes, not on the size of the bucket: it visits each row once, in seqno order, after the floor has
 passed it. Invariants:
 - the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches

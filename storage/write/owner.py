@@ -24,7 +24,6 @@ from storage.format import keys
 from storage.history import branches
 from storage.history.purge import Window
 from storage.model import Identity
-from storage.write.history_clock import HistoryClock
 
 GROW_TRIES_MAX = 16
 """Doublings of the map for one commit; 16 of them are 65,536 times the size."""
@@ -32,6 +31,8 @@ READER_CHECK_INTERVAL_MS = 5_000
 """Between two searches for readers that were killed in a transaction: until then the file grows with each commit."""
 IDLE_SYNC_MS = 200
 """With `safe`, the meta page of the last commit is synced when the group was idle for this long, milliseconds."""
+CLOCK_STEP_MIN_MS = 10_000
+"""The wall clock was set when it and the monotonic clock part by this much between two looks: slewing takes hours."""
 
 KEEP_ALL = Window()
 
@@ -53,6 +54,55 @@ class WriterOptions:
     """How much history is kept. The time between two writers counts for half of its time at most."""
     resync_reads: str = "stale"
     """Readers of a vbucket that is being resynced get its old copy (`stale`) or an error (`unavailable`)."""
+
+
+class HistoryClock:
+    """The clock by which history ages, in milliseconds from the wall clock of the mirror's first writer.
+
+    It advances with the machine's monotonic clock. The time between two writers only the wall clock can tell, and it
+    may be wrong: that counts for `downtime_max_ms` at most. `now_ms` never falls, and is at least what was stored.
+    """
+
+    def __init__(
+        self,
+        wall_ms: Callable[[], int],
+        monotonic_ms: Callable[[], int],
+        *,
+        stored_ms: int = 0,
+        stored_wall_ms: int = 0,
+        downtime_max_ms: int = 0,
+    ) -> None:
+        """Continue from `stored_ms`, which the last writer stored at wall time `stored_wall_ms` (0: none)."""
+        self._wall_ms = wall_ms
+        self._monotonic_ms = monotonic_ms
+        now_ms, wall_now_ms = monotonic_ms(), wall_ms()
+        self._ahead_ms = wall_now_ms - now_ms
+        self.step_count = 0
+        """Times that the wall clock was set."""
+        self.last_step_ms = 0
+        """Size of the last step; below 0: it went back."""
+        downtime_ms = wall_now_ms - stored_wall_ms
+        if not stored_ms:
+            self._last_ms = wall_now_ms
+        else:
+            self._last_ms = stored_ms + min(max(0, downtime_ms), downtime_max_ms)
+            if downtime_ms < -CLOCK_STEP_MIN_MS:
+                self._note_step(downtime_ms)
+        self._seen_ms = now_ms
+
+    def now_ms(self) -> int:
+        now_ms = self._monotonic_ms()
+        ahead_ms = self._wall_ms() - now_ms
+        if abs(ahead_ms - self._ahead_ms) >= CLOCK_STEP_MIN_MS:
+            self._note_step(ahead_ms - self._ahead_ms)
+            self._ahead_ms = ahead_ms
+        self._last_ms += max(0, now_ms - self._seen_ms)  # goes on also where the caller has no clock but the wall's
+        self._seen_ms = now_ms
+        return self._last_ms
+
+    def _note_step(self, step_ms: int) -> None:
+        self.step_count += 1
+        self.last_step_ms = step_ms
 
 
 class Contained(Protocol):

@@ -27,7 +27,7 @@ from mirror.feed.read.reader import Position, ReadEnded, Snapshot, SourceReader,
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import StreamEndReason
-from storage.env.map_record import MapRecord
+from storage.env.directory import MapRecord
 from storage.model import Kind
 from tests.sandbox.past import state_at
 

@@ -16,8 +16,8 @@ from mirror.errors import ConfigError
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.wire.constants import Opcode, Status
-from storage.env import map_record
-from storage.env.map_record import MapRecord
+from storage.env import directory
+from storage.env.directory import MapRecord
 from storage.read.view import open_view
 from tests.feed.scripted_node import PASSWORD, ScriptedNode, refuse
 from tests.inspection.test_verify import VBUCKETS, cluster, filled, mirror_of, write
@@ -196,10 +196,10 @@ async def test_a_node_with_an_older_map_is_named_and_not_examined(tmp_path: Path
 async def test_a_map_older_than_the_mirror_followed_is_a_failure(cluster: SandboxCluster, tmp_path: Path) -> None:
     mirror = await filled(cluster, tmp_path)
     uuid = cluster.bucket.map.bucket_uuid
-    map_record.save(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev))
+    directory.save_map(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev))
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
     assert [str(finding.verdict) for finding in steps["map"]] == ["ok"]
-    map_record.save(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev + 1))
+    directory.save_map(mirror.path, MapRecord(uuid, 1, cluster.bucket.map.rev + 1))
     steps = await examined(cluster.connection_string, tmp_path, Path(mirror.path))
     assert [str(finding.verdict) for finding in steps["map"]] == ["ok", "fail"]
     assert "--accept-older-map" in steps["map"][1].remedy

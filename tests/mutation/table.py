@@ -87,8 +87,8 @@ MUTATIONS = (
     # --- the snapshots of a backlog
     Mutation(
         "storage/read/stream.py",
-        "for seqno in seqnos or [now.seqno]]",
-        "for seqno in [now.seqno]]",
+        "for seqno in seqnos or [now.pub.seqno]]",
+        "for seqno in [now.pub.seqno]]",
         "tests/serve/test_dcp_producer.py -k backlog_comes",
     ),
     Mutation(
@@ -342,7 +342,7 @@ MUTATIONS = (
     Mutation(
         _MAPS, "if self._maps.judge(found) is MapVerdict.OLDER and self._maps.floor is not None:", "if False:", _OF_MAPS
     ),
-    Mutation(_MAPS, "None if accept_older else map_record.load(data, bucket_uuid)", "None", _OF_MAPS),
+    Mutation(_MAPS, "None if accept_older else directory.load_map(data, bucket_uuid)", "None", _OF_MAPS),
     Mutation(
         _VBUCKET,
         "return seqno if session.answers and not behind else None",
@@ -402,7 +402,7 @@ MUTATIONS = (
     Mutation(_PURGE, "index.check_place(txn, vbid, key, frame)", "pass", "tests/storage/test_bit_flips.py -k purger"),
     Mutation(_PURGE, "if len(links) <= merge.LINKS_MAX + 1:", "if True:", _OF_MERGE),
     Mutation(
-        "storage/write/history_clock.py",
+        "storage/write/owner.py",
         "min(max(0, downtime_ms), downtime_max_ms)",
         "max(0, downtime_ms)",
         "tests/storage/test_history_clock.py",

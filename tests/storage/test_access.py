@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from storage.env import access, directory
-from storage.env.map_record import MapRecord, save
+from storage.env.directory import MapRecord, save_map
 from storage.errors import ReadOnly, StorageError
 from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
@@ -63,7 +63,7 @@ def as_member(groups: list[int], work: Callable[[], str]) -> str:
 
 def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -> None:
     directory.create(place, IDENTITY)
-    save(place, MapRecord("uuid", 1, 2))
+    save_map(place, MapRecord("uuid", 1, 2))
     writer = open_writer(place, clock=clock)
     (key,) = keys_of(0, 1)
     publish(writer, 0, [(key, b"value", 1)])
@@ -72,7 +72,7 @@ def test_members_read_and_register_and_write_no_data(place: str, clock: Clock) -
     access.share(place, gid)
     for group in range(IDENTITY.group_count):
         access.share_group(directory.group_path(place, group), gid)
-    save(place, MapRecord("uuid", 1, 3))  # the service replaces it with each map
+    save_map(place, MapRecord("uuid", 1, 3))  # the service replaces it with each map
     found = modes(place)
     assert {name: mode for name, mode in found.items() if "group-0001" not in name} == {
         ".": "0o750",

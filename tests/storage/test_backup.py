@@ -16,8 +16,8 @@ import storage.admin.backup
 from storage.admin import archive, backup
 from storage.admin.backup import BackupPart
 from storage.admin.check import check
-from storage.env import directory, map_record
-from storage.env.map_record import MapRecord
+from storage.env import directory
+from storage.env.directory import MapRecord
 from storage.errors import CorruptedError, FormatTooNew, NoSuchBoundary, StorageError, ViewInvalidated
 from storage.format import keys
 from storage.read.view import View, open_view
@@ -80,7 +80,7 @@ def filled(writer: GroupWriter) -> GroupWriter:
 
 
 def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWriter, tmp_path: Path) -> None:
-    map_record.save(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
+    directory.save_map(path, MapRecord(IDENTITY.bucket_uuid, 3, 14))
     with open_view(path) as view:
         before, token = contents(view), view.token(0)
     parts: list[BackupPart] = []
@@ -99,7 +99,7 @@ def test_what_is_published_while_it_runs_is_not_in_it(path: str, filled: GroupWr
         assert contents(view) == before
         assert view.token(0) == token
         assert view.state(0).failover_log == log()
-    assert map_record.load(target, IDENTITY.bucket_uuid) == MapRecord(IDENTITY.bucket_uuid, 3, 14)
+    assert directory.load_map(target, IDENTITY.bucket_uuid) == MapRecord(IDENTITY.bucket_uuid, 3, 14)
     assert sorted(entry.name for entry in (tmp_path / "target").iterdir()) == [
         "group-0000",
         "group-0001",

@@ -9,7 +9,7 @@ import pytest
 from storage.env import directory
 from storage.history.purge import Window
 from storage.read.view import open_view
-from storage.write.history_clock import HistoryClock
+from storage.write.owner import HistoryClock
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
 from tests.storage.test_writer import publish

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from storage.env import map_record
-from storage.env.map_record import MapRecord
+from storage.env import directory
+from storage.env.directory import MapRecord
 from storage.errors import CorruptedError, StorageError
 
 RECORD = MapRecord("b1", 2, 2**40)
 
 
 def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
-    assert map_record.load(str(tmp_path), "b1") is None
-    map_record.save(str(tmp_path), MapRecord("b1", 0, 1))
-    map_record.save(str(tmp_path), RECORD)
-    found = map_record.load(str(tmp_path), "b1")
+    assert directory.load_map(str(tmp_path), "b1") is None
+    directory.save_map(str(tmp_path), MapRecord("b1", 0, 1))
+    directory.save_map(str(tmp_path), RECORD)
+    found = directory.load_map(str(tmp_path), "b1")
     assert found == RECORD
     assert found is not None
     assert found.revision == (2, 2**40)
@@ -27,15 +27,15 @@ def test_a_record_is_what_was_saved_last(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_bucket_is_none(tmp_path: Path) -> None:
-    map_record.save(str(tmp_path), RECORD)
-    assert map_record.load(str(tmp_path), "b2") is None
+    directory.save_map(str(tmp_path), RECORD)
+    assert directory.load_map(str(tmp_path), "b2") is None
 
 
 def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash before the rename leaves the old record."""
-    map_record.save(str(tmp_path), MapRecord("b1", 1, 1))
+    directory.save_map(str(tmp_path), MapRecord("b1", 1, 1))
     calls: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -49,7 +49,7 @@ def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "rename", recorded_rename)
-    map_record.save(str(tmp_path), RECORD)
+    directory.save_map(str(tmp_path), RECORD)
     assert calls == ["fsync", "rename", "fsync"]
 
     def crash(_a: str, _b: str) -> None:
@@ -57,8 +57,8 @@ def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
 
     monkeypatch.setattr(os, "rename", crash)
     with pytest.raises(StorageError):
-        map_record.save(str(tmp_path), MapRecord("b1", 9, 9))
-    assert map_record.load(str(tmp_path), "b1") == RECORD
+        directory.save_map(str(tmp_path), MapRecord("b1", 9, 9))
+    assert directory.load_map(str(tmp_path), "b1") == RECORD
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_the_record_is_on_the_disk_under_its_name_only_once_it_is_whole(
 def test_a_damaged_record_is_one_error_that_says_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / "map.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorruptedError, match="remove the file"):
-        map_record.load(str(tmp_path), "b1")
+        directory.load_map(str(tmp_path), "b1")

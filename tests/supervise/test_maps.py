@@ -11,15 +11,15 @@ from structlog.testing import capture_logs
 from mirror.errors import OlderMap
 from mirror.ingest.topology import ClusterMap, Node
 from mirror.supervise.context import MapBook
-from storage.env import map_record
-from storage.env.map_record import MapRecord
+from storage.env import directory
+from storage.env.directory import MapRecord
 from storage.errors import CorruptedError, Full
 
 MAP = ClusterMap(1, 7, "demo", "b1", (Node("h", 11210),), (0, 0))
 
 
 def recorded(data: Path) -> tuple[int, int] | None:
-    found = map_record.load(str(data), "b1")
+    found = directory.load_map(str(data), "b1")
     return None if found is None else found.revision
 
 
@@ -79,7 +79,7 @@ def test_a_full_disk_does_not_keep_the_service_on_a_stale_node(tmp_path: Path, m
 
     book = MapBook(str(tmp_path), "b1")
     with monkeypatch.context() as broken:
-        broken.setattr(map_record, "save", full)
+        broken.setattr(directory, "save_map", full)
         assert book.take(MAP)
     assert recorded(tmp_path) is None
     book.retry()

@@ -44,7 +44,7 @@ from mirror.feed.read.snapshot import Item, Position, ReadEnded, Snapshot, Sourc
 from mirror.feed.read.spool import SpoolFile
 from mirror.ingest import events
 from mirror.ingest.topology import ClusterMap, MapVerdict, NewestMap
-from storage.env.map_record import MapRecord
+from storage.env.directory import MapRecord
 from storage.model import FailoverLog
 
 __all__ = ["Position", "ReadEnded", "Snapshot", "SourceReader", "SourceRolledBack"]

@@ -23,7 +23,7 @@ from mirror.inspection.verify import WAIT_S, Verifier
 from mirror.messages import Ping
 from mirror.spark.pipeline.runner import Progress, Runner, quiet_logs
 from mirror.spark.source.local import dealt
-from storage.env import map_record
+from storage.env import directory
 from storage.read.view import open_view
 
 TASKS_PER_CORE = 4
@@ -82,7 +82,7 @@ def compare_task(task: CompareTask) -> list[VbucketResult]:
     with (
         open_view(task.data, stale_reads=True) as view,
         SourceReader(
-            task.source, settings=from_wire(task.settings), followed=map_record.load(task.data, task.bucket_uuid)
+            task.source, settings=from_wire(task.settings), followed=directory.load_map(task.data, task.bucket_uuid)
         ) as reader,
     ):
         check_bucket(view.identity, reader.bucket_uuid, reader.vbucket_count)

@@ -25,7 +25,7 @@ from mirror.spark.source.columns import change_row, control_row
 from mirror.spark.source.local import dealt
 from mirror.spark.source.offsets import BEGINNING, At, Lag, Offset, admit, decode
 from mirror.spark.source.options import Options
-from storage.env.map_record import MapRecord
+from storage.env.directory import MapRecord
 from storage.errors import Unavailable, ViewInvalidated
 from storage.model import Boundary, Branch, Manifest, Seqno
 from storage.read import states

@@ -34,7 +34,7 @@ from mirror.wire.codec_dcp import decode as decode_message
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
-from storage.env.map_record import MapRecord
+from storage.env.directory import MapRecord
 from storage.format import keys
 from storage.format.records import decode_row
 from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno
