@@ -25,7 +25,7 @@ from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.node.faults import Faults
 from mirror.sandbox.workload import Workload
-from mirror.server.privileges import ALL_PRIVILEGES
+from mirror.server.session import ALL_PRIVILEGES
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason
 

@@ -1,4 +1,4 @@
-"""The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, as JSON.
+"""The terse cluster configuration that servers answer to GET_CLUSTER_CONFIG, and the manifest, as JSON.
 
 As recorded (sdk_72_*) and as in kv_engine's docs/BinaryProtocol.md; each official client accepts it (docs/protocol.md
 2.12). Invariants: a node without a host is the client's own target, which works for a single node only; a node's
@@ -8,8 +8,11 @@ management ports are its key-value ports, which answer HTTP with `NO_MANAGEMENT`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from mirror.wire.events import CollectionSettings
+from storage.model import Collection
 
 NO_MANAGEMENT = (
     b"HTTP/1.1 501 Not Implemented\r\nContent-Type: text/plain\r\nContent-Length: 38\r\nConnection: close\r\n\r\n"
@@ -97,6 +100,25 @@ def render(rev: int, epoch: int | None, nodes: Sequence[ConfigNode], bucket: Con
         },
     }
     return json.dumps(config).encode()
+
+
+def render_manifest(
+    uid: int, scopes: Mapping[int, str], collections: Iterable[Collection | CollectionSettings]
+) -> bytes:
+    """Return a manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
+    inside: dict[int, list[dict[str, object]]] = {scope_id: [] for scope_id in sorted(scopes)}
+    for entry in sorted(collections, key=lambda entry: entry.collection_id):
+        described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
+        if entry.max_ttl is not None:
+            described["maxTTL"] = entry.max_ttl
+        if isinstance(entry, CollectionSettings) and entry.history:
+            described["history"] = True
+        if entry.scope_id in inside:
+            inside[entry.scope_id].append(described)
+    found = [
+        {"name": scopes[scope_id], "uid": f"{scope_id:x}", "collections": each} for scope_id, each in inside.items()
+    ]
+    return json.dumps({"uid": f"{uid:x}", "scopes": found}, separators=(",", ":")).encode()
 
 
 def is_http(data: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""A DCP client's negotiated settings: by HELLO, by the flags of DCP_OPEN, and by DCP_CONTROL.
+"""A DCP client's settings, negotiated by HELLO, DCP_OPEN and DCP_CONTROL, and the form of documents that they ask for.
 
-Names, values and statuses are those of docs/protocol.md 2.2 and 2.3, checked against recorded engines. An unknown name
-or a value out of range is EINVAL and changes nothing; NOT_SUPPORTED is beyond the server's `Abilities`. This module
-does not know streams or tasks.
+Names, values and statuses are those of docs/protocol.md 2.2, 2.3 and 2.11, checked against recorded engines. An
+unknown name or a value out of range is EINVAL and changes nothing; NOT_SUPPORTED is beyond the server's `Abilities`.
+This module does not know streams or tasks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Status, StreamRequestFlag
+from mirror.document import values
+from mirror.wire import leb128
+from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Opcode, Status, StreamRequestFlag
 
 NOOP_INTERVAL_DEFAULT_S = 180.0
 NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S = 0.1, 10_800.0
@@ -29,6 +31,13 @@ STREAM_FLAGS_7_2 = int(
     | StreamRequestFlag.IGNORE_PURGED_TOMBSTONES
 )
 """Flags of a stream request in 7.2 (kv_engine 7.2.4, daemon/mcbp_validators.cc)."""
+
+DELETION = int(Opcode.DCP_DELETION)
+EXPIRATION = int(Opcode.DCP_EXPIRATION)
+
+TIME_UNKNOWN = b"\0\0\0\0"
+_NO_METADATA = b"\0\0"
+_UNUSED = b"\0"
 
 _TRUE = b"true"
 _MARKER_VERSIONS = {b"2.0": MarkerVersion.V2_0, b"2.2": MarkerVersion.V2_2}
@@ -229,3 +238,47 @@ _CONTROLS: dict[bytes, _Setter] = {
 }
 
 ALL_CONTROLS = frozenset(_CONTROLS)
+
+
+class DocumentShape:
+    def __init__(self, controls: Controls) -> None:
+        """`controls` must not change any more."""
+        self._controls = controls
+        self.unwanted_datatype = (0 if controls.xattrs else values.XATTR) | (0 if controls.snappy else values.SNAPPY)
+        """Datatype bits that this client must not get."""
+        self.plain = controls.collections and not (
+            controls.no_value or controls.no_value_with_underlying_datatype or controls.force_compression
+        )
+        """A mutation without unwanted datatype bits needs no change."""
+
+    def key(self, wire_key: bytes) -> bytes:
+        return wire_key if self._controls.collections else wire_key[leb128.decode(wire_key)[1] :]
+
+    def value(self, value: bytes, datatype: int, *, tombstone: bool) -> tuple[bytes, int]:
+        """Return value and datatype. Raises ValueError for a value that cannot be taken apart."""
+        controls = self._controls
+        if controls.no_value_with_underlying_datatype:
+            return b"", datatype
+        if not controls.xattrs:
+            value, datatype = values.without_xattrs(value, datatype)
+        elif tombstone and not controls.deleted_user_xattrs:
+            value, datatype = _without_user_xattrs(value, datatype)
+        if controls.no_value:
+            value, datatype = values.without_body(value, datatype)
+        if not controls.snappy:
+            value, datatype = values.inflate(value, datatype)
+        elif controls.force_compression:
+            value, datatype = values.deflate(value, datatype)
+        return value, datatype
+
+    def tombstone(self, opcode: int, seqnos: bytes, time: bytes) -> tuple[int, bytes]:
+        """Return opcode and extras of a deletion or expiration: `seqnos` are its first 16 bytes, `time` 4 bytes."""
+        if opcode == EXPIRATION and self._controls.expirations:
+            return EXPIRATION, seqnos + time
+        return DELETION, seqnos + (time + _UNUSED if self._controls.delete_times else _NO_METADATA)
+
+
+def _without_user_xattrs(value: bytes, datatype: int) -> tuple[bytes, int]:
+    if not datatype & values.XATTR or all(name.startswith(b"_") for name in values.split(value, datatype)[0]):
+        return value, datatype
+    return values.tombstone_value(value, datatype)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from mirror.server.errors import Refused
-from mirror.server.privileges import DCP_PRODUCER
+from mirror.server.errors import OutOfPlace, Refused
 from mirror.server.producer import Producer
 from mirror.server.requests import failover_log
-from mirror.server.session import Handler, Operation, Reply, Session
+from mirror.server.session import DCP_PRODUCER, Handler, Operation, Reply, Session
 from mirror.wire import codec_dcp
 from mirror.wire.constants import DcpOpenFlag, Opcode, Status
 from mirror.wire.errors import RemoteProtocolError
@@ -26,10 +25,6 @@ _OPENED_BEFORE = "The connection is already opened as a DCP connection"
 T = TypeVar("T")
 
 _ANSWERABLE = (int(Opcode.DCP_NOOP), int(Opcode.DCP_SNAPSHOT_MARKER))
-
-
-class OutOfPlace(Exception):
-    """The request is not possible now; the server hangs up without an answer."""
 
 
 def _open(session: Session, frame: Frame) -> Reply:

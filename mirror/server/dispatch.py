@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from mirror.server.dcp_requests import OutOfPlace as OutOfPlace
 from mirror.server.errors import Refused
 from mirror.server.session import Later, Operation, Reply, Session
 from mirror.wire import codec_kv

@@ -17,8 +17,7 @@ from mirror.document import values
 from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
 from mirror.server.errors import Refused
-from mirror.server.privileges import META_READ, READ
-from mirror.server.session import Answer, Buffer, Handler, Later, Operation, Reply, Session
+from mirror.server.session import META_READ, READ, Answer, Buffer, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv, leb128
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame

@@ -29,6 +29,10 @@ class Refused(Exception):
         self.bare = bare or bool(value)
 
 
+class OutOfPlace(Exception):
+    """The request is not possible now; the server hangs up without an answer."""
+
+
 def unknown_collection(manifest_uid: int, status: int = Status.UNKNOWN_COLLECTION) -> Refused:
     return Refused(status, UNKNOWN_COLLECTION_CONTEXT, manifest_uid=manifest_uid)
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container
+from dataclasses import asdict, dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 from mirror.ingest.rollback import OutOfRange, ProducerAnswer, RollbackAnswer, producer_answer
 from mirror.server.controls import Controls
-from mirror.server.errors import Refused, rolled_back
-from mirror.server.filter import FilterT
+from mirror.server.errors import Refused, rolled_back, unknown_collection
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import DcpNoop, StreamRequest
 from mirror.wire.flow_control import ProducerWindow
+from mirror.wire.stream_filter import KEYS, parse_filter
 from storage.model import FailoverLog
 
 NOOP_OPAQUE_FIRST = 10_000_000
@@ -79,6 +80,51 @@ def judge(request: StreamRequest, history: StreamHistory, purge_seqno: int | Non
         client_purge_seqno=purge_seqno,
         holds_whole_filter=history.holds_whole_filter,
     )
+
+
+@dataclass(kw_only=True)
+class ProducerFilter:
+    """The filter of one stream. With neither `collections` nor `scope_id` everything passes."""
+
+    collections: frozenset[int] | None = None
+    scope_id: int | None = None
+    stream_id: int | None = None
+    purge_seqno: int | None = None
+    legacy: bool = False
+    """The client knows no collections: it gets no system events."""
+
+
+FilterT = TypeVar("FilterT", bound=ProducerFilter)
+
+
+def requested_filter(
+    kind: type[FilterT],
+    value: bytes,
+    *,
+    has_collections: bool,
+    has_stream_ids: bool,
+    scopes: Container[int],
+    collections: Container[int],
+    manifest_uid: int,
+    known_keys: frozenset[str] = KEYS,
+) -> FilterT:
+    """Parse a filter; `scopes` and `collections` are the ids that exist for the client. A client without collections
+    gets the default collection and cannot send a filter (docs/protocol.md 2.4). Raises Refused, without a context if
+    `value` is not a filter, as recorded.
+    """
+    if not has_collections:
+        if value:
+            raise Refused(Status.EINVAL)
+        return kind(collections=frozenset({0}), legacy=True)
+    try:
+        found = parse_filter(value, has_stream_ids=has_stream_ids, known=known_keys)
+    except RemoteProtocolError as error:
+        raise Refused(error.status) from None
+    if found.scope_id is not None and found.scope_id not in scopes:
+        raise unknown_collection(manifest_uid, Status.UNKNOWN_SCOPE)
+    if not all(number in collections for number in found.collections or ()):
+        raise unknown_collection(manifest_uid)
+    return kind(**asdict(found))
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
@@ -186,8 +232,8 @@ class Producer(ABC, Generic[StreamT, FilterT]):
     def marker_answered(self, opaque: int) -> None:
         """The client answered a snapshot marker that requested it."""
 
-    @abstractmethod
-    def statistics(self) -> dict[str, str]: ...
+    def statistics(self) -> dict[str, str]:
+        return {}
 
     # -- the judgement of a stream request
 

@@ -11,8 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from mirror.server.errors import Refused, unknown_collection
-from mirror.server.privileges import META_READ
-from mirror.server.session import JSON, Handler, Later, LoginAttempt, Operation, Reply, Session
+from mirror.server.session import JSON, META_READ, Handler, Later, LoginAttempt, Operation, Reply, Session
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire.constants import Feature, Opcode, Status
 from mirror.wire.errormap import error_map
@@ -89,14 +88,10 @@ def _later(session: Session, username: str, attempt: LoginAttempt[T], answered: 
     """Answer the last message of a login once the server has checked it."""
 
     def step() -> Reply | None:
-        try:
-            done = attempt.poll()
-            if done is None:
-                return None
-            (found,) = done
-            if found is None:
-                raise SaslError("wrong user or password")
-        except SaslError:
+        if attempt.done is None:
+            return None
+        (found,) = attempt.done
+        if found is None:
             return _login_failed(session)
         session.log_in(username)
         return Reply(value=answered(found))

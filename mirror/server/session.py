@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mirror.server.errors import Refused
 from mirror.server.producer import Producer
@@ -20,17 +20,26 @@ from mirror.wire import codec_kv
 from mirror.wire import frame as fr
 from mirror.wire.constants import Datatype, Feature, Opcode, Status
 from mirror.wire.frame import Frame
-from mirror.wire.sasl import HASHES, MECHANISMS, ScramServer
+from mirror.wire.sasl import HASHES, MECHANISMS, SaslError, ScramServer
 from storage.model import FailoverLog
 
 JSON = int(Datatype.JSON)
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
-T_co = TypeVar("T_co", covariant=True)
 
 Revision = tuple[int, int]
 """(epoch, revision) of a cluster map."""
+
+READ = "Read"
+WRITE = "Upsert"
+META_READ = "MetaRead"
+DCP_PRODUCER = "DcpProducer"
+DCP_STREAM = "DcpStream"
+SYSTEM_COLLECTIONS = "SystemCollectionLookup"
+
+ALL_PRIVILEGES = frozenset((READ, WRITE, META_READ, DCP_PRODUCER, DCP_STREAM, SYSTEM_COLLECTIONS))
+"""The server's names of the privileges that requests need (kv_engine docs/rbac.md)."""
 
 _HELLO = int(Opcode.HELLO)
 _NEVER_SENT: Revision = (-1, -1)
@@ -78,23 +87,34 @@ class Later:
     """Called once, after the answer was written to its end or given up."""
 
 
-class LoginAttempt(Protocol[T_co]):
-    def poll(self) -> tuple[T_co | None] | None:
-        """Return None until the outcome is known, then a tuple of it (None: refused). Raises SaslError."""
+def certified_name(certificate: Mapping[str, Any]) -> str | None:
+    """Return the common name of a certificate's subject, which names the user in the usual set-up of clusters."""
+    for part in certificate.get("subject", ()):
+        for name, value in part:
+            if name == "commonName":
+                return str(value)
+    return None
 
-    async def wait(self) -> None: ...
+
+def checked(check: Callable[[], T | None]) -> T | None:
+    """Return the outcome of a login's check; None: refused."""
+    try:
+        return check()
+    except SaslError:
+        return None
 
 
-class CheckedAtOnce(Generic[T]):
-    """A login that is checked by `poll`."""
+class LoginAttempt(Generic[T]):
+    """An attempt to log in. A connection that closes cancels its `wait`."""
 
-    def __init__(self, check: Callable[[], T | None]) -> None:
-        self._check = check
+    def __init__(self, outcome: Callable[[], Awaitable[T | None]], done: tuple[T | None] | None = None) -> None:
+        self.done = done
+        """The outcome in a tuple (None: refused), once it is known."""
+        self._outcome = outcome
 
-    def poll(self) -> tuple[T | None] | None:
-        return (self._check(),)
-
-    async def wait(self) -> None: ...
+    async def wait(self) -> None:
+        if self.done is None:
+            self.done = (await self._outcome(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +171,6 @@ class Session(ABC):
         self.unordered = Feature.UNORDERED_EXECUTION in features
         self.sync_replication = Feature.SYNC_REPLICATION in features
 
-    def has(self, feature: Feature) -> bool:
-        return feature in self.features
-
     # -- answers
 
     def refuse(
@@ -183,7 +200,7 @@ class Session(ABC):
         """Return the refusal with the map, unless the client has that map and negotiated not to get it twice (SDK RFC
         75).
         """
-        if self.known_map >= self.map_revision and self.has(Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP):
+        if self.known_map >= self.map_revision and Feature.DEDUPE_NOT_MY_VBUCKET_CLUSTERMAP in self.features:
             return Reply(Status.NOT_MY_VBUCKET)
         return Reply(Status.NOT_MY_VBUCKET, value=self.send_map(with_bucket=True), datatype=JSON)
 
@@ -196,12 +213,12 @@ class Session(ABC):
         """Return the message about a new map, or None if the client did not negotiate one (kv_engine
         docs/BinaryProtocol.md, Clustermap Change Notification; SDK RFC 75).
         """
-        if not (self.logged_in and self.has(Feature.DUPLEX)):
+        if not (self.logged_in and Feature.DUPLEX in self.features):
             return None
         name = self.bucket_name.encode() if self.bucket_selected else b""
-        if self.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF):
+        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION_BRIEF in self.features:
             return codec_kv.clustermap_notification(*self.map_revision, name)
-        if self.has(Feature.CLUSTERMAP_CHANGE_NOTIFICATION):
+        if Feature.CLUSTERMAP_CHANGE_NOTIFICATION in self.features:
             config = self.send_map(with_bucket=self.bucket_selected)
             return codec_kv.clustermap_notification(*self.map_revision, name, config)
         return None
@@ -246,14 +263,19 @@ class Session(ABC):
         return MECHANISMS if self.plain_allowed else tuple(HASHES)
 
     @abstractmethod
-    def password_attempt(self, username: str, password: str) -> LoginAttempt[object]: ...
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[Any]: ...
 
     @abstractmethod
     def scram_server(self, mechanism: str) -> ScramServer: ...
 
     def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
         """Begin a login; `check` returns None or raises SaslError to refuse. A server for tests checks at once."""
-        return CheckedAtOnce(check)
+        found = checked(check)
+
+        async def outcome() -> T | None:
+            return found
+
+        return LoginAttempt(outcome, (found,))
 
     @abstractmethod
     def log_in(self, username: str) -> None: ...

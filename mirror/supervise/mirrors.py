@@ -38,7 +38,7 @@ async def ask_mirrors(context: ServiceContext) -> None:
 async def _ask(context: ServiceContext, node: MapNode, refused: set[MapNode]) -> str | None:
     """Say how a mirror contradicts the list; None if it does not, or if that is not known."""
     settings, identity = context.settings, context.identity
-    port = node.port or node.tls_port
+    port = node.kv_port or node.tls_port
     assert settings.source is not None
     assert identity is not None
     assert node.host is not None

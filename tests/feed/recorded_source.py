@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from mirror.server import dcp_requests, dispatch, requests
 from mirror.server.errors import Refused
-from mirror.server.session import CheckedAtOnce, LoginAttempt, Operation, Reply, Revision, Session, VbucketHistory
+from mirror.server.session import LoginAttempt, Operation, Reply, Revision, Session, VbucketHistory
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.codec_dcp import decode, decode_failover_log, encode_all_vb_seqnos, encode_failover_log, to_frame
@@ -317,7 +317,7 @@ class _Session(Session):
         return bool(self._user)
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
-        return CheckedAtOnce(lambda: (username, password) == (USER, PASSWORD) or None)
+        return self.login_attempt(username, lambda: (username, password) == (USER, PASSWORD) or None)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         return ScramServer(mechanism, {USER: PASSWORD}.get)

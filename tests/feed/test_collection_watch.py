@@ -17,7 +17,7 @@ from mirror.errors import NotSupported
 from mirror.feed.cluster.collection_watch import HIDDEN, CollectionWatch
 from mirror.ingest.selection import Selection, SourceManifest, StreamFilter
 from mirror.sandbox.cluster import SandboxCluster
-from mirror.server.privileges import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
+from mirror.server.session import ALL_PRIVILEGES, SYSTEM_COLLECTIONS
 from mirror.wire.constants import Status, StreamEndReason
 from storage.admin.check import check
 from storage.errors import UnknownCollection

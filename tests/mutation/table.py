@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/serve/kv/scans.py",
-        "scan.position, self._byte_count = following, byte_count",
+        "scan.position, byte_count = following, total",
         "scan.position = following",
         "tests/serve/test_kv_scans.py",
     ),

@@ -6,6 +6,8 @@ import asyncio
 from functools import partial
 from itertools import groupby
 
+import pytest
+
 from mirror.sandbox import SandboxCluster
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
@@ -44,8 +46,10 @@ IN_TURN = [0] + [0, 1, 2] * 10 + [1, 2]
 """Three streams of a marker and ten documents; one message is sent before the second stream is there."""
 
 
-async def test_streams_take_turns_message_by_message() -> None:
+@pytest.mark.parametrize("in_turn", [True, False])
+async def test_streams_take_turns_message_by_message_or_come_one_after_the_other(in_turn: bool) -> None:
     async with SandboxCluster(vbuckets=3) as cluster:
+        cluster.bucket.tuning.in_turn = in_turn
         for index in range(30):
             cluster.set(f"k{index}", {}, vbid=index % 3)
         cluster.bucket.to_disk()
@@ -54,7 +58,10 @@ async def test_streams_take_turns_message_by_message() -> None:
             await client.stream(vbid)
         await client.control("connection_buffer_size", "0")
         await client.until(lambda: len(client.of(*DATA)) == 30)
-        assert vbids_sent(client) == IN_TURN
+        if in_turn:
+            assert vbids_sent(client) == IN_TURN
+        else:
+            assert [vbid for vbid, _ in groupby(vbids_sent(client))] == [0, 1, 2]
 
 
 async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() -> None:
@@ -70,42 +77,6 @@ async def test_turns_go_on_with_the_next_stream_after_the_window_was_closed() ->
             assert len(client.sizes) == count
             client.ack(client.sizes[-1])
         assert vbids_sent(client) == IN_TURN
-
-
-async def test_a_source_may_be_made_to_send_one_stream_after_the_other() -> None:
-    async with SandboxCluster(vbuckets=3) as cluster:
-        cluster.bucket.tuning.in_turn = False
-        for index in range(30):
-            cluster.set(f"k{index}", {}, vbid=index % 3)
-        cluster.bucket.to_disk()
-        client = await Client.dcp(cluster, connection_buffer_size="1")
-        for vbid in range(3):
-            await client.stream(vbid)
-        await client.control("connection_buffer_size", "0")
-        await client.until(lambda: len(client.of(*DATA)) == 30)
-        assert [vbid for vbid, _ in groupby(vbids_sent(client))] == [0, 1, 2]
-
-
-async def test_a_window_that_grows_lets_the_stream_go_on(cluster: SandboxCluster) -> None:
-    for index in range(100):
-        cluster.set(f"k{index}", {})
-    client = await Client.dcp(cluster, connection_buffer_size="500")
-    await client.stream(0)
-    await client.until(lambda: sum(client.sizes) >= 500)
-    assert client.seqno(0) < 100
-    await client.control("connection_buffer_size", "0")
-    await client.until_seqno(0, 100)
-
-
-async def test_noops_come_at_the_interval_and_silence_ends_the_connection(cluster: SandboxCluster) -> None:
-    cluster.nodes[0].dcp_idle_timeout_s = 0.4
-    client = await Client.dcp(cluster, set_noop_interval="0.1")
-    await client.stream(0)
-    await client.until(lambda: len(client.of(ev.DcpNoop)) >= 6)
-    opaques = [e.opaque for e in client.of(ev.DcpNoop)]
-    assert opaques == list(range(opaques[0], opaques[0] + len(opaques)))
-    client.answer_noops = False
-    await client.until_closed()
 
 
 async def test_a_change_of_state_ends_streams() -> None:

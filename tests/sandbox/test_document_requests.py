@@ -14,7 +14,6 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from tests.oracle import kv_client
-from tests.sandbox.past import state_at
 
 from .client import FEATURES, Client
 
@@ -26,18 +25,6 @@ def store(key: bytes, value: bytes, opcode: Opcode = Opcode.SET, **more: Any) ->
 
 def get(key: bytes, opcode: Opcode = Opcode.GET) -> Frame:
     return fr.request(opcode, key=key)
-
-
-async def test_a_client_without_features_gets_plain_answers(cluster: SandboxCluster) -> None:
-    cluster.bucket.set("k", {"pad": "a" * 500}, compressed=True, xattrs={"u": 1})
-    client = await Client.login(cluster, features=())
-    answer = await client.ask(get(b"k"))
-    assert (answer.datatype, answer.value[:8]) == (0, b'{"pad":"')
-    stored = await client.ask(store(b"k", b"{}"))
-    assert (stored.status, stored.extras) == (0, b"")
-    refused = await client.ask(get(b"nope"))
-    assert (refused.status, refused.value) == (Status.KEY_ENOENT, b"")
-    assert state_at(cluster.vbucket(0))[b"\0k"].datatype == 1
 
 
 async def test_quiet_forms_answer_only_what_matters(cluster: SandboxCluster) -> None:

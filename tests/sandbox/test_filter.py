@@ -10,7 +10,6 @@ from mirror.sandbox.data.vbucket import system_key
 from mirror.sandbox.dcp.filter import SandboxFilter, parse
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
-from mirror.wire.constants import Status
 from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
@@ -29,38 +28,6 @@ def manifest() -> BucketManifest:
     made.create_collection("s", "d")
     made.create_collection("_default", "e")
     return made
-
-
-@pytest.mark.parametrize(
-    ("value", "status"),
-    [
-        (b"{}", Status.EINVAL),
-        (b'{"other":1}', Status.EINVAL),
-        (b"[1]", Status.EINVAL),
-        (b"{oops", Status.EINVAL),
-        (b'{"scope":8}', Status.EINVAL),
-        (b'{"scope":"zz"}', Status.EINVAL),
-        (b'{"uid":1}', Status.EINVAL),
-        (b'{"collections":[]}', Status.EINVAL),
-        (b'{"collections":"8"}', Status.EINVAL),
-        (b'{"collections":["8"],"scope":"8"}', Status.EINVAL),
-        (b'{"collections":["8"],"purge_seqno":5}', Status.EINVAL),
-        (b'{"collections":["77"]}', Status.UNKNOWN_COLLECTION),
-        (b'{"scope":"77"}', Status.UNKNOWN_SCOPE),
-        (b'{"sid":3}', Status.DCP_STREAM_ID_INVALID),
-    ],
-)
-def test_what_is_refused(manifest: BucketManifest, value: bytes, status: Status) -> None:
-    with pytest.raises(Refused) as error:
-        parse(value, manifest, has_collections=True, has_stream_ids=False)
-    assert error.value.status == status
-
-
-def test_stream_ids_are_required_or_not(manifest: BucketManifest) -> None:
-    assert parse(b'{"sid":3}', manifest, has_collections=True, has_stream_ids=True).stream_id == 3
-    for value in (b"", b'{"sid":0}', b'{"sid":70000}', b'{"sid":"3"}'):
-        with pytest.raises(Refused):
-            parse(value, manifest, has_collections=True, has_stream_ids=True)
 
 
 def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) -> None:

@@ -33,28 +33,6 @@ def data(client: Client, vbid: int = 0) -> list[int]:
     return [e.seqno for e in client.of(*DATA, vbid=vbid)]
 
 
-async def test_a_backfill_sends_the_newest_version_of_each_key_and_then_goes_live() -> None:
-    async with SandboxCluster(vbuckets=4) as cluster:
-        for round_ in range(3):
-            for index in range(50):
-                cluster.set(f"k{index}", {"round": round_}, vbid=1)
-        cluster.delete("k7", vbid=1)
-        cluster.bucket.to_disk()
-        client = await Client.dcp(cluster)
-        assert (await client.stream(1)).status == 0
-        await client.until_seqno(1, 151)
-        assert client.markers() == [(0, 151, 6)]
-        seqnos = data(client, 1)
-        assert seqnos == sorted(seqnos)
-        assert len(seqnos) == 50
-        assert isinstance(client.of(*DATA)[-1], ev.Deletion)
-        cluster.set("k7", {"back": 1}, vbid=1)
-        await client.until_seqno(1, 152)
-        assert client.markers()[1:] == [(152, 152, 5)]
-        assert client.of(ev.Mutation)[-1].rev_seqno == 5
-        assert cluster.sent(1).snapshot_ends == {151, 152}
-
-
 async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot(cluster: SandboxCluster) -> None:
     """As recorded: 210 documents that were never on disk come as [0..210] memory|checkpoint (72_d1)."""
     for index in range(210):
@@ -96,18 +74,6 @@ async def test_live_snapshots_are_small_and_each_is_the_state_at_its_end() -> No
                 found[event.key] = event.value
             else:
                 found.pop(event.key, None)
-
-
-async def test_a_group_lands_in_one_snapshot(cluster: SandboxCluster) -> None:
-    client = await Client.dcp(cluster)
-    await client.stream(0)
-    for index in range(60):
-        cluster.multi_write(0, [(f"a{index % 3}", {"n": index}), ("b", {"n": index}), (f"c{index}", {"n": index})])
-        if index % 7 == 0:
-            await asyncio.sleep(0)
-    await client.until_seqno(0, 180)
-    ends = {end for _, end, _ in client.markers()}
-    assert ends <= {3 * n for n in range(1, 61)}
 
 
 async def test_a_finite_end_is_overrun_by_the_snapshot_that_it_is_in(cluster: SandboxCluster) -> None:
@@ -175,30 +141,6 @@ async def test_new_checkpoints_are_marked_by_their_flag() -> None:
         assert [flags for _, _, flags in client.markers()] == [5, 1, 1, 5]
 
 
-async def test_clients_that_ask_for_sync_writes_get_prepare_commit_and_abort(cluster: SandboxCluster) -> None:
-    client = await Client.dcp(cluster, enable_sync_writes="true", consumer_name="n9")
-    await client.stream(0)
-    cluster.bucket.set("k", {}, durable=True)
-    cluster.bucket.prepare("k", "{}", vbid=0)
-    cluster.bucket.abort("k", vbid=0)
-    await client.until_seqno(0, 4)
-    seen = client.of(ev.Prepare, ev.Commit, ev.Abort)
-    assert [(type(e).__name__, e.seqno) for e in seen] == [
-        ("Prepare", 1),
-        ("Commit", 2),
-        ("Prepare", 3),
-        ("Abort", 4),
-    ]
-    assert {m.version for m in client.of(ev.SnapshotMarker)} == {MarkerVersion.V2_0}
-    cluster.bucket.to_disk()
-    other = await Client.dcp(cluster, name="other", enable_sync_writes="true", consumer_name="n9")
-    await other.stream(0)
-    await other.until_seqno(0, 4)
-    marker = other.of(ev.SnapshotMarker)[0]
-    assert (marker.end_seqno, marker.high_completed_seqno) == (4, 3)
-    assert data(other) == [2]
-
-
 async def test_a_marker_of_version_2_2_carries_the_purge_seqno(cluster: SandboxCluster) -> None:
     for key in "abc":
         cluster.set(key, {})
@@ -215,20 +157,6 @@ async def test_a_marker_of_version_2_2_carries_the_purge_seqno(cluster: SandboxC
     assert (disk.version, disk.purge_seqno) == (MarkerVersion.V2_2, 4)
     assert memory.version == MarkerVersion.V1
     assert data(client) == [3, 5, 6]
-
-
-async def test_a_scope_filter_follows_new_collections(cluster: SandboxCluster) -> None:
-    cluster.bucket.create_scope("s")
-    client = await Client.dcp(cluster)
-    await client.stream(0, value=b'{"scope":"8"}')
-    cluster.bucket.create_collection("s", "c")
-    cluster.set("k", {"a": 1}, collection="s.c")
-    await client.until_seqno(0, 3)
-    cluster.set("k", {"b": 1})
-    cluster.bucket.drop_scope("s")
-    await client.until(lambda: client.of(ev.StreamEnd))
-    assert [e.key for e in client.of(ev.Mutation)] == [b"\x08k"]
-    assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0, 1, 4]
 
 
 async def test_writes_outside_the_filter_are_not_sent_live(cluster: SandboxCluster) -> None:
@@ -262,13 +190,6 @@ async def test_a_client_that_resumes_is_brought_to_its_snapshots_end_also_if_the
     assert [marker[:2] for marker in client.markers()] == [(0, 6)]
     assert [each.seqno for each in client.of(ev.SeqnoAdvanced)] == [6]
     assert data(client) == []
-
-
-async def test_a_stream_at_the_end_of_its_range_ends_at_once(cluster: SandboxCluster) -> None:
-    client = await Client.dcp(cluster)
-    await client.stream(0, end=0)
-    await client.until(lambda: client.of(ev.StreamEnd))
-    assert client.of(ev.StreamEnd)[0].reason == StreamEndReason.OK
 
 
 async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones(cluster: SandboxCluster) -> None:

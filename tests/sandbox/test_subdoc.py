@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from google_crc32c import value as crc32c
 
 from mirror.document import values
 from mirror.document.jsonpath import PathError
@@ -21,28 +20,6 @@ def draft(xattrs: values.Xattrs | None = None, body: bytes = b'{"n": 1}') -> Dra
     value, datatype = values.join(xattrs or {}, body, values.datatype_of(body))
     frame = mutation_frame(0, b"\0k", 5, 2, 3_000_000_001, value, datatype=datatype, flags=7, expiry=9)
     return Draft.of_item(Item(5, b"\0k", frame), 0xABC)
-
-
-def test_the_virtual_document_names_the_version() -> None:
-    seen = json.loads(draft({b"u": b"1"}).lookup(GET, "$document", XATTR_PATH))
-    assert seen == {
-        "CAS": "0x00000000b2d05e01",
-        "datatype": ["json", "xattr"],
-        "deleted": False,
-        "exptime": 9,
-        "flags": 7,
-        "last_modified": "3",
-        "revid": "2",
-        "seqno": "0x0000000000000005",
-        "value_bytes": 8,
-        "value_crc32c": f"0x{crc32c(b'{%bn%b: 1}' % (b'%c' % 34, b'%c' % 34)):08x}",
-        "vbucket_uuid": "0x0000000000000abc",
-    }
-    assert draft().lookup(GET, "$document.flags", XATTR_PATH) == b"7"
-    assert json.loads(draft({b"u": b"1", b"v": b"2"}).lookup(GET, "$XTOC", XATTR_PATH)) == ["u", "v"]
-    with pytest.raises(PathError) as error:
-        draft().lookup(GET, "$nonsense", XATTR_PATH)
-    assert error.value.status == Status.SUBDOC_XATTR_UNKNOWN_VATTR
 
 
 def test_xattrs_are_looked_up_and_changed_next_to_the_body() -> None:

@@ -83,29 +83,3 @@ async def test_document_flags(cluster: SandboxCluster) -> None:
     gone = mutation(MutationSpec(Opcode.DELETE, b""))
     assert (await client.ask(gone)).status == 0
     assert cluster.bucket.get("k") is None
-
-
-async def test_deleted_documents_are_seen_on_request(cluster: SandboxCluster) -> None:
-    cluster.bucket.set("k", {}, xattrs={"_sync": {"rev": 1}, "user": 2})
-    cluster.delete("k")
-    client = await Client.login(cluster)
-    specs = (LookupSpec(Opcode.SUBDOC_GET, b"_sync.rev", 4),)
-    assert (await client.ask(lookup(*specs))).status == Status.KEY_ENOENT
-    answer = await client.ask(lookup(*specs, extras=b"\x04"))
-    assert answer.status == Status.SUBDOC_SUCCESS_DELETED
-    assert kv_client.decode_lookup_results(answer.value)[0].value == b"1"
-    answer = await client.ask(lookup(LookupSpec(Opcode.SUBDOC_GET, b"user", 4), extras=b"\x04"))
-    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE_DELETED
-
-
-async def test_the_order_of_paths_and_their_kinds(cluster: SandboxCluster) -> None:
-    cluster.set("k", {})
-    client = await Client.login(cluster)
-    wrong = lookup(LookupSpec(Opcode.SUBDOC_GET, b"a"), LookupSpec(Opcode.SUBDOC_GET, b"x", 4))
-    assert (await client.ask(wrong)).status == Status.SUBDOC_INVALID_XATTR_ORDER
-    odd = lookup(LookupSpec(Opcode.SUBDOC_COUNTER, b"a"))
-    assert (await client.ask(odd)).status == Status.SUBDOC_INVALID_COMBO
-    bad = lookup(LookupSpec(Opcode.SUBDOC_GET, b"\xff"))
-    answer = await client.ask(bad)
-    assert answer.status == Status.SUBDOC_MULTI_PATH_FAILURE
-    assert [each.status for each in kv_client.decode_lookup_results(answer.value)] == [Status.SUBDOC_PATH_EINVAL]

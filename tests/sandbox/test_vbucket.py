@@ -45,7 +45,7 @@ def shown(vbucket: Vbucket, last: int) -> dict[bytes, Item]:
 operations = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(operations, st.integers(0, 20))
 def test_any_cut_of_the_log_is_the_state_at_its_end(writes: list[tuple[str, bool]], lose: int) -> None:
     source = bucket()
@@ -69,7 +69,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps)
 def test_a_bounded_vbucket_is_the_same_as_one_that_forgets_nothing(taken: list[tuple[str, bool] | int]) -> None:
     """Both fail over and open checkpoints alike, and show the same at each seqno that is not forgotten."""

@@ -71,7 +71,7 @@ def with_users(file: Path, entries: Mapping[str, Any], anonymous: Sequence[str] 
 
 def session_of(bucket: KvBucket, reader: Reader | None = None) -> KvSession:
     cluster_map = ServedMap(bucket.identity, [own_node([Address("127.0.0.1", 5)])], 1)
-    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1)
+    logins, large = Logins(users(), SystemClock()), LargeAnswers(Turns(), 1, bucket.failed)
     return KvSession(bucket, users(), cluster_map, logins, large, plain_allowed=True, reader=reader)
 
 

@@ -36,7 +36,6 @@ from tests.oracle import kv_client
 
 VBUCKETS = 4
 DOCUMENTS = 6
-FAILOVERS = 8
 HEADER = struct.Struct(">BBHBBHIIQ")
 PAIRS = json.dumps({"range": {"start": b64encode(b"pair-").decode(), "end": b64encode(b"pair-\xff").decode()}}).encode()
 
@@ -190,7 +189,8 @@ def source() -> Iterator[Source]:
         yield made
 
 
-def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failovers", [3, pytest.param(8, marks=pytest.mark.ci)])
+def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_path: Path, failovers: int) -> None:
     data = tmp_path / "data"
     rng = random.Random(5)
     flags = ("--workers", "2", "--groups", "2", "--kv", "0", "--http", "0", "--set", "commit_interval_ms=2")
@@ -218,7 +218,7 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
         with ThreadPoolExecutor(len(readers)) as pool, open_view(str(data)) as view:
             reading = [pool.submit(each) for each in readers]
             try:
-                for step in range(FAILOVERS):
+                for step in range(failovers):
                     for _ in range(40):
                         source.write(rng.randrange(VBUCKETS))
                     vbid = rng.randrange(VBUCKETS)
@@ -242,5 +242,5 @@ def test_no_reader_ever_sees_a_part_or_goes_back_in_time(source: Source, tmp_pat
             counts = [each.result() for each in reading]
         assert all(count > 20 for count in counts), counts
         status = (control.ask(data, GetStatus()) or {})["status"]
-        assert status["totals"]["rollback_count"] > FAILOVERS // 2, "the failovers took published data back"
-        assert sum(worker["restarts"] for worker in status["workers"]) > 1, "workers were killed"
+        assert status["totals"]["rollback_count"] > failovers // 2, "the failovers took published data back"
+        assert sum(worker["restarts"] for worker in status["workers"]) >= failovers // 3, "workers were killed"

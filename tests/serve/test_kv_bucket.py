@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mirror.serve.access.auth import Reader
-from mirror.serve.kv.bucket import MANIFEST_FRESH_S, KvBucket, manifest_to_json
+from mirror.serve.kv.bucket import MANIFEST_FRESH_S, KvBucket
 from mirror.serve.large import LARGE_BYTES
+from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
 from storage.env import directory
@@ -213,6 +214,6 @@ def test_a_manifest_is_written_in_one_walk_over_its_collections() -> None:
 
     collections = Counting({each: Collection(each, each, f"c{each}", Seqno(0)) for each in range(8, 1008)})
     manifest = Manifest(ManifestUid(1), {0: "_default"} | {each: f"s{each}" for each in collections}, collections)
-    found = json.loads(manifest_to_json(manifest))
+    found = json.loads(render_manifest(manifest.uid, manifest.scopes, manifest.collections.values()))
     assert visits == 1000
     assert [len(scope["collections"]) for scope in found["scopes"]] == [0] + [1] * 1000

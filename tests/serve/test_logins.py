@@ -23,11 +23,11 @@ from mirror.serve.access.logins import (
     PEER_FAILURES_FREE,
     REMEMBERED_MAX,
     USER_FAILURES_FREE,
-    Attempt,
     Failures,
     Logins,
 )
 from mirror.serve.kv.session import FAILED_LOGINS_MAX
+from mirror.server.session import LoginAttempt
 from mirror.wire import codec_kv
 from mirror.wire.constants import Status
 from mirror.wire.sasl import SaslError, ScramClient
@@ -78,14 +78,14 @@ def test_many_failures_are_forgotten_in_minutes_and_not_more_names_remembered_th
     assert "10.0.0.1" not in failures._found
 
 
-async def finish(attempt: Attempt[Any]) -> Any:
+async def finish(attempt: LoginAttempt[Any]) -> Any:
     """The outcome of an attempt that need not wait for the clock."""
-    while (done := attempt.poll()) is None:
+    while (done := attempt.done) is None:
         await asyncio.wait_for(attempt.wait(), 20)
     return done[0]
 
 
-async def begun(attempt: Attempt[Any]) -> asyncio.Task[Any]:
+async def begun(attempt: LoginAttempt[Any]) -> asyncio.Task[Any]:
     """An attempt that waits for the clock."""
     task = asyncio.create_task(finish(attempt))
     for _ in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from couchbase import subdocument as sd
-from couchbase.exceptions import DocumentNotFoundException, TemporaryFailException
+from couchbase.exceptions import TemporaryFailException
 from couchbase.options import ExistsOptions, GetAnyReplicaOptions, GetOptions, LookupInOptions
 
 from tests.serve.kv_rig import Store, serving
@@ -88,30 +88,12 @@ async def test_while_nobody_knows_every_read_is_a_temporary_failure(
                 await asyncio.to_thread(read, collection)
 
 
-async def test_an_empty_vbucket_has_no_documents(store: Store) -> None:
-    store.logs()
-    async with reading(store) as collection:
-        with pytest.raises(DocumentNotFoundException):
-            await got(collection)
-        assert not await asyncio.to_thread(READS["exists"], collection)
-
-
 async def test_while_a_vbucket_is_resynced_its_old_copy_is_given_where_the_operator_allows_that(store: Store) -> None:
     resync(store)
     async with reading(store, stale_allowed=True) as collection:
         assert await got(collection) == 1
         for read in READS.values():
             await asyncio.to_thread(read, collection)
-
-
-async def test_after_a_rollback_the_version_before_it_is_read_at_once(store: Store) -> None:
-    store.logs()
-    write(store, 1, 5)
-    write(store, 2, 6)
-    async with reading(store) as collection:
-        assert await got(collection) == 2
-        store.writer.vbuckets[0].rollback(5)
-        assert await got(collection) == 1
 
 
 async def test_a_read_that_was_tried_again_succeeds_when_the_vbucket_is_there(store: Store) -> None:

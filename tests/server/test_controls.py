@@ -6,7 +6,6 @@ from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.serve.dcp.connection import ABILITIES as MIRROR
 from mirror.server.controls import Controls
 from mirror.wire.constants import DcpOpenFlag, MarkerVersion, Status
-from tests import recordings
 
 SOURCE = PROFILES[DEFAULT_PROFILE].abilities(keeps_history=False)
 GOOD, BAD, NOT = Status.SUCCESS, Status.EINVAL, Status.NOT_SUPPORTED
@@ -26,26 +25,6 @@ def test_expirations_are_distinguished_only_with_delete_times() -> None:
         assert controls.set(b"enable_expiry_opcode", b"true") == GOOD
         assert controls.expirations == reported
         assert controls.xattrs is False
-
-
-def test_the_statuses_are_those_that_a_server_gave() -> None:
-    """But for what a mirror cannot do."""
-    other = {"enable_sync_writes", "consumer_name", "change_streams"}
-    compared = 0
-    for recording in recordings.names("72_"):
-        controls = Controls(MIRROR, True, True, 0x1FF)
-        for note in recordings.notes(recording)["notes"]:
-            text = note if isinstance(note, str) else str(note)
-            if not text.startswith("DCP_CONTROL ") or "=" not in text or " -> " not in text:
-                continue
-            requested, _, status = text.removeprefix("DCP_CONTROL ").partition(" -> ")
-            name, _, value = requested.partition("=")
-            if name in other or status not in Status.__members__:
-                continue
-            if status == "SUCCESS":
-                assert controls.set(name.encode(), value.encode()) == Status.SUCCESS, (recording, text)
-                compared += 1
-    assert compared > 30
 
 
 def test_what_they_turn_on() -> None:

@@ -297,14 +297,6 @@ async def test_a_backfill_with_collections_is_the_recorded_one(name: str, high: 
         assert got == want
 
 
-async def test_an_answer_to_nothing_ends_the_connection(cluster: SandboxCluster) -> None:
-    client = await Client.dcp(cluster)
-    client.send(Frame(0x81, int(Opcode.DCP_STREAM_REQ), opaque=5))
-    await client.until_closed()
-    assert 5 not in client.answers
-    assert client.events == []
-
-
 WHOLE_BACKFILLS = [
     "605_a_backfill_then_live",
     "605_c_resume_mid_snapshot",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.sandbox import SandboxCluster
 from mirror.sandbox.data.bucket import User
-from mirror.sandbox.kv.session import SandboxSession, SessionPort
+from mirror.sandbox.kv.session import SandboxSession
 from mirror.sandbox.node import node
 from mirror.serve.access.auth import Reader
 from mirror.serve.kv import connection as kv_connection
@@ -23,18 +21,11 @@ from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Opcode, Status
 from tests.oracle import kv_client
 from tests.serve.kv_rig import Store, session_of
-
-
-class Port:
-    """A connection of a node."""
-
-    def __init__(self) -> None:
-        self.bucket = SandboxCluster(vbuckets=1).bucket
-        self.node_number = 0
+from tests.server.test_session import made
 
 
 def source_session() -> SandboxSession:
-    session = SandboxSession(cast("SessionPort", Port()))
+    session = made()
     session.user = User("u", "p")
     session.bucket_selected = True
     return session
@@ -89,8 +80,3 @@ def test_login_comes_first_then_the_bucket_then_the_privilege() -> None:
     refused = dispatch.answer(session, node.OPERATIONS, get)
     assert isinstance(refused, Reply)
     assert "GET operation without the Read privilege" in kv_client.error_context(refused.value, refused.datatype)
-
-
-def test_clients_without_a_bucket_read_from_a_mirror(mirror_session: KvSession) -> None:
-    get = fr.request(Opcode.GET, key=b"k")
-    assert status(dispatch.answer(mirror_session, kv_connection.OPERATIONS, get)) != Status.NO_BUCKET

@@ -8,7 +8,7 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.node.node import OPERATIONS
-from mirror.server.privileges import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS
+from mirror.server.session import ALL_PRIVILEGES, DCP_STREAM, SYSTEM_COLLECTIONS
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -16,7 +16,7 @@ from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from tests.oracle import kv_client
 from tests.recordings import frames
-from tests.sandbox.client import FEATURES, Client
+from tests.sandbox.client import Client
 from tests.sandbox.recorded import answers
 
 VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}
@@ -94,22 +94,6 @@ async def test_the_error_map_speaks_of_every_status_of_the_recorded_one() -> Non
         assert sorted(ours["errors"][code]["attrs"]) == sorted(recorded["errors"][code]["attrs"]), code
 
 
-async def test_features_come_in_ascending_order_and_only_known_ones(cluster: SandboxCluster) -> None:
-    client = await Client.connect(cluster)
-    answer = await client.ask(codec_kv.hello(b"t", (0x12, 0x06, 0x21, 0x0B)))
-    assert codec_kv.decode_features(answer.value) == (0x06, 0x0B, 0x12)
-
-
-async def test_the_map_is_not_sent_again_to_who_knows_it() -> None:
-    async with SandboxCluster(vbuckets=4) as cluster:
-        client = await Client.login(cluster, features=(*FEATURES, 0x1D))
-        config = json.loads((await client.ask(codec_kv.get_cluster_config())).value)
-        known = (config["revEpoch"], config["rev"])
-        assert (await client.ask(codec_kv.get_cluster_config(known))).value == b""
-        cluster.failover(1)
-        assert json.loads((await client.ask(codec_kv.get_cluster_config(known))).value)["rev"] > known[1]
-
-
 async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
     async with SandboxCluster(nodes=2, vbuckets=4, replicas=1) as cluster:
         cluster.bucket.create_scope("s")
@@ -138,19 +122,6 @@ async def test_seqnos_of_all_vbuckets_by_state_and_collection() -> None:
         assert dict(codec_dcp.decode_all_vb_seqnos(answer.value))[2] == 3
 
 
-async def test_a_token_is_observed_on_its_history_and_after_a_failover(cluster: SandboxCluster) -> None:
-    for index in range(5):
-        cluster.set(f"k{index}", {})
-    old = cluster.vbucket(0).vbuuid
-    client = await Client.login(cluster)
-    seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
-    assert (seen.current_seqno, seen.old_vbuuid) == (5, None)
-    cluster.failover(0, lose=2)
-    seen = codec_kv.decode_observe_seqno((await client.ask(codec_kv.observe_seqno(0, old))).value)
-    assert (seen.vbuuid, seen.old_vbuuid, seen.last_seqno_received) == (cluster.vbucket(0).vbuuid, old, 3)
-    assert (await client.ask(codec_kv.observe_seqno(0, 12345))).status == Status.KEY_ENOENT
-
-
 async def test_statistics_end_with_an_empty_one() -> None:
     async with SandboxCluster(vbuckets=2) as cluster:
         cluster.set("k", {}, vbid=1)
@@ -162,19 +133,6 @@ async def test_statistics_end_with_an_empty_one() -> None:
         await client.ask(fr.request(Opcode.STAT, key=b"failovers"))
         assert client.stats[b"vb_0:num_entries"] == b"1"
         assert (await client.ask(fr.request(Opcode.STAT, key=b"nonsense"))).status == Status.KEY_ENOENT
-
-
-async def test_collections_are_found_by_name(cluster: SandboxCluster) -> None:
-    cluster.bucket.create_scope("s")
-    cluster.bucket.create_collection("s", "c", max_ttl=60)
-    client = await Client.login(cluster)
-    answer = await client.ask(kv_client.get_collection_id(b"s.c"))
-    assert codec_kv.decode_collection_id(answer.extras) == (2, 8)
-    assert (await client.ask(kv_client.get_scope_id(b"s"))).extras[-4:] == b"\0\0\0\x08"
-    assert (await client.ask(kv_client.get_scope_id(b"t"))).status == Status.UNKNOWN_SCOPE
-    assert (await client.ask(kv_client.get_collection_id(b"nodot"))).status == Status.EINVAL
-    manifest = json.loads((await client.ask(kv_client.get_collections_manifest())).value)
-    assert manifest["scopes"][1]["collections"] == [{"name": "c", "uid": "8", "maxTTL": 60}]
 
 
 async def test_privileges_are_looked_up_for_each_operation(cluster: SandboxCluster) -> None:

@@ -8,10 +8,9 @@ from typing import cast
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.kv.session import SandboxSession, SessionPort
 from mirror.server.errors import Refused, unknown_collection
-from mirror.server.session import Reply, failover_statistics
+from mirror.server.session import Reply
 from mirror.wire import frame as fr
 from mirror.wire.constants import Feature, Magic, Opcode, Status
-from storage.model import FailoverLog
 from tests.oracle import kv_client
 
 
@@ -42,16 +41,6 @@ def test_with_tracing_answers_are_flexible_and_carry_their_duration() -> None:
     assert hello.magic == Magic.RESPONSE
 
 
-def test_answers_that_go_before_come_first() -> None:
-    data = made().encode(fr.request(Opcode.STAT, opaque=3), Reply(before=(Reply(key=b"a"), Reply(key=b"b"))), 1.0)
-    keys = []
-    while data:
-        frame, end = fr.decode(data)
-        keys.append((frame.opaque, frame.key))
-        data = data[end:]
-    assert keys == [(3, b"a"), (3, b"b"), (3, b"")]
-
-
 def test_error_contexts_are_for_clients_that_negotiated_them() -> None:
     assert made().refuse(Status.EINVAL, "why").value == b""
     session = made(Feature.XERROR)
@@ -68,13 +57,3 @@ def test_a_bare_refusal_is_its_status_and_value() -> None:
     assert session.refused(Refused(Status.NOT_MY_VBUCKET, value=b"as recorded")).value == b"as recorded"
     assert session.refused(Refused(Status.NOT_MY_VBUCKET, bare=True)).value == b""
     assert session.refused(Refused(Status.NOT_MY_VBUCKET)).value == session.map_text(with_bucket=True)
-
-
-def test_failover_logs_are_counted_and_listed() -> None:
-    assert failover_statistics(3, FailoverLog.of([(9, 5), (7, 0)])) == {
-        "vb_3:num_entries": "2",
-        "vb_3:0:id": "9",
-        "vb_3:0:seq": "5",
-        "vb_3:1:id": "7",
-        "vb_3:1:seq": "0",
-    }

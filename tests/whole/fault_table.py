@@ -31,7 +31,7 @@ from mirror.errors import MirrorError
 from mirror.messages import GetStatus
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.server.cluster_config import NOWHERE
-from mirror.server.privileges import ALL_PRIVILEGES, DCP_PRODUCER
+from mirror.server.session import ALL_PRIVILEGES, DCP_PRODUCER
 from mirror.supervise.events.log import read_events
 from mirror.wire.constants import Status
 from tests.cli.conftest import COMMAND, call, environment

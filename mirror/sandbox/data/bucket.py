@@ -25,7 +25,7 @@ from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES, Profile
 from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
-from mirror.server.privileges import ALL_PRIVILEGES, certified_name
+from mirror.server.session import ALL_PRIVILEGES, certified_name
 from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole
 from mirror.wire.events import SystemEventContent

@@ -6,10 +6,10 @@ before it (recording 72_k1_collections_live).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from mirror.server.cluster_config import render_manifest
 from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
@@ -178,18 +178,7 @@ class BucketManifest:
         return entry
 
     def to_json(self, *, with_system: bool = True) -> bytes:
-        scopes = []
-        for scope_id, scope_name in sorted(self.scopes.items()):
-            if not with_system and scope_id in self.system_scopes:
-                continue
-            inside: list[dict[str, object]] = []
-            for entry in sorted(self.collections.values(), key=lambda entry: entry.collection_id):
-                if entry.scope_id == scope_id and (with_system or entry.collection_id not in self.system_collections):
-                    described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
-                    if entry.max_ttl is not None:
-                        described["maxTTL"] = entry.max_ttl
-                    if entry.history:
-                        described["history"] = True
-                    inside.append(described)
-            scopes.append({"name": scope_name, "uid": f"{scope_id:x}", "collections": inside})
-        return json.dumps({"uid": f"{self.uid:x}", "scopes": scopes}, separators=(",", ":")).encode()
+        hidden = set() if with_system else self.system_collections
+        scopes = {id_: name for id_, name in self.scopes.items() if with_system or id_ not in self.system_scopes}
+        shown = [entry for entry in self.collections.values() if entry.collection_id not in hidden]
+        return render_manifest(self.uid, scopes, shown)

@@ -19,8 +19,7 @@ from mirror.sandbox.data.item import (
     EventItem,
     Item,
 )
-from mirror.server.controls import Controls
-from mirror.server.shape import TIME_UNKNOWN, DocumentShape
+from mirror.server.controls import TIME_UNKNOWN, Controls, DocumentShape
 from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import SystemEventId

@@ -1,4 +1,4 @@
-"""The changes that a DCP stream of the embedded source shows; `mirror.server.filter` checks the request.
+"""The changes that a DCP stream of the embedded source shows; `mirror.server.producer` checks the request.
 
 Invariant: an accepted filter changes only with the collections of its scope, and with those that end.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mirror.sandbox.data.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import system_id
-from mirror.server.filter import ProducerFilter, requested_filter
+from mirror.server.producer import ProducerFilter, requested_filter
 from mirror.wire.constants import SystemEventId
 from mirror.wire.stream_filter import KEYS
 

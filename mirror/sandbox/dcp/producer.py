@@ -103,9 +103,6 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
             self.end_stream(stream, reason)
         return len(found)
 
-    def statistics(self) -> dict[str, str]:
-        return {}
-
     # --- the judgement of a stream request
 
     def _check_request(self, request: StreamRequest) -> StreamRequest:

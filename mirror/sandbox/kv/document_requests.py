@@ -12,8 +12,7 @@ from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.kv.session import FoundItem, SandboxHandler, SandboxSession
 from mirror.server.document_requests import got, quiet_miss, wire_key
-from mirror.server.privileges import READ, WRITE
-from mirror.server.session import Later, Operation, Reply
+from mirror.server.session import READ, WRITE, Later, Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.constants import Datatype, Feature, FrameInfoId, Opcode, Status
 from mirror.wire.frame import Frame, frame_infos
@@ -29,7 +28,7 @@ def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
         raise DocumentError(Status.E2BIG)
     if frame.datatype & Datatype.SNAPPY and not session.snappy:
         raise DocumentError(Status.EINVAL)
-    if frame.datatype & Datatype.XATTR and not session.has(Feature.XATTR):
+    if frame.datatype & Datatype.XATTR and Feature.XATTR not in session.features:
         raise DocumentError(Status.EINVAL)
     try:
         _, body = values.split(frame.value, frame.datatype)
@@ -40,7 +39,7 @@ def incoming(session: SandboxSession, frame: Frame) -> tuple[bytes, int]:
 
 def changed(session: SandboxSession, vbucket: Vbucket, item: Item, value: bytes = b"") -> Reply:
     token = b""
-    if session.has(Feature.MUTATION_SEQNO):
+    if Feature.MUTATION_SEQNO in session.features:
         token = codec_kv.encode_mutation_token(vbucket.vbuuid, item.seqno)
     return Reply(cas=item.cas, extras=token, value=value)
 

@@ -13,9 +13,8 @@ from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import DocumentSession, FoundDocument
 from mirror.server.errors import Refused, unknown_collection
-from mirror.server.privileges import SYSTEM_COLLECTIONS
 from mirror.server.session import (
-    CheckedAtOnce,
+    SYSTEM_COLLECTIONS,
     Handler,
     LoginAttempt,
     Reply,
@@ -89,7 +88,7 @@ class SandboxSession(DocumentSession):
         return () if self.certified else super().mechanisms
 
     def password_attempt(self, username: str, password: str) -> LoginAttempt[bool]:
-        return CheckedAtOnce(lambda: self.bucket.users.password_of(username) == password or None)
+        return self.login_attempt(username, lambda: self.bucket.users.password_of(username) == password or None)
 
     def scram_server(self, mechanism: str) -> ScramServer:
         return ScramServer(mechanism, self.bucket.users.password_of)

@@ -11,8 +11,7 @@ from mirror.sandbox.kv.document_requests import changed, frame_options
 from mirror.sandbox.kv.session import SandboxSession
 from mirror.sandbox.kv.subdoc import Draft
 from mirror.server.document_requests import ACCESS_DELETED, check_path_order, path_text, wire_key
-from mirror.server.privileges import WRITE
-from mirror.server.session import Operation, Reply
+from mirror.server.session import WRITE, Operation, Reply
 from mirror.wire import codec_kv
 from mirror.wire.codec_kv import MutationResult, MutationSpec
 from mirror.wire.constants import SUBDOC_CHANGES, Opcode, Status

@@ -27,9 +27,9 @@ from mirror.server import dcp_requests, dispatch, requests
 from mirror.server import document_requests as reads
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.controls import Controls
-from mirror.server.privileges import DCP_STREAM
+from mirror.server.errors import OutOfPlace
 from mirror.server.producer import IDLE_TIMEOUT_S
-from mirror.server.session import Operation
+from mirror.server.session import DCP_STREAM, Operation
 from mirror.wire import frame as fr
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Magic, Opcode, StreamEndReason
@@ -132,7 +132,7 @@ class NodeConnection(asyncio.Protocol):
         try:
             while (frame := self._buffer.next_frame()) is not None and not self._transport.is_closing():
                 self._dispatch(frame)
-        except (RemoteProtocolError, dispatch.OutOfPlace):
+        except (RemoteProtocolError, OutOfPlace):
             if is_http(data):
                 self.write(NO_MANAGEMENT)
             self._transport.close()

@@ -17,15 +17,15 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from mirror.clock import Clock
 from mirror.serve.access.admission import Periodic
 from mirror.serve.access.auth import Reader, Users
-from mirror.wire.sasl import SaslError
+from mirror.server.session import LoginAttempt, checked
 
 NICENESS = 10
 """Niceness of the thread that checks passwords, some milliseconds each: users who are logged in come first."""
@@ -75,32 +75,9 @@ class Failures:
         return max(0.0, count - (now_s - last_s) / FORGET_S)
 
 
-def _checked(check: Callable[[], T | None]) -> T | None:
-    try:
-        return check()
-    except SaslError:
-        return None
-
-
 def _step_back() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-class Attempt(Generic[T]):
-    """An attempt to log in: `wait`, then `poll`. A connection that closes cancels its `wait`."""
-
-    def __init__(self, outcome: Callable[[], Awaitable[T | None]], done: tuple[T | None] | None = None) -> None:
-        self._outcome = outcome
-        self._done = done
-
-    def poll(self) -> tuple[T | None] | None:
-        """Return the outcome of the check in a tuple (None: refused), or None while it is unknown."""
-        return self._done
-
-    async def wait(self) -> None:
-        if self._done is None:
-            self._done = (await self._outcome(),)
 
 
 class Logins:
@@ -117,14 +94,14 @@ class Logins:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, user: str, peer: str, check: Callable[[], T | None]) -> Attempt[T]:
+    def begin(self, user: str, peer: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
         """Begin an attempt. `check` runs in a thread; it returns None or raises SaslError to refuse."""
-        return Attempt(partial(self._outcome, user, peer, check))
+        return LoginAttempt(partial(self._outcome, user, peer, check))
 
-    def by_password(self, name: str, password: str, peer: str) -> Attempt[Reader]:
+    def by_password(self, name: str, password: str, peer: str) -> LoginAttempt[Reader]:
         proven = None if self.guesses(peer) else self._users.proven(name, password)
         outcome = partial(self.check, name, password, peer)
-        return Attempt(outcome) if proven is None else Attempt(outcome, (proven,))
+        return LoginAttempt(outcome, None if proven is None else (proven,))
 
     async def check(self, name: str, password: str, peer: str) -> Reader | None:
         return await self._outcome(name, peer, partial(self._users.check, name, password))
@@ -142,7 +119,7 @@ class Logins:
             self.failed(user, peer)
             raise
         try:
-            future = self._pool.submit(partial(_checked, check))
+            future = self._pool.submit(partial(checked, check))
         except RuntimeError:  # the process stops
             return None
         checking = asyncio.wrap_future(future)

@@ -16,7 +16,7 @@ from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader, Users, file_stamp
-from mirror.server.privileges import certified_name
+from mirror.server.session import certified_name
 
 READ_BYTES = 16 * 1024
 """Bytes read of a connection in one step. With records of one byte asyncio's own 256 KiB are a step of 7 to 25 ms."""

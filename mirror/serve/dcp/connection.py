@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from mirror.clock import Clock
 from mirror.log import get_logger
@@ -87,21 +87,16 @@ class DcpHost(Host, Protocol):
     contact: SourceContact | None
     large: LargeAnswers
 
-    def new_dcp_session(self, connection: DcpConnection) -> DcpSession: ...
-
     def named(self, connection: DcpConnection, name: str) -> None: ...
 
 
 class DcpSession(KvSession):
     grantable = KvSession.grantable | {Feature.MIRROR}
     open_flags = OPEN_FLAGS
-
-    def __init__(self, connection: DcpConnection, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._connection = connection
+    connection: DcpConnection
 
     def statistics(self, group: str, vbid: int | None) -> Iterator[dict[str, str]]:
-        contact = self._connection.contact
+        contact = self.connection.contact
         if contact is None or group.encode() != CONTACT_STATISTIC:
             yield from super().statistics(group, vbid)
         else:
@@ -117,20 +112,20 @@ class DcpSession(KvSession):
         if not self.bucket_selected:
             raise Refused(Status.NO_BUCKET)
         controls = Controls(ABILITIES, self.collections, self.snappy, flags)
-        self.producer = self._connection.open_producer(name, controls)
+        self.producer = self.connection.open_producer(name, controls)
 
 
 class DcpConnection(KvConnection):
+    _host: DcpHost
+
     def __init__(self, host: DcpHost, address: Address, slot: Slot) -> None:
-        self._dcp_host = host
         super().__init__(host, address, slot)
+        assert isinstance(self.session, DcpSession)
+        self.session.connection = self
         self.producer: DcpProducer | None = None
         self.name_key: tuple[str, str] | None = None
         self._answer_bytes = 0
         """Bytes of answers written since the client stopped taking."""
-
-    def _new_session(self, host: Host) -> KvSession:
-        return self._dcp_host.new_dcp_session(self)
 
     def rights_changed(self, reader: Reader | None) -> None:
         if self.producer is None:
@@ -140,15 +135,15 @@ class DcpConnection(KvConnection):
 
     @property
     def contact(self) -> SourceContact | None:
-        return self._dcp_host.contact
+        return self._host.contact
 
     @property
     def silence_s(self) -> float:
         """Seconds since the client last sent something, a second old at most."""
-        return self._dcp_host.now_s - self.last_received_s
+        return self._host.now_s - self.last_received_s
 
     def open_producer(self, name: str, controls: Controls) -> DcpProducer:
-        host = self._dcp_host
+        host = self._host
         host.named(self, name)
         self.producer = DcpProducer(self, name, controls, host.bucket, host.watch, host.dcp_counters, host.large)
         self.producer.reader = self.session.known_reader

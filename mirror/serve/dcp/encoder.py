@@ -15,8 +15,7 @@ from mirror.document.values import JSON, XATTR
 from mirror.serve.access.admission import Periodic
 from mirror.serve.dcp.filter import ServedFilter, is_replaced
 from mirror.serve.large import LargeReads, Pieces, UnreadableValue, cut_xattrs
-from mirror.server.controls import Controls
-from mirror.server.shape import TIME_UNKNOWN, DocumentShape
+from mirror.server.controls import TIME_UNKNOWN, Controls, DocumentShape
 from mirror.wire import codec_dcp
 from mirror.wire import frame as fr
 from mirror.wire.constants import Magic, Opcode

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from mirror.serve.access.auth import Reader
 from mirror.server.errors import Refused
-from mirror.server.filter import ProducerFilter, requested_filter
+from mirror.server.producer import ProducerFilter, requested_filter
 from mirror.wire.constants import Status
 from mirror.wire.events import (
     CollectionCreated,

@@ -30,12 +30,12 @@ log = get_logger("dcp")
 
 class DcpServer(KvServer):
     connection_type = DcpConnection
+    session_type = DcpSession
 
     def __init__(
         self, bucket: KvBucket, users: Users, cluster_map: ServedMap, clock: Clock, settings: Settings
     ) -> None:
         super().__init__(bucket, users, cluster_map, clock, settings)
-        self.bucket = bucket
         self.watch = Watch(lambda: bucket.view)
         self.dcp_counters = DcpCounters()
         self.contact: SourceContact | None = None
@@ -63,10 +63,6 @@ class DcpServer(KvServer):
         }
 
     # -- what connections ask
-
-    def new_dcp_session(self, connection: DcpConnection) -> DcpSession:
-        options = self._login_options(connection.address, connection.slot.peer)
-        return DcpSession(connection, self.bucket, self._users, self._map, self._logins, self.large, **options)
 
     def named(self, connection: DcpConnection, name: str) -> None:
         """Register a connection's name; the user's older connection of that name is closed."""

@@ -22,7 +22,6 @@ from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import ProtocolError
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
-from mirror.wire.frame import with_stream_id
 from storage.errors import StorageError, ViewInvalidated
 from storage.read import stream as store
 from storage.read.large import LargeDocument
@@ -145,7 +144,7 @@ class DcpStream:
         if self.ended:
             return b""
         self.ended = True
-        return self._message(StreamEnd(self.vbid, int(reason), opaque=self.opaque))
+        return codec_dcp.encode(StreamEnd(self.vbid, int(reason), opaque=self.opaque, stream_id=self.stream_id))
 
     # -- snapshots
 
@@ -196,8 +195,9 @@ class DcpStream:
             purge_seqno=now.purge_seqno if says_purge else 0,
             version=int(version),
             opaque=self.opaque,
+            stream_id=self.stream_id,
         )
-        out += self._message(marker)
+        out += codec_dcp.encode(marker)
 
     def _fill(self, out: bytearray, bytes_max: int) -> None:
         assert self._pinned is not None
@@ -246,10 +246,8 @@ class DcpStream:
 
     def _finish(self, out: bytearray) -> None:
         if self._last_sent_seqno < self._marker_end_seqno and self._sends_advance:
-            out += self._message(SeqnoAdvanced(self.vbid, self._marker_end_seqno, opaque=self.opaque))
+            out += codec_dcp.encode(
+                SeqnoAdvanced(self.vbid, self._marker_end_seqno, opaque=self.opaque, stream_id=self.stream_id)
+            )
         self._pinned = None
         self._holds_nothing = False
-
-    def _message(self, event: SnapshotMarker | SeqnoAdvanced | StreamEnd) -> bytes:
-        message = codec_dcp.encode(event)
-        return message if self.stream_id is None else with_stream_id(message, self.stream_id)

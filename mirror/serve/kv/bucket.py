@@ -9,7 +9,6 @@ copy; a document that a reader may not read is refused whether it exists or not.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from functools import cached_property, partial
 
@@ -17,6 +16,7 @@ from mirror.clock import Clock
 from mirror.log import get_logger
 from mirror.serve.access.auth import Reader
 from mirror.serve.large import LARGE_BYTES
+from mirror.server.cluster_config import render_manifest
 from mirror.server.errors import Refused, unknown_collection
 from mirror.wire.constants import Status
 from storage.env import directory
@@ -45,7 +45,8 @@ class VisibleManifest:
 
     @cached_property
     def text(self) -> bytes:
-        return manifest_to_json(self._manifest)
+        found = self._manifest
+        return render_manifest(found.uid, found.scopes, found.collections.values())
 
     @cached_property
     def scope_ids(self) -> dict[str, int]:
@@ -294,22 +295,6 @@ def visible(manifest: Manifest, reader: Reader) -> Manifest:
         if number in seen or number == 0 or f"{name}.*" in reader.patterns
     }
     return Manifest(manifest.uid, scopes, collections)
-
-
-def manifest_to_json(manifest: Manifest) -> bytes:
-    """Return a manifest as GET_COLLECTIONS_MANIFEST answers it (kv_engine docs/Collections.md)."""
-    inside: dict[int, list[dict[str, object]]] = {scope_id: [] for scope_id in sorted(manifest.scopes)}
-    for entry in sorted(manifest.collections.values(), key=lambda entry: entry.collection_id):
-        described: dict[str, object] = {"name": entry.name, "uid": f"{entry.collection_id:x}"}
-        if entry.max_ttl is not None:
-            described["maxTTL"] = entry.max_ttl
-        if entry.scope_id in inside:
-            inside[entry.scope_id].append(described)
-    scopes = [
-        {"name": manifest.scopes[scope_id], "uid": f"{scope_id:x}", "collections": found}
-        for scope_id, found in inside.items()
-    ]
-    return json.dumps({"uid": f"{manifest.uid:x}", "scopes": scopes}, separators=(",", ":")).encode()
 
 
 def _collection_of(wire_key: bytes) -> int:

@@ -78,7 +78,7 @@ class Host(Protocol):
 
     def opened(self, connection: KvConnection) -> None: ...
 
-    def new_session(self, address: Address, peer: str) -> KvSession: ...
+    def new_session(self, connection: KvConnection) -> KvSession: ...
 
     def closed(self, connection: KvConnection) -> None: ...
 
@@ -96,7 +96,7 @@ class KvConnection(asyncio.Protocol):
         """Unsent bytes at the host's last look."""
         self.transport: asyncio.Transport
         self.unsent: Unsent
-        self.session = self._new_session(host)
+        self.session = host.new_session(self)
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._pieces: list[bytes] = []
@@ -115,9 +115,6 @@ class KvConnection(asyncio.Protocol):
         self._goodbye = False
         """Hang up when all answers are written."""
         self._ended = False
-
-    def _new_session(self, host: Host) -> KvSession:
-        return host.new_session(self.address, self.slot.peer)
 
     # -- asyncio
 
@@ -214,7 +211,7 @@ class KvConnection(asyncio.Protocol):
         start = pos
         try:
             pos = self._answer_all(data, pos, out)
-        except (ProtocolError, dispatch.OutOfPlace) as error:
+        except ProtocolError as error:
             log.debug("request-invalid", error=str(error))
             counters.errors += 1
             if is_http(data[start : start + 1]):

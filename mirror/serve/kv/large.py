@@ -35,48 +35,35 @@ class UnreadDocument(Document):
 
 
 class LargeAnswers:
-    def __init__(self, turns: Turns, bytes_max: int) -> None:
+    def __init__(self, turns: Turns, bytes_max: int, failed: Callable[[StorageError], Exception]) -> None:
+        """`failed` makes the error of a request if the store cannot be read."""
         self.budget = Budget(bytes_max)
         self.turns = turns
         self.reads = LargeReads(turns)
+        self.failed = failed
 
-    def whole(
-        self,
-        found: LargeDocument,
-        reply_with: Callable[[Pieces, int], Reply],
-        *,
-        decompress: bool,
-        failed: Callable[[StorageError], Exception],
-    ) -> Later:
+    def whole(self, found: LargeDocument, reply_with: Callable[[Pieces, int], Reply], *, decompress: bool) -> Later:
         """Return the answer that `reply_with` makes of the value's pieces, let go of as they are sent, and its
-        datatype. `failed` makes the error if the store cannot be read.
+        datatype.
         """
 
         async def read() -> _Held:
             pieces, datatype = await self.reads.pieces(found, decompress=decompress)
             return iter([reply_with(pieces, datatype)]), partial(drop, pieces)
 
-        return self._answer(read, held_bytes(found, decompress=decompress), failed)
+        return self._answer(read, held_bytes(found, decompress=decompress))
 
-    def lookup(
-        self,
-        found: LargeDocument,
-        steps: Callable[[bytes, Buffer], Steps],
-        *,
-        failed: Callable[[StorageError], Exception],
-    ) -> Later:
+    def lookup(self, found: LargeDocument, steps: Callable[[bytes, Buffer], Steps]) -> Later:
         """Return the answer that `steps` end with, made of the xattr section and the body."""
 
         async def read() -> _Held:
             section, body = await self.reads.body(found)
             return steps(section, body.data), body.release
 
-        return self._answer(read, held_bytes(found, decompress=True), failed)
+        return self._answer(read, held_bytes(found, decompress=True))
 
-    def _answer(
-        self, read: Callable[[], Awaitable[_Held]], byte_count: int, failed: Callable[[StorageError], Exception]
-    ) -> Later:
-        answer = _LargeAnswer(self, read, byte_count, failed)
+    def _answer(self, read: Callable[[], Awaitable[_Held]], byte_count: int) -> Later:
+        answer = _LargeAnswer(self, read, byte_count)
         return Later(answer.step, wait=answer.wait, barrier=True, done=answer.done)
 
 
@@ -85,17 +72,10 @@ _Held = tuple[Steps, Callable[[], bool]]
 
 
 class _LargeAnswer:
-    def __init__(
-        self,
-        answers: LargeAnswers,
-        read: Callable[[], Awaitable[_Held]],
-        byte_count: int,
-        failed: Callable[[StorageError], Exception],
-    ) -> None:
+    def __init__(self, answers: LargeAnswers, read: Callable[[], Awaitable[_Held]], byte_count: int) -> None:
         self._answers = answers
         self._read = read
         self._byte_count = byte_count
-        self._failed = failed
         self._granted: asyncio.Future[None] | None = None
         self._steps: Steps | None = None
         self._release: Callable[[], bool] = lambda: False
@@ -112,7 +92,7 @@ class _LargeAnswer:
         except ValueError as error:  # of the value, also where it is a StorageError
             self._error = error
         except StorageError as error:
-            self._error = self._failed(error)
+            self._error = self._answers.failed(error)
 
     def step(self) -> Reply | None:
         if self._error is not None:
@@ -122,8 +102,6 @@ class _LargeAnswer:
     def done(self) -> None:
         self._steps = None
         if self._granted is not None:
-            let_go(self._answers.turns, self._release, partial(self._withdraw, self._granted))
+            withdraw = partial(self._answers.budget.withdraw, self._byte_count, self._granted)
+            let_go(self._answers.turns, self._release, withdraw)
             self._granted = None
-
-    def _withdraw(self, granted: asyncio.Future[None]) -> None:
-        self._answers.budget.withdraw(self._byte_count, granted)

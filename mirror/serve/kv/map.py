@@ -9,7 +9,7 @@ the same map; its revision rises with each start of the service and each change 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from mirror.config import vbucket_range
@@ -29,12 +29,7 @@ clearer than a bucket without abilities."""
 
 
 @dataclass(frozen=True, slots=True)
-class MapNode:
-    """A node as the map names it. Without a host: the client's own target."""
-
-    host: str | None
-    port: int | None
-    tls_port: int | None
+class MapNode(ConfigNode):
     held: tuple[int, int] | None = None
     """First and last vbucket; None: all."""
 
@@ -46,7 +41,7 @@ def own_node(addresses: Sequence[Address], held: tuple[int, int] | None = None) 
     """This mirror, by the first of its addresses of either kind. A map cannot name Unix sockets."""
     plain = [each.port for each in addresses if each.path is None and not each.tls]
     tls = [each.port for each in addresses if each.path is None and each.tls]
-    return MapNode(None, plain[0] if plain else None, tls[0] if tls else None, held)
+    return MapNode(None, plain[0] if plain else None, tls[0] if tls else None, held=held)
 
 
 def named_nodes(text: str) -> list[MapNode]:
@@ -61,7 +56,7 @@ def named_nodes(text: str) -> list[MapNode]:
             raise _wrong(f"names {address}, which clients cannot reach", "write HOST:PORT")
         range_ = vbucket_range(held.strip(), "kv_nodes") if separator else None
         plain, tls = (None, address.port) if address.tls else (address.port, None)
-        found.append(MapNode(address.host, plain, tls, range_))
+        found.append(MapNode(address.host, plain, tls, held=range_))
     return found
 
 
@@ -84,7 +79,7 @@ def check_nodes(nodes: Sequence[MapNode], identity: Identity, own_ports: Collect
     own = [node for node, (first, last) in zip(nodes, held, strict=True) if here[0] <= first and last <= here[1]]
     if not own:
         raise _wrong(f"names no mirror for vbuckets {here[0]}-{here[1]} alone, which this one holds", _OWN_RANGES)
-    if own_ports and not any(node.port in own_ports or node.tls_port in own_ports for node in own):
+    if own_ports and not any(node.kv_port in own_ports or node.tls_port in own_ports for node in own):
         raise _wrong(
             f"does not name this mirror: none for vbuckets {here[0]}-{here[1]} has port "
             f"{' or '.join(map(str, sorted(own_ports)))}",
@@ -113,7 +108,7 @@ class ServedMap:
 
     def _render(self, *, with_bucket: bool) -> bytes:
         alone = len(self._nodes) == 1
-        nodes = [ConfigNode(node.host, node.port, node.tls_port, answers=alone) for node in self._nodes]
+        nodes = [replace(node, answers=alone) for node in self._nodes]
         if not with_bucket:
             return render(self.revision[1], EPOCH, nodes, None)
         chains = [self._chain(vbid) for vbid in range(self._identity.vbucket_count)]

@@ -10,10 +10,11 @@ user who made it, ends with either, and lives for `LIFETIME_S` at most; one answ
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
 from mirror.document import values
+from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.scan_request import Scan, ScanBounds, parse
 from mirror.serve.kv.session import KvSession
 from mirror.serve.large import Pieces
@@ -46,85 +47,67 @@ POLL_S = 0.005
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)
 
 
-class _Creating:
-    """A scan that is being made: it may wait for a seqno, and a sample for the number of documents."""
-
-    def __init__(self, session: KvSession, vbid: int, bounds: ScanBounds) -> None:
-        self._session = session
-        self._vbid = vbid
-        self._bounds = bounds
-        self._reader = session.known_reader
-        self._begun_s = session.bucket.clock.monotonic()
-        self._scan: Scan | None = None
-        self._counted = 0
-
-    def step(self) -> Reply | None:
-        if self._scan is None:
-            self._scan = self._begin()
-            if self._scan is None:
-                return None
-        if self._bounds.samples is not None:
-            return self._count(self._scan, self._bounds.samples)
-        self._peek(self._scan)
-        return self._made(self._scan)
-
-    def _begin(self) -> Scan | None:
-        """Return the scan at a moment that meets the requirements; None: not yet."""
-        bucket, bounds = self._session.bucket, self._bounds
-        bucket.check_collection(self._vbid, bounds.collection_id, self._reader)
-        pin = bucket.pin(self._vbid)
-        state = bucket.served_state(self._vbid)
-        if not bucket.ready(self._vbid):
-            raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
-        if state.branch != pin.branch:
-            return None  # a rollback came in between
-        now_s = bucket.clock.monotonic()
-        required = bounds.requirements
-        if required is not None:
-            if required.vbuuid != state.failover_log[0].vbuuid:
-                raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
-            if required.seqno > pin.seqno:
-                if (now_s - self._begun_s) * 1000 >= required.timeout_ms:
-                    raise Refused(Status.ETMPFAIL, "the seqno is not published yet")
-                return None
-            if required.seqno_exists and not bucket.holds_seqno(self._vbid, required.seqno):
-                raise Refused(Status.NOT_STORED, "no document has that seqno any more")
-        return Scan(bounds, pin, self._reader, now_s + LIFETIME_S, bounds.start)
-
-    def _peek(self, scan: Scan) -> None:
-        position = scan.position
-        for limit in PEEKS:
-            found, large, position = self._session.bucket.page(
-                scan.pin, scan.bounds.collection_id, position, scan.bounds.end, limit, PAGE_BYTES
-            )
-            if found or large:
-                return
-            if not position:
-                raise Refused(Status.KEY_ENOENT)
-
-    def _count(self, scan: Scan, samples: int) -> Reply | None:
-        found, scan.position = self._session.bucket.count_keys(
-            scan.pin, scan.bounds.collection_id, scan.position, COUNT_ITEMS
-        )
-        self._counted += found
-        if scan.position:
-            return None
-        if not self._counted:
+def _creation(session: KvSession, vbid: int, bounds: ScanBounds) -> Iterator[Reply | None]:
+    """Yield None while the scan waits for a seqno, or counts the documents of a sample; at last the answer."""
+    bucket = session.bucket
+    begun_s = bucket.clock.monotonic()
+    while (scan := _begun(session, vbid, bounds, begun_s)) is None:
+        yield None
+    if bounds.samples is None:
+        _peek(bucket, scan)
+    else:
+        counted, scan.position = bucket.count_keys(scan.pin, bounds.collection_id, scan.position, COUNT_ITEMS)
+        while scan.position:
+            yield None
+            more, scan.position = bucket.count_keys(scan.pin, bounds.collection_id, scan.position, COUNT_ITEMS)
+            counted += more
+        if not counted:
             raise Refused(Status.KEY_ENOENT)
-        if self._counted > samples:
-            scan.chosen = sampler(scan.bounds.seed, samples / self._counted)
-        return self._made(scan)
+        if counted > bounds.samples:
+            scan.chosen = sampler(bounds.seed, bounds.samples / counted)
+    scans, now_s = session.scans, bucket.clock.monotonic()
+    for old in [name for name, each in scans.items() if each.ends_s <= now_s]:
+        del scans[old]
+    if len(scans) >= SCANS_MAX:
+        raise Refused(Status.EBUSY, "too many scans are open on this connection")
+    name = secrets.token_bytes(16)
+    scans[name] = scan
+    yield Reply(value=name)
 
-    def _made(self, scan: Scan) -> Reply:
-        scans = self._session.scans
-        now_s = self._session.bucket.clock.monotonic()
-        for old in [name for name, each in scans.items() if each.ends_s <= now_s]:
-            del scans[old]
-        if len(scans) >= SCANS_MAX:
-            raise Refused(Status.EBUSY, "too many scans are open on this connection")
-        name = secrets.token_bytes(16)
-        scans[name] = scan
-        return Reply(value=name)
+
+def _begun(session: KvSession, vbid: int, bounds: ScanBounds, begun_s: float) -> Scan | None:
+    """Return the scan at a moment that meets the requirements; None: not yet."""
+    bucket, reader = session.bucket, session.known_reader
+    bucket.check_collection(vbid, bounds.collection_id, reader)
+    pin = bucket.pin(vbid)
+    state = bucket.served_state(vbid)
+    if not bucket.ready(vbid):
+        raise Refused(Status.ETMPFAIL, "the vbucket is not published yet")
+    if state.branch != pin.branch:
+        return None  # a rollback came in between
+    now_s = bucket.clock.monotonic()
+    required = bounds.requirements
+    if required is not None:
+        if required.vbuuid != state.failover_log[0].vbuuid:
+            raise Refused(Status.VB_UUID_NOT_EQUAL, "the vbucket has another history")
+        if required.seqno > pin.seqno:
+            if (now_s - begun_s) * 1000 >= required.timeout_ms:
+                raise Refused(Status.ETMPFAIL, "the seqno is not published yet")
+            return None
+        if required.seqno_exists and not bucket.holds_seqno(vbid, required.seqno):
+            raise Refused(Status.NOT_STORED, "no document has that seqno any more")
+    return Scan(bounds, pin, reader, now_s + LIFETIME_S, bounds.start)
+
+
+def _peek(bucket: KvBucket, scan: Scan) -> None:
+    """Raise Refused if the range holds no document."""
+    position, bounds = scan.position, scan.bounds
+    for limit in PEEKS:
+        found, large, position = bucket.page(scan.pin, bounds.collection_id, position, bounds.end, limit, PAGE_BYTES)
+        if found or large:
+            return
+        if not position:
+            raise Refused(Status.KEY_ENOENT)
 
 
 def sampler(seed: int, share: float) -> Callable[[bytes], bool]:
@@ -137,7 +120,7 @@ def _create(session: KvSession, frame: Frame) -> Later:
     if frame.datatype != JSON:
         raise Refused(Status.EINVAL, "the datatype of a scan request is JSON")
     bounds = parse(frame.value, takes_xattrs=Feature.XATTR in session.features)
-    return Later(_Creating(session, frame.vbucket, bounds).step, POLL_S if bounds.requirements else 0)
+    return Later(_creation(session, frame.vbucket, bounds).__next__, POLL_S if bounds.requirements else 0)
 
 
 def _continue(session: KvSession, frame: Frame) -> Later:
@@ -146,7 +129,7 @@ def _continue(session: KvSession, frame: Frame) -> Later:
     if scan.continuing:
         raise Refused(Status.EBUSY, "the scan is being continued")
     scan.continuing = True
-    page = _Page(
+    page = _page(
         session,
         scan,
         min(limits.item_limit or PAGE_ITEMS, PAGE_ITEMS),
@@ -157,7 +140,7 @@ def _continue(session: KvSession, frame: Frame) -> Later:
         if session.scans.get(limits.uuid) is not scan:
             raise Refused(Status.RANGE_SCAN_CANCELLED)
         try:
-            reply = page.step()
+            reply = next(page)
         except Refused:
             del session.scans[limits.uuid]
             raise
@@ -180,51 +163,45 @@ def _open_scan(session: KvSession, name: bytes, vbid: int) -> Scan:
     return scan
 
 
-class _Page:
-    def __init__(self, session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> None:
-        self._session = session
-        self._scan = scan
-        self._items_max = items_max
-        self._bytes_max = bytes_max
-        self._items: list[ScanItem] = []
-        self._byte_count = 0
-
-    def step(self) -> Reply | Later | None:
-        """Read on. Returns the page once it is full or the scan at its end."""
-        session, scan, bounds = self._session, self._scan, self._scan.bounds
+def _page(session: KvSession, scan: Scan, items_max: int, bytes_max: int) -> Iterator[Reply | Later | None]:
+    """Yield None after each step of reading; at last the page, which is full or ends the scan."""
+    bounds = scan.bounds
+    items: list[ScanItem] = []
+    byte_count = 0
+    while True:
         session.bucket.check_fresh(scan.pin.vbid)
         documents, large, following = session.bucket.page(
             scan.pin,
             bounds.collection_id,
             scan.position,
             bounds.end,
-            min(self._items_max - len(self._items), STEP_ITEMS),
-            min(self._bytes_max - self._byte_count, STEP_BYTES),
+            min(items_max - len(items), STEP_ITEMS),
+            min(bytes_max - byte_count, STEP_BYTES),
         )
         if scan.chosen is not None:
             documents = [each for each in documents if scan.chosen(each.key)]
             large = large if large is not None and scan.chosen(large.document.key) else None
         if large is not None and not bounds.keys_only:
-            if self._items:
-                return self._answer()  # it begins the next page
+            if items:
+                break  # it begins the next page
             scan.position = following
-            return _large_item(session, bounds, large, has_more=bool(following))
+            yield _large_item(session, bounds, large, has_more=bool(following))
+            return
         if large is not None:
             documents.append(large.document)
-        byte_count = self._byte_count + sum(len(each.value) for each in documents)
-        if self._items and byte_count > self._bytes_max:
-            return self._answer()  # as above
-        scan.position, self._byte_count = following, byte_count
-        self._items += [ScanItem(each.key) if bounds.keys_only else _item(session, bounds, each) for each in documents]
-        is_full = len(self._items) >= self._items_max or byte_count >= self._bytes_max
-        return self._answer() if is_full or not following else None
-
-    def _answer(self) -> Reply:
-        return Reply(
-            Status.RANGE_SCAN_MORE if self._scan.position else Status.RANGE_SCAN_COMPLETE,
-            extras=_KEYS if self._scan.bounds.keys_only else _DOCUMENTS,
-            value=codec_kv.encode_scan_items(self._items),
-        )
+        total = byte_count + sum(len(each.value) for each in documents)
+        if items and total > bytes_max:
+            break  # as above
+        scan.position, byte_count = following, total
+        items += [ScanItem(each.key) if bounds.keys_only else _item(session, bounds, each) for each in documents]
+        if len(items) >= items_max or byte_count >= bytes_max or not following:
+            break
+        yield None
+    yield Reply(
+        Status.RANGE_SCAN_MORE if scan.position else Status.RANGE_SCAN_COMPLETE,
+        extras=_KEYS if bounds.keys_only else _DOCUMENTS,
+        value=codec_kv.encode_scan_items(items),
+    )
 
 
 def _large_item(session: KvSession, bounds: ScanBounds, large: LargeDocument, *, has_more: bool) -> Later:

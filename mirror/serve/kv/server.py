@@ -26,7 +26,7 @@ from mirror.serve.kv.connection import KvConnection
 from mirror.serve.kv.fast import Counters
 from mirror.serve.kv.large import LargeAnswers
 from mirror.serve.kv.map import ServedMap
-from mirror.serve.kv.session import KvSession, LoginOptions
+from mirror.serve.kv.session import KvSession
 from mirror.serve.listener import Address
 from mirror.serve.turns import Turns
 
@@ -41,6 +41,7 @@ log = get_logger("kv")
 
 class KvServer:
     connection_type: type[KvConnection] = KvConnection
+    session_type = KvSession
 
     def __init__(
         self,
@@ -58,13 +59,13 @@ class KvServer:
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
         """Clients hung up on for silence or for not taking their answers."""
-        self._bucket = bucket
+        self.bucket = bucket
         self._users = users
         self._map = cluster_map
         self._clock = clock
         self._settings = settings
         self.admission = Admission(settings, self.turns)
-        self.large = LargeAnswers(self.turns, settings.reader_unsent_bytes_max)
+        self.large = LargeAnswers(self.turns, settings.reader_unsent_bytes_max, bucket.failed)
         self._logins = Logins(users, clock)
         self._acceptors: list[Acceptor] = []
         self._sweeper: asyncio.Task[None] | None = None
@@ -128,16 +129,18 @@ class KvServer:
     def opened(self, connection: KvConnection) -> None:
         self.connections.add(connection)
 
-    def new_session(self, address: Address, peer: str) -> KvSession:
-        options = self._login_options(address, peer)
-        return KvSession(self._bucket, self._users, self._map, self._logins, self.large, **options)
-
-    def _login_options(self, address: Address, peer: str) -> LoginOptions:
-        return {
-            "plain_allowed": address.local or address.tls,
-            "reader": self._users.anonymous if address.local else None,
-            "peer": peer,
-        }
+    def new_session(self, connection: KvConnection) -> KvSession:
+        address = connection.address
+        return self.session_type(
+            self.bucket,
+            self._users,
+            self._map,
+            self._logins,
+            self.large,
+            plain_allowed=address.local or address.tls,
+            reader=self._users.anonymous if address.local else None,
+            peer=connection.slot.peer,
+        )
 
     def closed(self, connection: KvConnection) -> None:
         self.connections.discard(connection)
@@ -164,7 +167,7 @@ class KvServer:
             self.sweep()
             if self.now_s - checked_s >= REPLACED_CHECK_S:
                 checked_s = self.now_s
-                self._bucket.reopen_if_replaced()
+                self.bucket.reopen_if_replaced()
 
     def sweep(self) -> None:
         send_timeout_s = self._settings.reader_send_timeout_s

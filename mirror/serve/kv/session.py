@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from mirror.document import values
 from mirror.document.lookup import About, Content
 from mirror.document.walk import Buffer
 from mirror.serve.access.admission import LOCAL
 from mirror.serve.access.auth import Reader, Users
-from mirror.serve.access.logins import Attempt, Logins
+from mirror.serve.access.logins import Logins
 from mirror.serve.kv.bucket import KvBucket
 from mirror.serve.kv.large import LargeAnswers, UnreadDocument
 from mirror.serve.kv.map import ServedMap
@@ -30,7 +30,7 @@ from mirror.server.document_requests import (
     LookupSteps,
 )
 from mirror.server.errors import Refused
-from mirror.server.session import Later, Operation, Reply, Revision, VbucketHistory, failover_statistics
+from mirror.server.session import Later, LoginAttempt, Operation, Reply, Revision, VbucketHistory, failover_statistics
 from mirror.wire import codec_dcp
 from mirror.wire.constants import SUBDOC_CHANGES, Feature, Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
@@ -74,12 +74,6 @@ CHANGES = frozenset(map(int, (
     Opcode.SUBDOC_MULTI_MUTATION, *SUBDOC_CHANGES,
 )))  # fmt: skip
 """Requests that would change a document, its expiry or its lock."""
-
-
-class LoginOptions(TypedDict):
-    plain_allowed: bool
-    reader: Reader | None
-    peer: str
 
 
 class KvSession(DocumentSession):
@@ -130,7 +124,7 @@ class KvSession(DocumentSession):
         assert self.reader is not None, "the request needs a login"
         return self.reader
 
-    def password_attempt(self, username: str, password: str) -> Attempt[Reader]:
+    def password_attempt(self, username: str, password: str) -> LoginAttempt[Reader]:
         return self._logins.by_password(username, password, self._peer)
 
     def scram_server(self, mechanism: str) -> ScramServer:
@@ -138,7 +132,7 @@ class KvSession(DocumentSession):
         verifier_of, decoy_of = partial(users.verifier, mechanism), partial(users.decoy, mechanism)
         return ScramServer(mechanism, verifier_of=verifier_of, decoy_of=decoy_of)
 
-    def login_attempt(self, username: str, check: Callable[[], T | None]) -> Attempt[T]:
+    def login_attempt(self, username: str, check: Callable[[], T | None]) -> LoginAttempt[T]:
         return self._logins.begin(username, self._peer, check)
 
     def log_in(self, username: str) -> None:
@@ -251,7 +245,7 @@ class KvSession(DocumentSession):
             return reply_with(pieces, datatype)
 
         strips = bool(large.document.datatype & values.XATTR) and not with_xattrs
-        return self._large.whole(large, reply, decompress=strips or not self.snappy, failed=self.bucket.failed)
+        return self._large.whole(large, reply, decompress=strips or not self.snappy)
 
     def lookup(
         self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
@@ -263,7 +257,7 @@ class KvSession(DocumentSession):
         def of_body(section: bytes, body: Buffer) -> LookupSteps:
             return steps(Content.of_large(section, body, about))
 
-        return self._large.lookup(document.large, of_body, failed=self.bucket.failed)
+        return self._large.lookup(document.large, of_body)
 
     def _about(self, document: Document) -> About:
         log = self.bucket.state(document.vbid).failover_log
