@@ -518,7 +518,7 @@ MUTATIONS = (
         "storage/read/point_reads.py",
         "visible if visible[0] == known[1] else reader.look(known[0])",
         "visible if visible[0] >= 0 else reader.look(known[0])",
-        "tests/storage/test_vbucket_reader.py -k once_a_commit",
+        "tests/storage/test_view.py -k once_a_commit",
     ),
     Mutation("storage/read/large.py", "if reader.verify_reads and checksum != seal.RESIDUE:", "if False:", _OF_LARGE),
     Mutation("storage/read/states.py", "seen is None or seen[0] != at", "seen is None", _OF_KV_BUCKET),

@@ -11,8 +11,8 @@ from storage.admin.check import check
 from storage.errors import NoSuchBoundary
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import log, row, span
-from tests.storage.test_writer import KEYS, Clock, crash, open_writer, publish, settle, staged
+from tests.storage.model import log
+from tests.storage.test_writer import KEYS, Clock, crash, open_writer, publish, settle, stage, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
@@ -22,9 +22,7 @@ def test_the_map_grows_while_key_rows_are_made_and_none_is_left_out(path: str, m
     monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 100)
     writer = open_writer(path, map_size=1 << 20)
     count = 2_500
-    rows = [row(writer.vbuckets[0].prefix, b"%0240d" % number, b"v", number + 1) for number in range(count)]
-    writer.vbuckets[0].stage(rows, 0, span(1, count))
-    writer.commit(flush_open=True)
+    stage(writer, count, *((b"%0240d" % seqno, b"v", seqno) for seqno in range(1, count + 1)), flush=True)
     writer.vbuckets[0].publish(count, 1)
     writer.commit()
     before = writer.figures()["map_bytes"]

@@ -30,7 +30,7 @@ from tests.storage import bit_flips
 from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log
 from tests.storage.test_purge import purge
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.test_writer import open_writer, publish, snapshots
 
 KEYS = keys_of(0, 12)
 K0, V0 = keys.keys_db(0), keys.rows_db(0)
@@ -197,8 +197,7 @@ def test_a_row_that_is_missing_is_noticed_but_in_bulk_reads_of_a_whole_vbucket(f
 
 
 def test_a_row_as_long_as_a_boundary_is_not_taken_for_one(path: str, writer: GroupWriter) -> None:
-    publish(writer, 0, [(b"k0", b"v", 1)])
-    publish(writer, 0, [(b"k", None, 2)])
+    snapshots(writer, [(b"k0", b"v", 1)], [(b"k", None, 2)])
     writer.close()
     file = Path(directory.group_path(path, 0), "data.mdb")
     data = bytearray(file.read_bytes())

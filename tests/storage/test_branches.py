@@ -12,12 +12,12 @@ from storage.admin.check import check
 from storage.env import directory
 from storage.errors import ViewInvalidated
 from storage.history import branches
-from storage.model import FailoverLog, Seqno, SnapshotRange
+from storage.model import FailoverLog
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import IDENTITY, keys_of, log, row
-from tests.storage.test_writer import crash, open_writer, publish
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_writer import open_writer, publish, snapshots, stage
 
 KEY = keys_of(0, 1)[0]
 
@@ -30,65 +30,23 @@ def test_branch_numbers_rise_through_everything_that_opens_one(path: str) -> Non
     writer = open_writer(path)
     seen = [writer.vbuckets[0].state.staging_branch]
     writer.vbuckets[0].save(failover_log=log())
-    publish(writer, 0, [(KEY, b"1", 1)])
-    publish(writer, 0, [(KEY, b"2", 2)])
+    snapshots(writer, [(KEY, b"1", 1)], [(KEY, b"2", 2)])
     writer.vbuckets[0].rollback(1)
     seen.append(writer.vbuckets[0].state.staging_branch)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"3", 5)], 0, SnapshotRange(Seqno(5), Seqno(9)))
-    writer.commit(flush_open=True)
+    stage(writer, 9, (KEY, b"3", 5), flush=True)
     writer.vbuckets[0].abandon()
     seen.append(writer.vbuckets[0].state.staging_branch)
     writer.vbuckets[0].begin_resync()
     seen.append(writer.vbuckets[0].state.staging_branch)
     writer.vbuckets[0].abandon()  # nothing was written to it: it stays
     assert writer.vbuckets[0].state.staging_branch == seen[-1]
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"4", 1)], 0, SnapshotRange(Seqno(1), Seqno(9)))
-    writer.commit(flush_open=True)
+    stage(writer, 9, (KEY, b"4", 1), flush=True)
     writer.vbuckets[0].abandon()
     seen.append(writer.vbuckets[0].state.staging_branch)
     writer.vbuckets[0].rollback(1)  # gives the resync up
     seen.append(writer.vbuckets[0].state.staging_branch)
     assert seen == sorted(set(seen))
     assert writer.vbuckets[0].state.branch == writer.vbuckets[0].state.staging_branch
-    writer.close()
-
-
-class Interrupted(BaseException):
-    """The machine went away here."""
-
-
-@pytest.mark.parametrize("operation", ["rollback", "abandon", "begin_resync"])
-def test_an_operation_that_is_cut_off_before_its_commit_changed_nothing(
-    path: str, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = open_writer(path)
-    writer.vbuckets[0].save(failover_log=log())
-    publish(writer, 0, [(KEY, b"1", 1)])
-    publish(writer, 0, [(KEY, b"2", 2)])
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEY, b"3", 3)], 0, SnapshotRange(Seqno(3), Seqno(9)))
-    writer.commit(flush_open=True)
-    before = writer.vbuckets[0].state
-    original = branches._put_state  # the last write of each of them
-
-    def cut(*args: object, **more: object) -> None:
-        original(*args, **more)  # type: ignore[arg-type]
-        raise Interrupted
-
-    arguments = (1,) if operation == "rollback" else ()
-    with monkeypatch.context() as patch:
-        patch.setattr(branches, "_put_state", cut)
-        with pytest.raises(Interrupted):
-            getattr(writer.vbuckets[0], operation)(*arguments)
-    crash(writer)
-    writer = open_writer(path)
-    assert writer.vbuckets[0].state == before
-    getattr(writer.vbuckets[0], operation)(*arguments)
-    after = writer.vbuckets[0].state
-    assert after.staging_branch == before.staging_branch + 1
-    with open_view(path) as view:
-        document = view.get(KEY)
-        assert document is not None
-        assert document.value == (b"1" if operation == "rollback" else b"2")
     writer.close()
 
 

@@ -15,7 +15,6 @@ from storage.read import bulk
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
-from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log, span
 from tests.storage.one_vbucket import commit, put, system_event
 from tests.storage.test_purge import purge
@@ -33,11 +32,6 @@ def documents(
         assert {row.collection_id for row in rows} == {chunk.collection_id}
         found += rows
     return sorted(found, key=lambda row: (row.collection_id, row.key))
-
-
-def delete(writer: GroupWriter, key: bytes, seqno: int, cid: int) -> None:
-    frame = encode_deletion(key, seqno, collection_id=cid)
-    writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + seqno.to_bytes(8, "big"), frame)], 0, span(seqno, seqno))
 
 
 def keys_in(chunk: bulk.Chunk) -> list[bytes]:
@@ -195,8 +189,7 @@ def test_collections_are_distinguished_by_id_and_by_name_and_a_drop_hides_them(
     system_event(writer, 2, default, orders, users, scopes=scopes)
     put(writer, b"o", 3, cid=8)
     put(writer, b"u", 4, cid=0x90)
-    put(writer, b"d", 5)
-    commit(writer, 5)
+    put(writer, b"d", 5, publish=True)
     assert bulk.collection_names(view, view.pin(0)) == {0: "_default._default", 8: "shop.orders", 0x90: "shop.users"}
     assert [(each.collection_id, keys_in(each)) for each in bulk.documents(view, view.pin(0))] == [
         (0, [b"d"]),
@@ -204,8 +197,7 @@ def test_collections_are_distinguished_by_id_and_by_name_and_a_drop_hides_them(
         (0x90, [b"u"]),
     ]
     assert [each.collection_id for each in bulk.documents(view, view.pin(0), [8, 77])] == [8]
-    system_event(writer, 6, default, users, scopes=scopes)
-    commit(writer, 6)
+    system_event(writer, 6, default, users, scopes=scopes, publish=True)
     assert [each.collection_id for each in bulk.documents(view, view.pin(0))] == [0, 0x90]
 
 
@@ -221,14 +213,10 @@ def test_long_snapshots_with_deletions_and_with_other_collections_between_the_ro
     rng = Random(5)
     for seqno in range(2, 80):
         key, cid = rng.choice(NAMES[:12]), rng.choice([0, 8, 9, 0x90, 0x91])
-        if rng.random() < 0.3:
-            delete(writer, key, seqno, cid)
-        else:
-            put(writer, key, seqno, b"%d" % seqno, cid)
+        put(writer, key, seqno, None if rng.random() < 0.3 else b"%d" % seqno, cid)
     flushed = Collection(0x90, 0, "flushed", Seqno(80))
     system_event(writer, 80, default, kept, flushed, last, scopes={0: "_default"})
-    put(writer, NAMES[0], 81, b"after the flush", 0x90)
-    commit(writer, 81)
+    put(writer, NAMES[0], 81, b"after the flush", 0x90, publish=True)
     assert {row.collection_id for row in scanned(view)} == {0, 8, 0x90, 0x91}
     for rows_max in (7, 1000):
         assert documents(view, view.pin(0), rows_max=rows_max) == scanned(view)

@@ -19,7 +19,7 @@ from storage.write.writer import GroupWriter
 from tests.storage.model import events, log
 from tests.storage.one_vbucket import A, B, C, D, commit, put
 from tests.storage.test_purge import purge
-from tests.storage.test_writer import publish
+from tests.storage.test_writer import publish, snapshots
 
 
 def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:
@@ -45,13 +45,11 @@ def test_a_token_of_an_unknown_branch_is_refused(writer: GroupWriter, view: View
 
 def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupWriter, view: View) -> None:
     """Found by the simulation: after an abandoned snapshot at the same seqno another branch was named."""
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     put(writer, A, 2)
     writer.commit(flush_open=True)
     writer.vbuckets[0].abandon()
-    put(writer, A, 3)
-    commit(writer, 3)
+    put(writer, A, 3, publish=True)
     token = view.token(0, writer.vbuckets[0].state.branch, 3)
     writer.vbuckets[0].rollback(2)
     assert next(view.changes(0, since=token)).rollback == view.rollbacks(0)[0]
@@ -60,9 +58,7 @@ def test_the_rollback_that_is_reported_is_the_one_that_took_place(writer: GroupW
 def test_two_positions_have_the_same_between_them_also_after_a_rollback_left_the_later_one(
     writer: GroupWriter, view: View
 ) -> None:
-    publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
-    publish(writer, 0, [(A, b"a2", 3), (B, None, 4)])
-    publish(writer, 0, [(C, b"c1", 5)])
+    snapshots(writer, [(A, b"a1", 1), (B, b"b1", 2)], [(A, b"a2", 3), (B, None, 4)], [(C, b"c1", 5)])
     start, end = (view.token(0, 1, seqno) for seqno in (2, 4))
     before = list(view.changes_between(start, end))
     assert [(each.kind, each.document and each.document.seqno) for each in before] == [("mutation", 3), ("deletion", 4)]
@@ -176,8 +172,7 @@ def test_changes_in_pieces_keep_nothing_that_was_returned_and_are_returned_again
 
 
 def test_a_token_is_checked_as_at_the_beginning_of_its_changes(writer: GroupWriter, view: View) -> None:
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     token = view.token(0, 1, 1)
     view.check_since(token)
     with pytest.raises(ViewInvalidated, match="ahead of the published seqno"):

@@ -14,8 +14,8 @@ from storage.env.environment import Environment
 from storage.errors import NotAMirror
 from storage.format import keys, records
 from tests.storage.frames import sealed
-from tests.storage.model import IDENTITY, keys_of, log, row, span
-from tests.storage.test_writer import open_writer
+from tests.storage.model import IDENTITY, keys_of, log
+from tests.storage.test_writer import open_writer, publish, snapshots, stage
 
 KEYS = keys_of(0, 5)
 
@@ -28,14 +28,9 @@ def path(tmp_path: Path) -> str:
     writer = open_writer(path)
     writer.vbuckets[0].save(failover_log=log())
     for first in (1, 6):
-        rows = [row(writer.vbuckets[0].prefix, key, b"v", first + n) for n, key in enumerate(KEYS)]
-        writer.vbuckets[0].stage(rows, 0, span(first, first + 4))
-        writer.vbuckets[0].publish(first + 4, first)
-        writer.commit()
+        publish(writer, 0, [(key, b"v", seqno) for seqno, key in enumerate(KEYS, first)])
     writer.vbuckets[0].rollback(7)
-    rows = [row(writer.vbuckets[0].prefix, key, b"w", 20 + n) for n, key in enumerate(KEYS)]
-    writer.vbuckets[0].stage(rows, 0, span(20, 30))
-    writer.commit(flush_open=True)
+    stage(writer, 30, *((key, b"w", seqno) for seqno, key in enumerate(KEYS, 20)), flush=True)
     writer.close()
     assert check(path).problems == []
     return path
@@ -139,10 +134,7 @@ def test_boundaries_that_count_wrongly_are_found(tmp_path: Path) -> None:
     directory.create(path, IDENTITY)
     writer = open_writer(path)
     writer.vbuckets[0].save(failover_log=log())
-    for seqno in (1, 2):
-        writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, KEYS[0], b"v", seqno)], 0, span(seqno, seqno))
-        writer.vbuckets[0].publish(seqno, seqno)
-        writer.commit()
+    snapshots(writer, [(KEYS[0], b"v", 1)], [(KEYS[0], b"v", 2)])
     key = keys.ROW.pack(1, 2) + keys.BOUNDARY_SUFFIX
     with writer.environment.begin(write=True) as txn:
         rows = writer.environment.db(ROWS)

@@ -1,27 +1,28 @@
-"""What a commit makes visible: empty sources, and logs that go with the first rows."""
+"""What is accepted, what a commit makes visible of it, and logs that go with the first rows."""
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+import storage.history.index
 from storage.admin.check import check
+from storage.errors import SeqnoOrder
 from storage.model import Collection, Seqno
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, manifest_at, row, span
 from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
-from tests.storage.test_writer import crash, open_writer, publish
+from tests.storage.test_writer import KEYS, crash, open_writer, publish, stage
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
 
 def test_a_complete_snapshot_without_its_key_rows_is_published_by_the_next_writer(path: str) -> None:
     writer = open_writer(path)
-    events = [(seqno, b"k%d" % seqno, b"v") for seqno in range(1, 10)]
-    rows = [row(writer.vbuckets[0].prefix, key, value, seqno) for seqno, key, value in events]
-    writer.vbuckets[0].stage(rows[:5], 5, span(0, 9))
-    writer.commit(flush_open=True)
-    writer.vbuckets[0].stage(rows[5:], 5, span(0, 9))
+    stage(writer, 9, *((b"k%d" % seqno, b"v", seqno) for seqno in range(1, 6)), flush=True)
+    stage(writer, 9, *((b"k%d" % seqno, b"v", seqno) for seqno in range(6, 10)))
     writer.vbuckets[0].publish(9, 0)
     assert writer.commit().published == []
     crash(writer)
@@ -76,8 +77,7 @@ def test_that_the_source_has_nothing_is_known_only_once_it_was_said(path: str) -
     assert writer.vbuckets[0].state.is_whole
     assert writer.vbuckets[0].state.failover_log == log(78)
     (key,) = keys_of(0, 1)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 3)], 0, span(3, 9))
-    writer.commit(flush_open=True)
+    stage(writer, 9, (key, b"1", 3), flush=True)
     assert not writer.vbuckets[0].state.is_whole
     assert writer.vbuckets[0].state.failover_log == log(78)
     writer.vbuckets[0].abandon()
@@ -89,7 +89,7 @@ def test_rows_of_the_first_snapshot_bring_its_log_along(path: str) -> None:
     writer = open_writer(path)
     (key,) = keys_of(0, 1)
     writer.vbuckets[0].save(failover_log=log(77))
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 3)], 0, span(3, 9))
+    stage(writer, 9, (key, b"1", 3))
     writer.commit()
     with open_view(path) as view:
         assert view.state(0).failover_log == ()
@@ -106,7 +106,7 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
     """After a crash its seqnos may be other events; a manifest that was there already would hold from them on."""
     key = keys_of(0, 1)[0]
     writer = open_writer(path)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, key, b"1", 1)], 1, span(1, 1))
+    stage(writer, 1, (key, b"1", 1))
     writer.vbuckets[0].publish(1, 1)
     system_event(writer, 2, DEFAULT, Collection(8, 8, "lost", Seqno(2)), scopes=SCOPES)
     assert writer.commit().published == [(0, 1)]
@@ -117,3 +117,106 @@ def test_the_collections_of_an_open_snapshot_are_written_with_its_rows_and_not_b
     with open_view(path) as view:
         assert sorted(manifest_at(view, 1, 2).collections) == [0]
     writer.close()
+
+
+# --- what is accepted and not yet committed
+
+
+pytestmark = pytest.mark.usefixtures("small_limits")
+
+
+@pytest.mark.parametrize("seqnos", [[3, 2], [2, 2], [1, 5, 4, 6], [0]])
+def test_rows_that_do_not_rise_are_refused_and_harm_nobody(path: str, writer: GroupWriter, seqnos: list[int]) -> None:
+    key = keys_of(0, 1)[0]
+    prefix = writer.vbuckets[0].prefix
+    rows = [row(prefix, key, b"x", seqno) for seqno in seqnos]
+    with pytest.raises(SeqnoOrder):
+        writer.vbuckets[0].stage(rows, 0, span(0, 9))
+    other = keys_of(2, 1)[0]
+    publish(writer, 2, [(other, b"y", 1)])
+    with open_view(path) as view:
+        assert view.get(other) is not None
+        assert view.get(key) is None
+
+
+def test_bytes_wait_until_they_are_committed_or_dropped(writer: GroupWriter) -> None:
+    one, two = KEYS[0][:2]
+    first, second = (row(writer.vbuckets[0].prefix, key, b"v", seqno) for seqno, key in enumerate((one, two), 1))
+    writer.vbuckets[0].stage([first], len(first[1]), span(1, 1))
+    writer.vbuckets[0].publish(1, 1)
+    writer.vbuckets[0].stage([second], len(second[1]), span(2, 3))
+    assert writer.pending_bytes == len(first[1]) + len(second[1])
+    writer.commit()
+    assert writer.pending_bytes == len(second[1])
+    writer.vbuckets[0].abandon()
+    assert (writer.pending_bytes, writer.vbuckets[0].state.staged_seqno) == (0, 1)
+
+
+def test_rows_of_another_branch_are_refused_and_change_nothing(writer: GroupWriter) -> None:
+    before = writer.vbuckets[0].state
+    with pytest.raises(SeqnoOrder, match="made for another branch"):
+        writer.vbuckets[0].stage([row(b"\0\0\0\7", KEYS[0][0], b"v", 1)], 1, span(1, 1))
+    assert (writer.vbuckets[0].state, writer.pending_bytes) == (before, 0)
+
+
+def test_a_position_does_not_fall(writer: GroupWriter) -> None:
+    publish(writer, 0, [(KEYS[0][0], b"v", 5)])
+    with pytest.raises(SeqnoOrder, match="advance to 4 below 5"):
+        writer.vbuckets[0].advance(4, None)
+    assert writer.vbuckets[0].state.staged_seqno == 5
+
+
+@pytest.mark.parametrize("inline_rows", [2, 1000], ids=["by a job", "in the commit"])
+@pytest.mark.parametrize("seed", range(15))
+def test_any_complete_end_may_be_published_later(
+    path: str, seed: int, inline_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.write.pending.INLINE_INDEX_ROWS", inline_rows)
+    monkeypatch.setattr(storage.history.index, "SLICE_ROWS", 3)
+    rng = Random(seed)
+    names = keys_of(0, 6)
+    writer = open_writer(path)
+    writer.vbuckets[0].save(failover_log=log())
+    events: list[tuple[int, bytes]] = []
+    ends: list[int] = []
+    published = 0
+    with open_view(path) as view:
+        for _ in range(60):
+            start = writer.vbuckets[0].state.staged_seqno + 1
+            end = start + rng.randrange(4)
+            batch = [(seqno, rng.choice(names)) for seqno in range(start, end + 1)]
+            events += batch
+            staged = [row(writer.vbuckets[0].prefix, key, b"%d" % seqno, seqno) for seqno, key in batch]
+            writer.vbuckets[0].stage(staged, 9 * len(staged), span(start, end))
+            ends.append(end)
+            if rng.random() < 0.3:
+                writer.commit(flush_open=rng.random() < 0.7)
+            if rng.random() < 0.4 and not (writer.vbuckets[0].complete_seqno is not None):
+                published = rng.choice([each for each in ends if each >= published])
+                writer.vbuckets[0].publish(published, 0)
+                writer.commit(flush_open=rng.random() < 0.3)
+                while writer.vbuckets[0].complete_seqno is not None:
+                    writer.step()
+                    writer.commit()
+                state = writer.vbuckets[0].state
+                assert (state.published_seqno, state.staged_seqno) == (published, end)
+                assert (state.open_snapshot is None) == (published == end)
+            contents = {key: seqno for seqno, key in events if seqno <= published}
+            assert {document.key: int(document.seqno) for document in view.scan(0)} == contents
+    writer.commit(flush_open=True)
+    if published < ends[-1]:
+        assert writer.vbuckets[0].state.open_snapshot is not None  # else the next writer would take it for complete
+    writer.close()
+    assert check(path).problems == []
+    writer = open_writer(path)
+    assert not (writer.vbuckets[0].complete_seqno is not None)
+    assert writer.vbuckets[0].state.published_seqno == published
+    writer.vbuckets[0].publish(ends[-1], 0)
+    writer.commit()
+    while writer.vbuckets[0].complete_seqno is not None:
+        writer.step()
+        writer.commit()
+    writer.close()
+    assert check(path).problems == []
+    with open_view(path) as view:
+        assert {document.key: int(document.seqno) for document in view.scan(0)} == {key: at for at, key in events}

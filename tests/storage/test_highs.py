@@ -43,21 +43,17 @@ def newest(view: View, collection_id: int, rows_max: int = 2) -> tuple[int, int]
 def test_rows_of_others_are_passed_in_bounded_steps(writer: GroupWriter, view: View) -> None:
     assert newest(view, 300) == (1, 1)
     assert newest(view, 0) == (0, 1)
-    put(writer, A, 2, cid=300)
-    commit(writer, 2)
+    put(writer, A, 2, cid=300, publish=True)
     for seqno in range(3, 13):
-        put(writer, B, seqno)
-        commit(writer, seqno)
+        put(writer, B, seqno, publish=True)
     assert newest(view, 300) == (2, 6)
     assert newest(view, 300, 100) == (2, 1)
     assert newest(view, 0) == (12, 1)
 
 
 def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWriter, view: View) -> None:
-    put(writer, A, 2, cid=300)
-    commit(writer, 2)
-    put(writer, A, 5, cid=300)
-    commit(writer, 5)
+    put(writer, A, 2, cid=300, publish=True)
+    put(writer, A, 5, cid=300, publish=True)
     put(writer, B, 6, cid=300)
     writer.commit(flush_open=True)
     assert newest(view, 300) == (5, 1)
@@ -66,8 +62,7 @@ def test_what_is_not_published_or_was_rolled_back_does_not_count(writer: GroupWr
     with pytest.raises(ViewInvalidated):
         states.newest_of(view.reader(0), pin, 300)
     assert newest(view, 300) == (2, 1)
-    put(writer, C, 4)
-    commit(writer, 4)
+    put(writer, C, 4, publish=True)
     assert newest(view, 300, 1) == (2, 2)
     assert newest(view, 0) == (4, 1)
 
@@ -81,8 +76,7 @@ def test_rows_that_move_to_another_branch_meanwhile_are_found(
     for number in range(6):
         fail_over(writer, number)
         if number == 2:
-            put(writer, A, 5, cid=300)
-            commit(writer, 5)
+            put(writer, A, 5, cid=300, publish=True)
     assert read(view)
     environment = view.reader(0).environment
     begin = environment.begin

@@ -12,7 +12,7 @@ from storage.read.view import open_view
 from storage.write.owner import HistoryClock
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import publish
+from tests.storage.test_writer import publish, snapshots
 
 A, B = keys_of(0, 2)
 MINUTE_MS, YEAR_MS = 60_000, 365 * 86_400_000
@@ -111,8 +111,7 @@ def test_a_writer_that_starts_with_a_wrong_clock_costs_half_of_the_history_at_mo
 
 def test_what_was_retracted_goes_by_age_and_not_by_the_wall_clock(path: str, clocks: TwoClocks) -> None:
     writer = opened(path, clocks)
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"2", 2)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)])
     clocks.wall += YEAR_MS
     writer.vbuckets[0].rollback(1)
     clocks.wall -= YEAR_MS

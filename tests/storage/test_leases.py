@@ -10,9 +10,9 @@ from storage.history.leases import Leases
 from storage.history.purge import Window
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, row, span
+from tests.storage.model import keys_of, log
 from tests.storage.test_purge import HOUR_MS, purge
-from tests.storage.test_writer import Clock, publish
+from tests.storage.test_writer import Clock, publish, snapshots
 
 A, B, C = keys_of(0, 3)
 
@@ -32,9 +32,7 @@ def test_the_floor_stays_below_what_is_held_until_the_lease_ends(writer: GroupWr
 
 
 def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, view: View, clock: Clock) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"4", 4), (B, b"5", 5)])
-    publish(writer, 0, [(A, b"6", 6)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"4", 4), (B, b"5", 5)], [(A, b"6", 6)])
     writer.background.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 1
@@ -78,13 +76,11 @@ def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock:
 
 
 def test_what_a_rollback_retracts_stays_while_a_lease_holds_it(writer: GroupWriter, view: View, clock: Clock) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     writer.background.lease("stream", {0: (1, 3)}, clock.now + 10 * HOUR_MS)
     writer.vbuckets[0].rollback(1)
-    publish(writer, 0, [(C, b"3", 2)])
-    publish(writer, 0, [(C, b"4", 3)])
+    snapshots(writer, [(C, b"3", 2)], [(C, b"4", 3)])
     clock.now += 5 * HOUR_MS
     window = Window(time_ms=HOUR_MS, boundaries=1)
     purge(writer, window)
@@ -123,13 +119,8 @@ def test_a_resync_ends_what_a_lease_can_hold(writer: GroupWriter, view: View, cl
     publish(writer, 0, [(A, b"1", 1)])
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, B, b"2", 1)], 0, span(1, 1))
     writer.vbuckets[0].save(failover_log=log(88))
-    writer.vbuckets[0].publish(1, 0)
-    writer.commit()
-    while writer.step():
-        pass
-    writer.commit()
+    publish(writer, 0, [(B, b"2", 1)])
     purge(writer, Window(boundaries=1, time_ms=0))
     assert [d.key for d in view.scan(0)] == [B]
 

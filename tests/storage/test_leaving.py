@@ -10,8 +10,8 @@ from storage.model import Collection, FailoverLog, Seqno
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
-from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, system_event
-from tests.storage.test_writer import crash, open_writer, publish, settle, staged
+from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
+from tests.storage.test_writer import crash, open_writer, publish, settle, snapshots, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
@@ -74,8 +74,7 @@ def test_giving_up_staged_rows_leaves_what_is_served_its_collections(
 ) -> None:
     """A copy beside it has no manifest yet. That was taken over, so all collections vanished for readers."""
     publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
-    system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
-    commit(writer, 2)
+    system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES, publish=True)
     publish(writer, 0, [(keys_of(0, 1)[0], b"y", 3)])
     if leave.startswith("resync"):
         writer.vbuckets[0].begin_resync()
@@ -99,8 +98,7 @@ def test_the_filter_of_the_streams_goes_with_the_staging_branch(path: str, write
     """A reader must know what was left out: a resync begins again, what is served next to it claims nothing."""
     assert writer.vbuckets[0].state.stream_filter is None
     writer.vbuckets[0].save(stream_filter="collections 8")
-    publish(writer, 0, [(keys_of(0, 1)[0], b"x", 1)])
-    publish(writer, 0, [(keys_of(0, 1)[0], b"y", 2)])
+    snapshots(writer, [(keys_of(0, 1)[0], b"x", 1)], [(keys_of(0, 1)[0], b"y", 2)])
     assert writer.vbuckets[0].rollback(1).boundary_seqno == 1
     assert writer.vbuckets[0].state.stream_filter == "collections 8"
     writer.vbuckets[0].begin_resync()
@@ -121,8 +119,7 @@ def test_the_copy_that_is_served_next_to_a_resync_is_of_its_own_history(path: st
     """
     key = keys_of(0, 1)[0]
     writer.vbuckets[0].save(failover_log=log(77))
-    publish(writer, 0, [(key, b"1", 5)])
-    publish(writer, 0, [(key, b"2", 9)])
+    snapshots(writer, [(key, b"1", 5)], [(key, b"2", 9)])
     writer.vbuckets[0].begin_resync()
     writer.vbuckets[0].save(failover_log=log(88))
     writer.commit()

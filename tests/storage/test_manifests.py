@@ -185,8 +185,7 @@ def test_manifests_are_right_at_every_boundary_and_do_not_pile_up(writer: GroupW
 
 def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: GroupWriter, view: View) -> None:
     """Only manifests say that a collection was dropped."""
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     token = view.token(0)
     for seqno in range(2, 62, 2):
         orders = Collection(9, 8, "orders", Seqno(seqno))
@@ -194,8 +193,7 @@ def test_who_follows_from_before_manifests_that_are_gone_begins_again(writer: Gr
         system_event(writer, seqno + 1, DEFAULT, scopes=SCOPES)
     commit(writer, 61)
     system_event(writer, 62, DEFAULT, Collection(10, 8, "kept", Seqno(62)), scopes=SCOPES)
-    put(writer, B, 63, cid=10)
-    commit(writer, 63)
+    put(writer, B, 63, cid=10, publish=True)
     assert len(list(view.changes(0, since=token))) == 62
     before = rows_stored(writer)
     purge(writer, Window(boundaries=1))

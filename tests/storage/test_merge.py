@@ -17,7 +17,7 @@ from storage.read import states, stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter, VbucketWriter
 from tests.storage.model import events, keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
+from tests.storage.one_vbucket import DEFAULT, SCOPES, put, system_event
 from tests.storage.test_purge import HOUR_MS
 from tests.storage.test_purge import purge as purge_all
 from tests.storage.test_writer import Clock, publish
@@ -206,20 +206,16 @@ def test_manifests_go_where_the_rows_go(
     publish(writer, 0, [(NAMES[0], b"1", 1)])
     system_event(writer, 2, DEFAULT, Collection(9, 8, "lost", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=9)
-    put(writer, NAMES[5], 5)
-    commit(writer, 5)
+    put(writer, NAMES[5], 5, publish=True)
     assert sorted(view.manifest(0).collections) == [0, 9]
     writer.vbuckets[0].rollback(1)
     system_event(writer, 2, DEFAULT, Collection(8, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, NAMES[1], 3, cid=8)
-    put(writer, NAMES[5], 6)
-    commit(writer, 6)
-    put(writer, NAMES[4], 7)
-    commit(writer, 7)
+    put(writer, NAMES[5], 6, publish=True)
+    put(writer, NAMES[4], 7, publish=True)
     assert sorted(view.manifest(0).collections) == [0, 8]
     writer.vbuckets[0].rollback(7)
-    put(writer, NAMES[6], 8)
-    commit(writer, 8)
+    put(writer, NAMES[6], 8, publish=True)
     purge_all(writer, WINDOW)
     assert [link.branch for link in stream.served_state(view.reader(0)).links] == [3, 1]
     for each in (view, View(path)):

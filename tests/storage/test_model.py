@@ -1,10 +1,26 @@
-"""The nouns: what they promise by themselves."""
+"""The nouns, tokens and errors: what they promise by themselves."""
 
 from __future__ import annotations
 
 import pytest
 
-from storage.model import Branch, Document, FailoverEntry, FailoverLog, Kind, Manifest, Seqno, Vbuuid
+from storage import errors
+from storage.errors import UnknownCollection
+from storage.format.tokens import collection_id_of
+from storage.model import (
+    Branch,
+    Collection,
+    Document,
+    FailoverEntry,
+    FailoverLog,
+    Kind,
+    Manifest,
+    ManifestUid,
+    Seqno,
+    Vbuuid,
+)
+from storage.read.view import Token
+from tests.storage.one_vbucket import DEFAULT, ID, SCOPES
 
 
 def test_an_untouched_bucket_has_the_default_collection_alone() -> None:
@@ -64,3 +80,90 @@ def test_where_pruning_leaves_nothing_the_boundarys_own_vbuuid_stands_in() -> No
 @pytest.mark.parametrize(("vbuuid", "end"), [(0xC, 99), (0xB, 20), (0xA, 10), (0xD, None)])
 def test_a_history_ends_where_the_next_one_began(vbuuid: int, end: int | None) -> None:
     assert log(*OURS).end_of(vbuuid, 99) == end
+
+
+# --- tokens, moments and collections as text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1:2",
+        "1:2:3:4",
+        "1:2:3:000000000000000G",
+        "1:2:3:000000000000000a:1",
+        f"a:b:c:{ID}",
+        f"1:2:-3:{ID}",
+        f"70000:1:1:{ID}",
+        f"1:4294967296:1:{ID}",
+        f"1:1:1.5:{ID}",
+        f"1:1:{'9' * 5000}:{ID}",
+    ],
+)
+def test_a_token_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a token"):
+        Token.parse(text)
+
+
+def test_a_token_is_its_three_numbers_and_its_history() -> None:
+    assert str(Token.parse(f"7:2:55:{ID}")) == f"7:2:55:{ID}"
+    assert Token.parse(f"7:2:55:{ID}") == Token(7, Branch(2), Seqno(55), 255)
+
+
+def test_a_token_of_an_earlier_version_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"of an earlier version.*begin without a token"):
+        Token.parse("7:2:55")
+
+
+MANIFEST = Manifest(
+    ManifestUid(1),
+    SCOPES,
+    {0: DEFAULT, 9: Collection(9, 8, "orders", Seqno(2)), 10: Collection(10, 0, "orders", Seqno(3))},
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [(None, 0), ("_default", 0), ("_default._default", 0), ("shop.orders", 9), ("orders", 10), (77, 77)],
+)
+def test_a_name_is_one_collection(name: str | int | None, expected: int) -> None:
+    assert collection_id_of(MANIFEST, name, "/path") == expected
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(
+        UnknownCollection, match=r"no collection 'shop\.x'.*known here: _default\._default, _default\.orders"
+    ):
+        collection_id_of(MANIFEST, "shop.x", "/path")
+    with pytest.raises(UnknownCollection, match="known here: none"):
+        collection_id_of(Manifest(ManifestUid(2), {}, {}), "x", "/path")
+
+
+def test_a_collection_is_called_by_its_scope_and_name() -> None:
+    assert MANIFEST.names() == {0: "_default._default", 9: "shop.orders", 10: "_default.orders"}
+
+
+def test_the_text_is_one_line_with_place_and_remedy() -> None:
+    error = errors.Full("no space left", path="/data/group-0000", vbid=5, hint="free some")
+    assert str(error) == "/data/group-0000: vbucket 5: no space left (free some)"
+    assert str(errors.Closed("closed")) == "closed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "retryable"),
+    [
+        (errors.CorruptedError, 3, False),
+        (errors.WrongBucket, 3, False),
+        (errors.FormatTooNew, 3, False),
+        (errors.NotAMirror, 2, False),
+        (errors.Full, 1, True),
+        (errors.Locked, 1, True),
+        (errors.ViewInvalidated, 1, True),
+    ],
+)
+def test_kinds_carry_exit_code_and_whether_waiting_helps(
+    kind: type[errors.StorageError], code: int, retryable: bool
+) -> None:
+    assert (kind("x").exit_code, kind("x").retryable) == (code, retryable)
+    assert issubclass(kind, errors.StorageError)

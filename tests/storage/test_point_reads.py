@@ -14,8 +14,8 @@ from storage.model import Collection, Document, Seqno
 from storage.read.point_reads import ReadRun
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.frames import encode_deletion, sealed
-from tests.storage.model import keys_of, span
+from tests.storage.frames import sealed
+from tests.storage.model import keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_writer import Clock, publish
 
@@ -24,8 +24,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
     put(writer, A, 1, b"default")
     system_event(writer, 2, DEFAULT, Collection(9, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, A, 3, b"order a", cid=9)
-    put(writer, B, 4, b"order b", cid=9)
-    commit(writer, 4)
+    put(writer, B, 4, b"order b", cid=9, publish=True)
 
     def read(key: bytes, collection: str | int | None = None) -> bytes | None:
         document = view.get(key, collection)
@@ -44,8 +43,7 @@ def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(wr
         view.get(A, "shop.unknown")
 
     system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)  # flushed
-    put(writer, B, 6, b"new b", cid=9)
-    commit(writer, 6)
+    put(writer, B, 6, b"new b", cid=9, publish=True)
     assert (read(A, 9), read(B, 9), read(A)) == (None, b"new b", b"default")
     assert [d.value for d in view.scan(0)] == [b"default", b"new b"]
     assert view.count(0) == 2
@@ -74,8 +72,7 @@ def test_documents_beyond_their_expiry_are_absent_at_the_time_that_counts(
     put(writer, B, 2)
     commit(writer, 2)  # published at 50 s
     clock.now = 90_000
-    put(writer, C, 3)
-    commit(writer, 3)
+    put(writer, C, 3, publish=True)
     assert view.get(A, now=59.9) is not None
     assert view.get(A, now=60) is None
     assert view.get(A) is None
@@ -123,8 +120,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     put(writer, A, 1, b"old")
     system_event(writer, 2, DEFAULT, Collection(300, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, A, 3, b"order", cid=300)
-    put(writer, B, 4, b"gone", expiry=50)
-    commit(writer, 4)
+    put(writer, B, 4, b"gone", expiry=50, publish=True)
     found = view.find(b"\0" + A)
     assert isinstance(found.document, Document)
     assert (found.document.value, found.published_seqno, found.manifest.uid) == (b"old", 4, 2)
@@ -136,9 +132,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     assert view.find(b"\0" + B).document is None
     unknown = view.find(b"\x09" + A)
     assert (unknown.document, unknown.collection_exists) == (None, False)
-    frame = encode_deletion(A, 5)
-    writer.vbuckets[0].stage([(writer.vbuckets[0].prefix + (5).to_bytes(8, "big"), frame)], 0, span(5, 5))
-    commit(writer, 5)
+    put(writer, A, 5, None, publish=True)
     assert view.find(b"\0" + A).document is None
     tombstone = view.find(b"\0" + A, deletions=True).document
     assert isinstance(tombstone, Document)
@@ -147,8 +141,7 @@ def test_find_gives_the_document_and_what_an_answer_needs_besides(writer: GroupW
     again = view.find(b"\0" + A).document
     assert isinstance(again, Document)
     assert again.value == b"old"
-    system_event(writer, 6, DEFAULT, scopes={0: "_default"})
-    commit(writer, 6)
+    system_event(writer, 6, DEFAULT, scopes={0: "_default"}, publish=True)
     assert not view.find(b"\xac\x02" + A).collection_exists
     writer.vbuckets[0].begin_resync()
     assert view.find(b"\0" + A).stale
@@ -164,8 +157,7 @@ def test_a_reference_that_is_not_visible_is_not_followed(
 ) -> None:
     """While key rows are made before a publish, and after a rollback, the newest reference is not the one to read."""
     put(writer, A, 2, b"visible")
-    put(writer, B, 3)
-    commit(writer, 3)
+    put(writer, B, 3, publish=True)
     wire_key = b"\0" + A
     hidden = [
         (keys.keys_db(0), wire_key, keys.DUP.pack(branch, seqno, records.MUTATION)),
@@ -193,8 +185,7 @@ def test_a_row_of_a_collection_as_it_was_before_a_flush_is_not_read(writer: Grou
     put(writer, A, 2, cid=9)
     put(writer, B, 3, cid=9)
     system_event(writer, 4, DEFAULT, Collection(9, 8, "orders", Seqno(4)), scopes=SCOPES)
-    put(writer, B, 5, cid=9)
-    commit(writer, 5)
+    put(writer, B, 5, cid=9, publish=True)
     with ReadRun() as run:
         rows = [run.row(view.reader(0), b"\x09" + key, 1000) for key in (A, B, C)]
     assert [row is None for row in rows] == [True, False, True]
@@ -203,8 +194,7 @@ def test_a_row_of_a_collection_as_it_was_before_a_flush_is_not_read(writer: Grou
 def test_a_read_that_meets_a_map_that_is_being_taken_over_waits_for_it(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     assert view.get(A) is not None
     environment = view.reader(0).environment
     begin = Environment.begin

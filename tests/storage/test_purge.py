@@ -21,9 +21,9 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import events, keys_of, row, span
+from tests.storage.model import events, keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
-from tests.storage.test_writer import Clock, publish
+from tests.storage.test_writer import Clock, publish, snapshots, stage
 
 A, B, C = keys_of(0, 3)
 HOUR_MS = 3_600_000
@@ -84,9 +84,7 @@ def test_without_a_window_nothing_goes(writer: GroupWriter, view: View) -> None:
 
 
 def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    publish(writer, 0, [(A, None, 3)])
-    publish(writer, 0, [(B, b"2", 4)])
+    snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(B, b"2", 4)])
     purge(writer, Window(boundaries=2))  # floor 3: the tombstone is current there
     assert seqnos(view) == [2, 4]
     assert writer.vbuckets[0].state.local_purge_seqno == 3
@@ -101,10 +99,7 @@ def test_a_tombstone_goes_last_and_is_remembered_by_its_seqno(writer: GroupWrite
 def test_a_tombstone_that_a_later_version_replaced_refuses_no_reader_of_changes(
     writer: GroupWriter, view: View
 ) -> None:
-    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    publish(writer, 0, [(A, None, 3)])
-    publish(writer, 0, [(A, b"2", 4)])
-    publish(writer, 0, [(B, b"2", 5)])
+    snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 3)], [(A, b"2", 4)], [(B, b"2", 5)])
     purge(writer, Window(boundaries=1))  # floor 5: the tombstone went, what replaced it did not
     assert seqnos(view) == [4, 5]
     assert writer.vbuckets[0].state.local_purge_seqno == 0
@@ -124,9 +119,7 @@ def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
 
 
 def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(B, b"1", 2)])
-    publish(writer, 0, [(A, None, 3)])
+    snapshots(writer, [(A, b"1", 1)], [(B, b"1", 2)], [(A, None, 3)])
     purge(writer, Window(boundaries=2))
     assert seqnos(view) == [1, 2, 3]
     assert writer.vbuckets[0].state.local_purge_seqno == 0
@@ -141,12 +134,10 @@ def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
     for seqno in range(3, 10):
         put(writer, b"order-%d" % seqno, seqno, cid=9)
     commit(writer, 9)
-    system_event(writer, 10, DEFAULT, scopes=SCOPES)
-    commit(writer, 10)
+    system_event(writer, 10, DEFAULT, scopes=SCOPES, publish=True)
     purge(writer, Window(boundaries=2))
     assert len(seqnos(view)) == 10
-    put(writer, B, 11)
-    commit(writer, 11)
+    put(writer, B, 11, publish=True)
     purge(writer, Window(boundaries=2))
     assert seqnos(view) == [1, 2, 10, 11]
     assert [d.key for d in view.scan(0)] == sorted([A, B])
@@ -155,13 +146,11 @@ def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
 def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     writer: GroupWriter, view: View, clock: Clock
 ) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"2", 2), (B, b"2", 3)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2), (B, b"2", 3)])
     token = view.token(0, 1, 3)
     clock.now = HOUR_MS
     writer.vbuckets[0].rollback(1)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", 7)], 0, span(7, 9))
-    writer.commit(flush_open=True)
+    stage(writer, 9, (C, b"staged", 7), flush=True)
     writer.vbuckets[0].abandon()
     with writer.environment.read() as txn:
         assert [(d.branch, d.after_seqno, d.since_ms is None) for d in dead_ranges(txn, 0)] == [
@@ -182,10 +171,7 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
 def test_a_resync_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1)])
     writer.vbuckets[0].begin_resync()
-    writer.vbuckets[0].stage(
-        [row(writer.vbuckets[0].prefix, B, b"2", 1), row(writer.vbuckets[0].prefix, C, b"2", 2)], 0, span(1, 9)
-    )
-    writer.commit(flush_open=True)
+    stage(writer, 9, (B, b"2", 1), (C, b"2", 2), flush=True)
     purge(writer, Window(time_ms=HOUR_MS))
     assert writer.vbuckets[0].state.staged_seqno == 2  # under way: untouched
     writer.vbuckets[0].abandon()
@@ -212,9 +198,7 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 3)
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"x", seqno) for seqno in range(2, 60)])
-    publish(writer, 0, [(B, b"y", 60)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"x", seqno) for seqno in range(2, 60)], [(B, b"y", 60)])
     clock.now += 2 * HOUR_MS
     writer.background.purger = Purger(writer.environment, writer.vbids, Window(time_ms=HOUR_MS))
     while not writer.background.purger.round_is_over:  # each look takes the walk a little further
@@ -226,8 +210,7 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
 
 def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 5)
-    publish(writer, 0, [(A, b"x", seqno) for seqno in range(1, 101)])
-    publish(writer, 0, [(B, b"x", 101)])
+    snapshots(writer, [(A, b"x", seqno) for seqno in range(1, 101)], [(B, b"x", 101)])
     writer.background.purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
     counts = []
     while (vbid := writer.background.purger.plan(0)) is not None:
@@ -241,8 +224,7 @@ def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch:
 def broken_backfill(writer: GroupWriter) -> None:
     """Some rows of a snapshot reach the disk; then the source will not continue it."""
     seqno = writer.vbuckets[0].state.published_seqno
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", seqno + 1)], 0, span(seqno + 1, seqno + 9))
-    writer.commit(flush_open=True)
+    stage(writer, seqno + 9, (C, b"staged", seqno + 1), flush=True)
     writer.vbuckets[0].abandon()
 
 
@@ -288,8 +270,7 @@ def test_resyncs_that_are_given_up_leave_no_branches_behind(writer: GroupWriter)
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     for _ in range(50):
         writer.vbuckets[0].begin_resync()
-        writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, C, b"staged", 1)], 0, span(1, 9))
-        writer.commit(flush_open=True)
+        stage(writer, 9, (C, b"staged", 1), flush=True)
     newest = writer.vbuckets[0].state.staging_branch
     writer.vbuckets[0].rollback(2)
     assert writer.vbuckets[0].state.branch == newest + 1
@@ -384,12 +365,10 @@ def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: Gro
 
 
 def test_the_counters_of_boundaries_hold_through_whatever_made_them(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    publish(writer, 0, [(A, b"2" * 50, 3)])
+    snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, b"2" * 50, 3)])
     broken_backfill(writer)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, A, b"4", 4)], 0, span(4, 6))
-    writer.commit(flush_open=True)
-    writer.vbuckets[0].stage([row(writer.vbuckets[0].prefix, A, b"6", 6)], 0, span(4, 6))
+    stage(writer, 6, (A, b"4", 4), flush=True)
+    stage(writer, 6, (A, b"6", 6))
     writer.vbuckets[0].publish(6, 4)
     writer.commit()
     assert view.boundaries(0)[0].ordinal == 3
@@ -445,14 +424,11 @@ def test_a_flushed_and_resynced_collection_is_purged_in_bounded_steps_of_linear_
 
 def test_a_resynced_copy_begins_a_purge_record_of_its_own(writer: GroupWriter, view: View) -> None:
     """With that of the old copy, tombstones would stay for ever, and new tokens would be refused for what is there."""
-    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    publish(writer, 0, [(A, None, 8)])
-    publish(writer, 0, [(B, b"2", 9)])
+    snapshots(writer, [(A, b"1", 1), (B, b"1", 2)], [(A, None, 8)], [(B, b"2", 9)])
     purge(writer, Window(boundaries=1))
     assert view.state(0).local_purge_seqno == 8
     writer.vbuckets[0].begin_resync()
-    publish(writer, 0, [(A, b"1", 3), (B, None, 4)])
-    publish(writer, 0, [(C, b"1", 5)])
+    snapshots(writer, [(A, b"1", 3), (B, None, 4)], [(C, b"1", 5)])
     assert view.state(0).local_purge_seqno == 0
     token = next(change.token for change in view.changes(0) if change.token.seqno == 4)
     assert [change.token.seqno for change in view.changes(0, since=token)] == [5]

@@ -21,12 +21,11 @@ from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
 from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
 from tests.storage.test_purge import HOUR_MS, purge
-from tests.storage.test_writer import Clock, publish
+from tests.storage.test_writer import Clock, publish, snapshots
 
 
 def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"a1", 1), (B, b"b1", 2)])
-    publish(writer, 0, [(A, b"a2", 3), (B, None, 4), (C, b"c1", 5), (A, b"a3", 6)])
+    snapshots(writer, [(A, b"a1", 1), (B, b"b1", 2)], [(A, b"a2", 3), (B, None, 4), (C, b"c1", 5), (A, b"a3", 6)])
     token = view.token(0, 1, 6)
     writer.vbuckets[0].rollback(4)
     publish(writer, 0, [(D, b"d1", 9)])
@@ -50,9 +49,7 @@ def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: Grou
 
 
 def test_two_rollbacks_in_a_row_are_reported_as_one_way_back(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    publish(writer, 0, [(A, b"2", 2)])
-    publish(writer, 0, [(A, b"3", 3)])
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)], [(A, b"3", 3)])
     token = view.token(0, 1, 3)
     writer.vbuckets[0].rollback(2)
     publish(writer, 0, [(B, b"x", 7)])
@@ -70,8 +67,7 @@ def test_documents_of_a_collection_that_only_lost_history_dropped_are_restored(w
     for seqno, key in enumerate((A, B, A + A), start=2):
         put(writer, key, seqno, b"order", cid=9)
     commit(writer, 4)
-    system_event(writer, 5, DEFAULT, scopes=SCOPES)
-    commit(writer, 5)
+    system_event(writer, 5, DEFAULT, scopes=SCOPES, publish=True)
     token = view.token(0, 1, 5)
     writer.vbuckets[0].rollback(4)
     reported = [(change.kind, change.document and change.document.key) for change in view.changes(0, since=token)]
@@ -82,12 +78,10 @@ def test_what_lost_history_overwrote_and_then_flushed_is_restored_once(writer: G
     orders = Collection(9, 8, "orders", Seqno(1))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
     put(writer, A, 2, b"old", cid=9)
-    put(writer, B, 3, b"untouched", cid=9)
-    commit(writer, 3)
+    put(writer, B, 3, b"untouched", cid=9, publish=True)
     put(writer, A, 4, b"lost", cid=9)
     system_event(writer, 5, DEFAULT, Collection(9, 8, "orders", Seqno(5)), scopes=SCOPES)
-    put(writer, A, 6, b"after the flush", cid=9)
-    commit(writer, 6)
+    put(writer, A, 6, b"after the flush", cid=9, publish=True)
     token = view.token(0, 1, 6)
     writer.vbuckets[0].rollback(3)
     reported = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
@@ -103,10 +97,8 @@ def test_what_a_flush_had_hidden_before_the_rollback_is_not_restored(writer: Gro
     """Found by the simulation: the version below a flush came back as if the flush had been undone, too."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
     put(writer, A, 2, b"before", cid=9)
-    system_event(writer, 3, DEFAULT, Collection(9, 8, "orders", Seqno(3)), scopes=SCOPES)
-    commit(writer, 3)
-    put(writer, A, 4, b"lost", cid=9)
-    commit(writer, 4)
+    system_event(writer, 3, DEFAULT, Collection(9, 8, "orders", Seqno(3)), scopes=SCOPES, publish=True)
+    put(writer, A, 4, b"lost", cid=9, publish=True)
     token = view.token(0, 1, 4)
     writer.vbuckets[0].rollback(3)
     reported = [(change.kind, change.document and change.document.value) for change in view.changes(0, since=token)]
@@ -121,16 +113,13 @@ def test_a_deferred_rollback_restores_nothing_of_a_collection_that_both_historie
     """
     orders = Collection(9, 8, "orders", Seqno(1))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
-    put(writer, A, 2, b"order", cid=9)
-    commit(writer, 2)
+    put(writer, A, 2, b"order", cid=9, publish=True)
     system_event(writer, 3, DEFAULT, scopes=SCOPES)
-    put(writer, B, 4, b"lost")
-    commit(writer, 4)
+    put(writer, B, 4, b"lost", publish=True)
     token = view.token(0, 1, 4)
     writer.vbuckets[0].rollback(2, deferred=True)
     system_event(writer, 3, DEFAULT, scopes=SCOPES)
-    put(writer, C, 5, b"new")
-    commit(writer, 5)
+    put(writer, C, 5, b"new", publish=True)
     reported = [(each.kind, each.document and each.document.value) for each in view.changes(0, since=token)]
     assert reported == [("rollback", None), ("retraction", b"lost"), ("mutation", b"new")]
 
@@ -143,8 +132,7 @@ def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dr
     """
     orders, carts = Collection(9, 8, "orders", Seqno(1)), Collection(10, 8, "carts", Seqno(3))
     system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
-    put(writer, A, 2, b"below", cid=9)
-    commit(writer, 2)
+    put(writer, A, 2, b"below", cid=9, publish=True)
 
     def common() -> None:
         system_event(writer, 3, DEFAULT, orders, carts, scopes=SCOPES)
@@ -153,13 +141,11 @@ def test_a_deferred_rollback_gives_a_collection_again_that_lost_history_alone_dr
         put(writer, A, 6, b"kept")
 
     common()
-    system_event(writer, 7, DEFAULT, scopes=SCOPES)
-    commit(writer, 7)
+    system_event(writer, 7, DEFAULT, scopes=SCOPES, publish=True)
     token = view.token(0, 1, 7)
     writer.vbuckets[0].rollback(2, deferred=True)
     common()
-    put(writer, C, 8, b"new")
-    commit(writer, 8)
+    put(writer, C, 8, b"new", publish=True)
     reported = [(each.kind, each.document and each.document.seqno) for each in view.changes(0, since=token)]
     assert reported == [
         ("rollback", None),
@@ -178,8 +164,7 @@ def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_h
     that the reader had been given before. Documents of a collection that was gone stayed with it.
     """
     orders, carts = Collection(9, 8, "orders", Seqno(1)), Collection(10, 8, "carts", Seqno(3))
-    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES)
-    commit(writer, 1)
+    system_event(writer, 1, DEFAULT, orders, scopes=SCOPES, publish=True)
 
     def common() -> None:
         put(writer, B, 5, b"order", cid=9)
@@ -193,8 +178,7 @@ def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_h
     system_event(writer, 3, DEFAULT, orders, carts, scopes=SCOPES)
     put(writer, A, 4, b"cart", cid=10)
     common()
-    put(writer, C, 7, b"new")
-    commit(writer, 7)
+    put(writer, C, 7, b"new", publish=True)
     assert [each.document and each.document.seqno for each in view.changes(0, since=token)] == [7]
 
 
@@ -202,8 +186,7 @@ def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follow
     writer: GroupWriter, view: View
 ) -> None:
     """It would take away what the reader was given after the later one, and that is not given again."""
-    system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES)
-    commit(writer, 1)
+    system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES, publish=True)
 
     def common() -> None:
         system_event(writer, 4, DEFAULT, Collection(9, 8, "orders", Seqno(4)), scopes=SCOPES)
@@ -216,8 +199,7 @@ def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follow
     system_event(writer, 2, DEFAULT, Collection(9, 8, "orders", Seqno(2)), scopes=SCOPES)
     put(writer, B, 3, b"flushed", cid=9)
     common()
-    put(writer, B, 6, b"new", cid=9)
-    commit(writer, 6)
+    put(writer, B, 6, b"new", cid=9, publish=True)
     assert [each.document and each.document.seqno for each in view.changes(0, since=token)] == [6]
 
 
@@ -270,8 +252,7 @@ def test_what_is_purged_while_a_rollback_is_returned_is_gone_from_history(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between finding a row and reading it; a row that is missing where it is still named is damage."""
-    publish(writer, 0, [(A, b"old", 1)])
-    publish(writer, 0, [(A, b"new", 2)])
+    snapshots(writer, [(A, b"old", 1)], [(A, b"new", 2)])
     token = view.token(0, 1, 2)
     writer.vbuckets[0].rollback(1)
     writer.commit()

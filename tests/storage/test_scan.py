@@ -43,15 +43,12 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
 ) -> None:
     clock.now = 10_000
     put(writer, A, 1, b"one")
-    put(writer, B, 2, b"one", expiry=12)
-    commit(writer, 2)
-    put(writer, C, 3, b"one")
-    commit(writer, 3)
+    put(writer, B, 2, b"one", expiry=12, publish=True)
+    put(writer, C, 3, b"one", publish=True)
     pin = view.pin(0, now=11)
     assert (pin.branch, pin.seqno, pin.now_ms) == (view.published()[0].pub.branch, 3, 11_000)
     put(writer, A, 4, b"two")
-    put(writer, D, 5, b"two")
-    commit(writer, 5)
+    put(writer, D, 5, b"two", publish=True)
     found: list[bytes] = []
     start = b""
     while True:
@@ -75,8 +72,7 @@ def test_pages_of_a_pinned_vbucket_stay_as_they_were_until_a_rollback_passes_the
     writer.vbuckets[0].rollback(3)
     assert len(view.scan_page(pin)[0]) == 3, "a rollback to the pin itself takes nothing from it"
     late = view.pin(0)
-    put(writer, D, 4, b"three")
-    commit(writer, 4)
+    put(writer, D, 4, b"three", publish=True)
     writer.vbuckets[0].rollback(2)
     for lost in (pin, late):
         with pytest.raises(ViewInvalidated):
@@ -91,8 +87,7 @@ def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
 ) -> None:
     """Its collection was not found any more in the manifests that are left of that moment."""
     orders = Collection(8, 0, "orders", Seqno(2))
-    put(writer, D, 1)
-    commit(writer, 1)
+    put(writer, D, 1, publish=True)
     system_event(writer, 2, DEFAULT, orders, scopes=SCOPES)
     for seqno, key in enumerate((A, B, C), 3):
         put(writer, key, seqno, cid=8)
@@ -106,10 +101,8 @@ def test_a_page_of_a_moment_that_is_gone_is_not_an_empty_last_one(
         writer.vbuckets[0].rollback(1)
     else:
         for seqno in range(6, 60):
-            system_event(writer, seqno, *([DEFAULT] if seqno % 2 else [DEFAULT, orders]), scopes=SCOPES)
-            commit(writer, seqno)
-    put(writer, D, seqno + 1)
-    commit(writer, seqno + 1)
+            system_event(writer, seqno, *([DEFAULT] if seqno % 2 else [DEFAULT, orders]), scopes=SCOPES, publish=True)
+    put(writer, D, seqno + 1, publish=True)
     purge(writer, Window(time_ms=0))
     reads: list[Callable[[], Any]] = [
         lambda: view.scan_page(pin, 8, start=start),
@@ -145,11 +138,9 @@ def test_keys_are_counted_at_a_pin_without_reading_documents(
     for seqno in range(1, 301):
         put(writer, A, seqno)
     put(writer, B, 301, expiry=1)
-    put(writer, C, 302)
-    commit(writer, 302)
+    put(writer, C, 302, publish=True)
     pin = view.pin(0)
-    put(writer, D, 303)
-    commit(writer, 303)
+    put(writer, D, 303, publish=True)
     monkeypatch.setattr(VbucketReader, "document", None)
     assert scan.count_keys(view.reader(0), pin, 0, start=b"", keys_max=4) == (3, b"")
     third = sorted([A, B, C, D])[2]

@@ -9,9 +9,10 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, manifest_at
-from tests.storage.one_vbucket import A, B, commit, put, system_event
-from tests.storage.test_writer import Clock, publish
+from tests.storage.model import keys_of, log, manifest_at
+from tests.storage.one_vbucket import A, B, put, system_event
+from tests.storage.test_purge import purge
+from tests.storage.test_writer import Clock, open_writer, publish, stage
 
 
 def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
@@ -22,8 +23,7 @@ def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View
 def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
     assert view.history(0).floor_ms is None
     clock.now = 5_000
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     first = view.published()
     assert [each.pub.seqno for each in first] == [1, 0, 0, 0]
     past = view.history(0)
@@ -32,8 +32,7 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     writer.commit()
     assert [each.pub.is_stale for each in view.published()] == [True, False, False, False]
     clock.now = 6_000
-    put(writer, A, 7)
-    commit(writer, 7)
+    put(writer, A, 7, publish=True)
     assert view.published()[0].pub.seqno == 7
     assert view.published()[0].pub.branch > first[0].pub.branch
     assert len(view.history(0).resyncs_ms) == 1
@@ -49,8 +48,7 @@ def test_a_view_that_remembers_positions_says_what_a_new_one_says(path: str, wri
 
     compare()
     for seqno in (1, 2, 3):
-        put(writer, A, seqno)
-        commit(writer, seqno)
+        put(writer, A, seqno, publish=True)
         compare()
     writer.vbuckets[0].rollback(2)
     writer.commit()
@@ -100,9 +98,7 @@ def test_boundaries_follow_each_other_over_long_snapshots_rollbacks_and_purges(
     assert ends(view) == [3, 253, 254, 374, 376]
     assert [each.seqno for each in states.boundaries_between(view.reader(0), 1, 3, 256)] == [253, 254, 256]
     assert [each.seqno for each in states.boundaries_between(view.reader(0), 2, 253, 376)] == [254, 374, 376]
-    writer.background.purger.window = Window(boundaries=2)
-    while (vbid := writer.background.purger.plan(clock.now)) is not None:
-        writer.background.purge(vbid, clock.now)
+    purge(writer, Window(boundaries=2))
     assert ends(view) == [374, 376]
     assert states.newest(view.reader(0), 373) is None
 
@@ -128,7 +124,41 @@ def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWri
 def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) -> None:
     orders = Collection(8, 0, "orders", Seqno(2))
     put(writer, A, 1)
-    system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"})
-    commit(writer, 2)
+    system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"}, publish=True)
     assert sorted(manifest_at(view, 1, 1).collections) == [0]
     assert sorted(manifest_at(view, 1, 2).collections) == [0, 8]
+
+
+KEYS = keys_of(0, 4)
+
+
+def test_figures_follow_what_is_stored(path: str) -> None:
+    now = 1_000
+    writer = open_writer(path, clock=lambda: now)
+    writer.vbuckets[0].save(failover_log=log())
+    with open_view(path) as view:
+        empty = view.history(0)
+        assert (empty.floor_seqno, empty.floor_ms, empty.boundaries, empty.versions) == (0, None, 0, 0)
+        for seqno in range(1, 11):
+            now = 1_000 * seqno
+            publish(writer, 0, [(KEYS[seqno % 4], b"v", seqno)])
+        full = view.history(0)
+        assert full == writer.histories()[0]
+        assert (full.floor_seqno, full.floor_ms) == (1, 1_000)
+        assert full.boundaries == len(view.boundaries(0)) == 10
+        assert full.versions == 10
+        assert full.versions - view.count(0) == 6  # what history takes
+        assert full.row_bytes >= 4096
+        assert full.key_bytes >= 4096
+        stage(writer, 12, (KEYS[0], b"v", 11), flush=True)
+        assert view.history(0).boundaries is None  # a staged row has no key row yet: indistinguishable
+        writer.vbuckets[0].abandon()
+        window = Window(boundaries=1, time_ms=0)
+        writer.background.window = writer.background.purger.window = window
+        while writer.step():
+            pass
+        purged = view.history(0)
+        assert (purged.floor_seqno, purged.floor_ms, purged.purged_seqno) == (10, 10_000, 10)
+        assert purged.versions == view.count(0) == 4
+        assert purged.local_purge_seqno == writer.vbuckets[0].state.local_purge_seqno
+    writer.close()

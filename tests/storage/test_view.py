@@ -1,16 +1,23 @@
-"""The API of readers: what it has, and when it ends."""
+"""The API of readers: what it has, what it remembers, and what ends a read."""
 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from storage.errors import Closed, StorageError
-from storage.read.view import View, open_view
+from storage.errors import Closed, NoSuchBoundary, StorageError, ViewInvalidated
+from storage.format import keys
+from storage.history.purge import Window
+from storage.read import validity
+from storage.read.vbucket_reader import Served, VbucketReader, Visible
+from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.one_vbucket import A, B, commit, put
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.one_vbucket import A, B, put
+from tests.storage.test_purge import purge
+from tests.storage.test_writer import Clock, open_writer, publish
 
 READS = {
     "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",
@@ -25,8 +32,7 @@ def test_a_view_has_the_reads_that_are_documented_and_no_others() -> None:
 
 
 def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter) -> None:
-    put(writer, A, 1)
-    commit(writer, 1)
+    put(writer, A, 1, publish=True)
     with open_view(path) as view:
         assert view.exists(A)
         assert view.vbid_of(A) == 0
@@ -68,3 +74,114 @@ def test_a_view_is_not_used_after_fork(path: str) -> None:
         child.start()
         assert results.get(timeout=20) == "Closed"
         child.join(20)
+
+
+def test_as_of_takes_the_newest_boundary_not_after_a_seqno_or_a_time(
+    writer: GroupWriter, view: View, clock: Clock
+) -> None:
+    for seqno, now in ((10, 1_000_000), (20, 2_000_000), (30, 3_000_000)):
+        clock.now = now
+        put(writer, A, seqno, b"%d" % seqno, publish=True)
+
+    def read(as_of: int | Time) -> bytes:
+        document = view.get(A, as_of=as_of)
+        assert document is not None
+        return document.value
+
+    assert [read(seqno) for seqno in (10, 19, 20, 29, 30, 99)] == [b"10", b"10", b"20", b"20", b"30", b"30"]
+    assert [read(Time(ms)) for ms in (1_500_000, 2_500_000, 9_000_000)] == [b"10", b"20", b"30"]
+    for too_early in (9, 0, Time(999_999)):
+        with pytest.raises(NoSuchBoundary, match="history begins at seqno 10"):
+            view.get(A, as_of=too_early)
+    assert [b.seqno for b in view.boundaries(0)] == [30, 20, 10]
+
+
+def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_another(
+    writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = VbucketReader.look
+
+    def counted(reader: VbucketReader, txn: Any) -> Visible:
+        nonlocal looks
+        looks += 1
+        return look(reader, txn)
+
+    monkeypatch.setattr(VbucketReader, "look", counted)
+
+    ways: list[Callable[[], Any]] = [
+        lambda: view.get(A),
+        lambda: view.get_many([A])[A],
+        lambda: view.find(keys.encode_collection_id(0) + A).document,
+    ]
+
+    def read(first: int) -> set[bytes | None]:
+        """Read by key in each way, twice, beginning with one of them; return the answers."""
+        found = [way() for way in (ways[first:] + ways[:first]) * 2]
+        return {each and each.value for each in found}
+
+    for seqno in range(1, 7):
+        put(writer, A, seqno, b"%d" % seqno, publish=True)
+        assert read(seqno % 3) == {b"%d" % seqno}
+        assert looks == seqno
+    writer.vbuckets[0].rollback(1)
+    assert read(1) == {b"1"}
+    assert looks == 7
+
+
+def check(view: View, pinned: Served) -> None:
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        validity.check(reader, txn, pinned)
+
+
+def served_and_pinned(view: View) -> tuple[Served, Served]:
+    """The positions of a scan and of a reader that survives rollbacks."""
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        return reader.served(txn), validity.served_at(reader, txn, view.pin(0))
+
+
+def fill(writer: GroupWriter) -> None:
+    for seqno in (1, 2, 3):
+        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
+
+
+def test_a_later_snapshot_ends_no_read(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    served, pinned = served_and_pinned(view)
+    publish(writer, 0, [(A, b"4", 4)])
+    check(view, served)
+    check(view, pinned)
+
+
+def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    served, pinned = served_and_pinned(view)
+    writer.vbuckets[0].rollback(2)
+    with pytest.raises(ViewInvalidated, match="a rollback or resync passed seqno 3"):
+        check(view, served)
+    check(view, pinned)
+    for each in served_and_pinned(view):
+        check(view, each)
+
+
+def test_the_purger_ends_every_read_below_the_floor(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    both = served_and_pinned(view)
+    publish(writer, 0, [(A, b"4", 4)])
+    purge(writer, Window(boundaries=1))
+    for each in both:
+        with pytest.raises(ViewInvalidated, match="history before seqno 4 is gone"):
+            check(view, each)
+
+
+def test_a_branch_that_is_not_there_any_more_ends_a_read(writer: GroupWriter, view: View) -> None:
+    fill(writer)
+    reader = view.reader(0)
+    with reader.environment.read() as txn:
+        links = reader.served(txn).links
+        validity.check_unmoved(reader, txn, links)
+        for other in ((links[0], links[0]), (type(links[0])(9, 0, 3),)):
+            with pytest.raises(ViewInvalidated, match="merged or removed"):
+                validity.check_unmoved(reader, txn, other)

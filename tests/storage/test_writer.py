@@ -441,14 +441,28 @@ def writer(path: str) -> Iterator[GroupWriter]:
     opened.close()
 
 
+def stage(
+    writer: GroupWriter, end: int, *items: tuple[bytes, bytes | None, int], vbid: int = 0, flush: bool = False
+) -> None:
+    """Stage rows of the open snapshot that ends at `end`, and write them with `flush`."""
+    prefix = writer.vbuckets[vbid].prefix
+    writer.vbuckets[vbid].stage([row(prefix, *item) for item in items], 0, span(items[0][2], end))
+    if flush:
+        writer.commit(flush_open=True)
+
+
 def publish(
     writer: GroupWriter, vbid: int, items: list[tuple[bytes, bytes | None, int]], end: int | None = None
 ) -> None:
-    prefix = writer.vbuckets[vbid].prefix
-    rows = [row(prefix, *item) for item in items]
-    writer.vbuckets[vbid].stage(rows, 0, span(items[0][2], items[-1][2]))
+    stage(writer, items[-1][2], *items, vbid=vbid)
     writer.vbuckets[vbid].publish(end or items[-1][2], items[0][2])
     writer.commit()
+
+
+def snapshots(writer: GroupWriter, *published: list[tuple[bytes, bytes | None, int]]) -> None:
+    """Publish snapshots of vbucket 0."""
+    for items in published:
+        publish(writer, 0, items)
 
 
 # --- found by the simulation (tests/sim)
