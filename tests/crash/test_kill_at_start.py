@@ -89,8 +89,8 @@ def test_a_directory_that_was_half_made_is_recreated(source: SandboxThread, tmp_
     whole.parent.mkdir()
     with Service(source.connection_string, tmp_path / "other", *FLAGS) as service:
         service.start()
-        until("a mirror", lambda: is_level(source, service))
-        assert service.terminate() == 0
+        until("the description of a mirror", lambda: directory.exists(str(service.data)))
+        service.kill_supervisor()
     directory.create(str(whole), directory.load(str(tmp_path / "other")))
     (whole / "mirror.json").rename(whole / "mirror.json.new")
     (whole / "group-0003" / "data.mdb").unlink()

@@ -2,7 +2,7 @@
 
 A child runs the operation and kills itself at its n-th put, delete or commit; then what a restarted mirror would do is
 done, and every keyspace must hold what the uninterrupted run left there, byte for byte. n rises until the child lives:
-by three in the default suite, by one in `.ci/run`.
+by nine in the default suite, by one in `.ci/run`.
 After each kill a reader must find the documents of one of the published ends, whole, and the integrity walk nothing.
 
 What a restarted mirror does is decided by what is stored alone, as in the service, with a source that answers the
