@@ -137,10 +137,10 @@ class SandboxCluster:
         await self.nodes[number].stop()
 
     async def restart_node(self, number: int, *, lose: int | None = None) -> None:
-        """The node comes back on its port, with everything on disk.
+        """Start a node again on its port, with everything on disk.
 
-        With `lose` it crashed: each of its vbuckets lost that many changes, and has a new history. A node that was
-        split off comes back with its own data and map.
+        With `lose` it crashed: each of its vbuckets has a new history without that many changes. A node that was split
+        off comes back with its own data and map.
         """
         node = self.nodes[number]
         await node.stop()
@@ -153,8 +153,9 @@ class SandboxCluster:
         await self._listen(node, node.port or 0, node.tls_port or 0)
 
     def failover(self, vbid: int, *, lose: int = 0) -> int:
-        """Give a vbucket a new history without its newest changes, on another live node if there is one. Returns the
-        seqno at which the history begins.
+        """Give a vbucket a new history without its newest changes, on another live node if there is one.
+
+        Return the seqno at which the history begins.
         """
         base = self.bucket.failover(vbid, lose)
         owner = self.bucket.map.owners[vbid]
@@ -166,8 +167,9 @@ class SandboxCluster:
         return base
 
     async def failover_node(self, number: int, *, lose: int = 0) -> None:
-        """Fail a node over: it leaves the map, and other nodes take its vbuckets with a new history. Its process ends,
-        unless it was split off.
+        """Take a node out of the map; other nodes take its vbuckets, with a new history.
+
+        Its process ends unless it was split off.
         """
         if self._belongs(self.nodes[number]):
             await self.nodes[number].stop()
@@ -183,9 +185,9 @@ class SandboxCluster:
         self.bucket.map_changed(*moved)
 
     def split_off(self, number: int) -> Bucket:
-        """Cut a node off from the cluster, like a partitioned node that the others fail over. Its connections break.
+        """Cut a node off from the cluster, like a partitioned node that the others fail over; break its connections.
 
-        The node continues with its own copy of the data and the map. Returns that copy: the bucket of its clients.
+        The node continues with its own copy of data and map. Return that copy.
         """
         node = self.nodes[number]
         node.bucket = fork(self.bucket)
@@ -202,7 +204,7 @@ class SandboxCluster:
         self.bucket.map_changed(vbid)
 
     async def add_node(self) -> int:
-        """Add a node to the map; it has no vbuckets before a rebalance. Returns its number."""
+        """Add a node to the map, without vbuckets before a rebalance; return its number."""
         node = self._make_node()
         await self._listen(node, 0, 0)
         self.bucket.map.nodes.append(node.address)
@@ -227,7 +229,7 @@ class SandboxCluster:
         return moved
 
     async def recreate_bucket(self) -> None:
-        """The bucket is deleted and recreated, empty: connections break, uuid and histories are others."""
+        """Delete the bucket and make an empty one of its name, with another uuid; break all connections."""
         for node in self.nodes:
             for connection in list(node.connections):
                 connection.link.cut()

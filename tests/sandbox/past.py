@@ -1,25 +1,28 @@
-"""The state of a vbucket of the embedded source at any seqno of any of its histories, and changes that clients cannot
-make.
-"""
+"""The state of a vbucket of the embedded source at any seqno, and changes that clients cannot make."""
 
 from __future__ import annotations
 
 from mirror.sandbox.data.bucket import DEFAULT_COLLECTION, Bucket, vbucket_of
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
-from mirror.sandbox.data.vbucket import PastHistory, Vbucket, system_id
+from mirror.sandbox.data.vbucket import Vbucket, system_id
 from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog
 
 
-def state_at(
-    vbucket: Vbucket, seqno: int | None = None, vbuuid: int | None = None, *, tombstones: bool = False
-) -> dict[bytes, Item]:
-    """Wire key -> version at a seqno of the current history, or of the one named. A purge changes nothing here. With
-    `tombstones` deleted keys are there, too.
-    """
+def state_at(vbucket: Vbucket, seqno: int | None = None, *, tombstones: bool = False) -> dict[bytes, Item]:
+    """Return `state_of` the current history at a seqno."""
     seqno = vbucket.high_seqno if seqno is None else seqno
+    if not vbucket.forgotten_seqno <= seqno <= vbucket.high_seqno:
+        raise LookupError(f"seqno {seqno} is not in {vbucket.forgotten_seqno} to {vbucket.high_seqno}")
+    return state_of(vbucket.log, seqno, tombstones=tombstones)
+
+
+def state_of(log: list[Item], seqno: int, *, tombstones: bool = False) -> dict[bytes, Item]:
+    """Return wire key -> version at a seqno of a history. A purge changes nothing here. With `tombstones` deleted keys
+    are there, too.
+    """
     state: dict[bytes, Item] = {}
-    for item in _log(vbucket, seqno, vbuuid):
+    for item in log:
         if item.seqno > seqno:
             break
         if item.kind == SYSTEM_EVENT:
@@ -52,19 +55,3 @@ def reset(vbucket: Vbucket) -> None:
     vbucket.failover_log = FailoverLog.of([(vbucket._new_vbuuid(), 0)])
     vbucket.purge_seqno = 0
     vbucket._notify()
-
-
-def _log(vbucket: Vbucket, seqno: int, vbuuid: int | None) -> list[Item]:
-    if vbuuid is None:
-        if not vbucket.forgotten_seqno <= seqno <= vbucket.high_seqno:
-            raise LookupError(
-                f"vb {vbucket.vbid}: seqno {seqno} is not in {vbucket.forgotten_seqno} to {vbucket.high_seqno}"
-            )
-        return vbucket.log
-    for history in (PastHistory(vbucket.log, vbucket.failover_log), *reversed(vbucket.lost)):
-        upper = len(history.log)
-        for entry in history.failover_log:
-            if entry.vbuuid == vbuuid and seqno <= upper:
-                return history.log
-            upper = entry.seqno
-    raise LookupError(f"vb {vbucket.vbid}: no history {vbuuid} with seqno {seqno}")

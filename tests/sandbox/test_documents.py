@@ -65,14 +65,6 @@ def test_a_document_expires_when_somebody_looks(world: World) -> None:
     assert world.vbucket.high_seqno == 2
 
 
-def test_the_pager_finds_what_nobody_looks_at(world: World) -> None:
-    for index in range(5):
-        world.documents.store(world.vbucket, b"\0k%d" % index, b"1", expiry=10 if index % 2 else 0)
-    world.clock.advance(60)
-    assert world.documents.expire_all(world.vbucket) == 2
-    assert world.vbucket.document_count == 3
-
-
 def test_expiry_is_relative_or_absolute_and_bounded_by_the_collection(world: World) -> None:
     now = world.documents.now()
     store = world.documents.store

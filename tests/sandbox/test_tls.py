@@ -12,7 +12,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.errors import AuthRejected, ConfigError, TlsFailed
 from mirror.feed.cluster.discovery import discover
-from mirror.feed.connection.bootstrap import Access, enter
+from mirror.feed.connection.bootstrap import Access
 from mirror.feed.connection.connection_string import parse
 from mirror.ingest.topology import ClusterMap
 from mirror.sandbox import NodeTls, SandboxCluster
@@ -55,16 +55,6 @@ async def test_where_only_tls_is_offered_the_map_says_so(authority: Authority) -
         ]
 
 
-async def test_ports_outlive_a_restart(authority: Authority) -> None:
-    async with SandboxCluster(tls=node_tls(authority)) as cluster:
-        before = cluster.nodes[0].address
-        await cluster.kill_node(0)
-        assert not cluster.nodes[0].alive
-        await cluster.restart_node(0)
-        assert cluster.nodes[0].address == before
-        assert (await found(cluster.connection_string, tls_ca_file=authority.ca_file)).nodes
-
-
 async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(authority: Authority) -> None:
     tls = node_tls(authority, client_ca_file=authority.ca_file)
     cert, key = authority.sign(into="client", common_name="demo")
@@ -74,15 +64,6 @@ async def test_a_certificate_says_who_the_user_is_and_no_password_is_taken_then(
         with pytest.raises(AuthRejected, match="knows us by our client certificate"):
             await found(cluster.connection_string, **ours)
         assert (await found(cluster.connection_string, tls_ca_file=authority.ca_file)).vbucket_count
-
-
-async def test_a_certificate_of_nobody(authority: Authority) -> None:
-    cert, key = authority.sign(into="client", common_name="nobody")
-    ours: dict[str, Any] = {"tls_ca_file": authority.ca_file, "tls_client_cert_file": cert, "tls_client_key_file": key}
-    async with SandboxCluster(tls=node_tls(authority, client_ca_file=authority.ca_file)) as cluster:
-        with pytest.raises(AuthRejected, match="has no user for our client certificate"):
-            await found(cluster.connection_string.replace("demo@", ""), None, **ours)
-        assert (await found(cluster.connection_string, **ours)).vbucket_count, "a password will do instead"
 
 
 async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Authority) -> None:
@@ -95,25 +76,6 @@ async def test_where_a_certificate_is_needed_nobody_else_is_served(authority: Au
                 await found(cluster.connection_string, **ours)
         authority.sign(into="client", common_name="demo")
         assert (await found(cluster.connection_string.replace("demo@", ""), None, **ours)).vbucket_count
-
-
-async def test_another_certificate_is_shown_to_new_connections_and_old_ones_go_on(
-    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "demo")
-    (tmp_path / "second").mkdir()
-    second = Authority(tmp_path / "second")
-    async with SandboxCluster(tls=node_tls(authority)) as cluster:
-        source = parse(cluster.connection_string)
-        settings = validated({"tls_ca_file": authority.ca_file})
-        link, _ = await enter(Access.of(source, settings), source.addresses[0], SystemClock())
-        assert cluster.tls is not None
-        cluster.tls.rotate(*second.sign("127.0.0.1"))
-        with pytest.raises(TlsFailed, match="authorities"):
-            await found(cluster.connection_string, tls_ca_file=authority.ca_file)
-        assert (await found(cluster.connection_string, tls_ca_file=second.ca_file)).vbucket_count
-        assert not link.closed
-        link.close()
 
 
 def test_what_cannot_be_used_is_one_error(authority: Authority, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from storage.history.removal import Dead
 from storage.model import SEQNO_MAX, Branch, Document, Seqno
 from storage.read.view import Change, Rollback, Time, Token, View
 from storage.write.writer import GroupWriter, RollbackResult
-from tests.sandbox.past import state_at
+from tests.sandbox.past import state_of
 from tests.sim.mirror import HeldLease, Mirror
 from tests.sim.source import Source, State
 from tests.storage.open_readers import Contents, OpenReader, Position, apply, begin, wire_key
@@ -365,7 +365,7 @@ class Checker:
         line = self.source.line(vbid, seqno, vbuuid) if seqno else []
         expected = self.seen(vbid, line, seqno)
         if self.rng.random() < 0.01 and seqno and self.source.collections and self.watched[vbid].shown is None:
-            assert expected == state_at(self.source.vbucket(vbid), seqno, vbuuid, tombstones=True)
+            assert expected == state_of(line, seqno, tombstones=True)
         purged = max(self.source.purged.get(id(line), 0), view.state(vbid).local_purge_seqno)
         unshown = self.source.unshown(self.watched[vbid].shown)
         documents = view.scan(vbid, as_of=as_of, deletions=True, raw=True, now=0)

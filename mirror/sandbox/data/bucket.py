@@ -80,7 +80,7 @@ class Bucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """Make an empty bucket without nodes. `keeps_history`: as Magma does. `bounded`: see Vbucket."""
+        """Make an empty bucket without nodes. With `keeps_history` it keeps every version, as Magma does."""
         self.name = name
         self.profile = profile
         self.keeps_history = keeps_history
@@ -126,7 +126,7 @@ class Bucket:
         return VbucketRole.REPLICA if node_number in self.map.replicas[vbid] else VbucketRole.DEAD
 
     def persisted_seqno(self, vbid: int, node_number: int) -> int:
-        """The seqno up to which a copy is on disk; 0 in ephemeral buckets."""
+        """Return the seqno up to which a copy is on disk; 0 in ephemeral buckets."""
         if self.map.ephemeral:
             return 0
         high_seqno = self.vbuckets[vbid].high_seqno
@@ -167,8 +167,7 @@ class Bucket:
         if compressed:
             stored, datatype = values.deflate(stored, datatype)
         return self.documents.store(
-            self._at(key, vbid),
-            self.wire_key(key, collection),
+            *self._place(key, collection, vbid),
             stored,
             datatype=datatype,
             flags=flags,
@@ -189,7 +188,7 @@ class Bucket:
         Raises DocumentError if it does not exist.
         """
         leave = None if xattrs is None else values.join(_xattrs(xattrs), b"", 0)
-        return self.documents.remove(self._at(key, vbid), self.wire_key(key, collection), leave=leave)
+        return self.documents.remove(*self._place(key, collection, vbid), leave=leave)
 
     def prepare(
         self,
@@ -201,25 +200,25 @@ class Bucket:
         level: int = 1,
     ) -> Item:
         """Begin a durable write (None: delete) and leave it under way; `commit` or `abort` ends it."""
-        vbucket, wire_key = self._at(key, vbid), self.wire_key(key, collection)
+        place = self._place(key, collection, vbid)
         if value is None:
-            return self.documents.prepare_removal(vbucket, wire_key, level=level)
+            return self.documents.prepare_removal(*place, level=level)
         body = _body(value)
-        return self.documents.prepare(vbucket, wire_key, body, datatype=values.datatype_of(body), level=level)
+        return self.documents.prepare(*place, body, datatype=values.datatype_of(body), level=level)
 
     def commit(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        return self.documents.commit(self._at(key, vbid), self.wire_key(key, collection))
+        return self.documents.commit(*self._place(key, collection, vbid))
 
     def abort(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item:
-        return self.documents.abort(self._at(key, vbid), self.wire_key(key, collection))
+        return self.documents.abort(*self._place(key, collection, vbid))
 
     def get(self, key: str | bytes, *, collection: str = DEFAULT_COLLECTION, vbid: int | None = None) -> Item | None:
-        return self.documents.find(self._at(key, vbid), self.wire_key(key, collection))
+        return self.documents.find(*self._place(key, collection, vbid))
 
     def multi_write(
         self, vbid: int, writes: Iterable[tuple[str | bytes, Value | None]], *, collection: str = DEFAULT_COLLECTION
     ) -> list[Item]:
-        """Write (None: delete) several documents of one vbucket at once: they land in one snapshot, all or none."""
+        """Write several documents of one vbucket in one snapshot; None deletes one."""
         with self.vbuckets[vbid].group():
             return [
                 self.delete(key, vbid=vbid, collection=collection)
@@ -229,7 +228,7 @@ class Bucket:
             ]
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, vbid: int | None = None, datatype: int = 1) -> int:
-        """Take many new documents (key, body) of the default collection quickly, as if they were long on disk."""
+        """Take many new documents (key, body) of the default collection, as if they were long on disk."""
         now_ns = self.clock.wall_ms() * 1_000_000
         if vbid is not None:
             return self.vbuckets[vbid].load(
@@ -279,8 +278,9 @@ class Bucket:
         return changes
 
     def failover(self, vbid: int, lose: int = 0) -> int:
-        """Give a vbucket a new history without its newest changes, and send it again the manifest changes among them.
-        Returns the seqno at which the history begins.
+        """Give a vbucket a new history without its newest changes; return the seqno at which it begins.
+
+        Manifest changes among the lost ones are sent again.
         """
         vbucket = self.vbuckets[vbid]
         before = [item.content for item in vbucket.log if isinstance(item, EventItem)]
@@ -303,12 +303,12 @@ class Bucket:
             vbucket.purge(below_seqno)
 
     def discard_history(self, vbid: int | None = None, below_seqno: int | None = None) -> None:
-        """Compact: of versions below a seqno (of all there are) only the newest are kept."""
+        """Compact: keep only the newest versions below a seqno, by default below all."""
         for vbucket in self._some(vbid):
             vbucket.discard_history(vbucket.high_seqno + 1 if below_seqno is None else below_seqno)
 
     def expire_all(self, vbid: int | None = None) -> int:
-        """Run the expiry pager. Returns how many documents had expired."""
+        """Run the expiry pager; return the number of documents that had expired."""
         return sum(self.documents.expire_all(vbucket) for vbucket in self._some(vbid))
 
     def recreate(self) -> None:
@@ -324,8 +324,10 @@ class Bucket:
     def document_count(self) -> int:
         return sum(vbucket.document_count for vbucket in self.vbuckets)
 
-    def _at(self, key: str | bytes, vbid: int | None) -> Vbucket:
-        return self.vbuckets[vbucket_of(_bytes(key), len(self.vbuckets)) if vbid is None else vbid]
+    def _place(self, key: str | bytes, collection: str, vbid: int | None) -> tuple[Vbucket, bytes]:
+        """Return the vbucket and the wire key of a document."""
+        number = vbucket_of(_bytes(key), len(self.vbuckets)) if vbid is None else vbid
+        return self.vbuckets[number], self.wire_key(key, collection)
 
     def _some(self, vbid: int | None) -> Iterator[Vbucket]:
         return iter(self.vbuckets if vbid is None else [self.vbuckets[vbid]])

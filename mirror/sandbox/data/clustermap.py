@@ -1,7 +1,7 @@
 """The cluster map of the embedded source; `mirror.server.cluster_config` makes its JSON.
 
-Invariants: every change has a higher revision within one epoch; a vbucket without a node is -1; `thisNode` is true for
-the node that answers alone.
+Invariants: every change has a higher revision within one epoch; a vbucket without a node is -1; `thisNode` marks only
+the node that answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SandboxMap:
     """Old servers order their maps by revision alone."""
     capabilities: Sequence[str] = CAPABILITIES
     ephemeral: bool = False
-    """The bucket is said to live in memory alone: it has no views."""
+    """The map says that the bucket lives in memory alone: it has no views."""
     host: str | None = None
     """The nodes' name in the map; None: the name by which the client connected."""
     external_host: str | None = None
@@ -47,7 +47,7 @@ class SandboxMap:
         self._cache.clear()
 
     def to_json(self, this_node: int, *, with_bucket: bool) -> bytes:
-        """The configuration as `this_node` answers it: the bucket's, or the global one."""
+        """Return the answer of `this_node`: the bucket's configuration, or the global one."""
         cached = self._cache.get((this_node, with_bucket))
         if cached is None:
             cached = self._cache[this_node, with_bucket] = self._render(this_node, with_bucket=with_bucket)

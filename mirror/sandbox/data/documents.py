@@ -58,7 +58,7 @@ class SandboxDocuments:
     # --- reading
 
     def find(self, vbucket: Vbucket, key: bytes) -> Item | None:
-        """The document of a wire key; None if it is absent, deleted or expired."""
+        """Return the document of a wire key; None if it is absent, deleted or expired."""
         item = self.find_any(vbucket, key)
         return None if item is None or item.deleted else item
 
@@ -75,7 +75,7 @@ class SandboxDocuments:
         return item
 
     def visible_cas(self, vbucket: Vbucket, item: Item) -> int:
-        """The CAS that readers are shown: locked documents hide theirs."""
+        """Return the CAS that readers see: a locked document hides its own."""
         return LOCKED_CAS if self._lock(vbucket, item.key) is not None else item.cas
 
     # --- changing
@@ -149,7 +149,7 @@ class SandboxDocuments:
         return self.store(vbucket, key, old.value, datatype=old.datatype, flags=old.flags, expiry=expiry)
 
     def lock(self, vbucket: Vbucket, key: bytes, seconds: int = 0) -> tuple[Item, int]:
-        """Lock a document; returns it and the CAS that unlocks it."""
+        """Lock a document; return it and the CAS that unlocks it."""
         item = self.get(vbucket, key)
         if self._lock(vbucket, key) is not None:
             raise DocumentError(Status.LOCKED)

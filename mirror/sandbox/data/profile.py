@@ -67,7 +67,7 @@ CONTROLS: dict[bytes, tuple[Release, Release | None]] = {
     ControlKey.MAX_MARKER_VERSION: ((8, 0), None),
     STREAM_BUFFER_SIZE: (_OLDEST, None),
 }
-"""DCP_CONTROL: name -> since, and the release that no longer has it. What is not there is EINVAL."""
+"""DCP_CONTROL: name -> first release, first release without it. Other names are EINVAL."""
 
 OPEN_FLAGS: dict[int, Release] = {
     DcpOpenFlag.PRODUCER: _OLDEST,
@@ -88,7 +88,7 @@ STREAM_FLAGS: dict[int, Release] = {
     StreamRequestFlag.IGNORE_PURGED_TOMBSTONES: (7, 2),
     StreamRequestFlag.FROM_LATEST: (7, 6),
 }
-"""DCP_STREAM_REQ: flag -> since; others are EINVAL from 7.2 on, before that they are without effect (kv_engine,
+"""DCP_STREAM_REQ: flag -> since. Others are EINVAL from 7.2 on, and have no effect before (kv_engine,
 daemon/mcbp_validators.cc, dcp_stream_req_validator)."""
 
 STREAM_KEYS: dict[str, Release] = {
@@ -98,7 +98,7 @@ STREAM_KEYS: dict[str, Release] = {
     "sid": (7, 0),
     "purge_seqno": (8, 0),
 }
-"""Keys of the JSON value of a stream request -> since; others are not looked at."""
+"""Keys of the JSON value of a stream request -> since; others are ignored."""
 
 CAPABILITIES: dict[str, Release] = {
     "durableWrite": (6, 5),
@@ -108,7 +108,7 @@ CAPABILITIES: dict[str, Release] = {
     "subdoc.ReplaceBodyWithXattr": (7, 0),
     "subdoc.DocumentMacroSupport": (7, 0),
 }
-"""The bucket capabilities of the cluster map -> since; all releases have the others."""
+"""Bucket capabilities of the cluster map -> since; every release has the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Profile:
         return frozenset(self._known(STREAM_KEYS))
 
     def abilities(self, *, keeps_history: bool) -> Abilities:
-        """The controls that the server knows and can do; `keeps_history`: the storage keeps every version."""
+        """Return the controls that the server knows. `keeps_history`: its storage keeps every version."""
         known = (
             name
             for name, (since, until) in CONTROLS.items()

@@ -1,4 +1,4 @@
-"""Streams as tests and the control socket see them: faults on request, settings, and counters.
+"""Faults, settings and counters of streams, for tests and the control socket.
 
 Invariants: without a fault no stream is refused or held; a refusal with `times` is used up by as many requests; a muted
 stream goes on where it stopped when the fault is cleared.
@@ -38,7 +38,7 @@ class StreamTuning:
     antilag_items: int = 0
     """A filtered backfill sends its seqno after so many omitted items (docs/protocol.md 2.7); 0: only at its end."""
     live_snapshot_items: int = 5
-    """Most changes of a live snapshot; the average is about half, as recorded under load."""
+    """Most changes in a live snapshot. The average is about half, as recorded under load."""
     in_turn: bool = True
     """The streams of a connection take turns, a message each, as at kv_engine; else a piece of each at once."""
 
@@ -70,11 +70,11 @@ class StreamFaults:
         times: int | None = None,
         value: bytes | None = None,
     ) -> None:
-        """Answer stream requests for these vbuckets (all) with a status; the newest fault that fits counts."""
+        """Answer stream requests, of these vbuckets or of all, with a status. The newest fault that fits counts."""
         self._refused.insert(0, RefusalFault(status, None if vbids is None else frozenset(vbids), times, value))
 
     def refusal(self, vbid: int) -> RefusalFault | None:
-        """The fault for a stream request of this vbucket; it counts as used."""
+        """Return the fault for a stream request of this vbucket, and count it as used."""
         for fault in self._refused:
             if fault.vbids is None or vbid in fault.vbids:
                 if fault.times is not None:

@@ -3,7 +3,7 @@
 Invariants: `log` has the versions of the current history in the order of seqnos, without a gap above `forgotten_seqno`;
 a version is part of a snapshot that ends at E iff its `next_seqno` is 0 or above E, so any cut of the log is a
 consistent snapshot with dedup (kv_engine docs/dcp/documentation/concepts.md); a group written at once is never cut.
-Only a `bounded` vbucket forgets superseded versions and lost logs.
+Only a `bounded` vbucket forgets superseded versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
 
@@ -33,12 +32,6 @@ FAILOVER_LOG_MAX = 25
 """Entries kept; the engine's default."""
 
 
-@dataclass(frozen=True, slots=True)
-class PastHistory:
-    log: list[Item]
-    failover_log: FailoverLog
-
-
 class Vbucket:
     def __init__(
         self,
@@ -50,8 +43,10 @@ class Vbucket:
         keeps_history: bool = False,
         bounded: bool = False,
     ) -> None:
-        """An empty vbucket with a history of its own; if it `keeps_history`, every version is on its disk. If it is
-        `bounded`, it has the versions that an engine has: the newest, and those in its checkpoints.
+        """Make an empty vbucket with a history of its own.
+
+        With `keeps_history` every version is on its disk. A `bounded` one has the versions that an engine has: the
+        newest, and those in its checkpoints.
         """
         self.vbid = vbid
         self.history_start_seqno = int(keeps_history)
@@ -70,7 +65,6 @@ class Vbucket:
         self.rev_seqno_max_deleted = 0
         self.locks: dict[bytes, tuple[float, int]] = {}
         self.collection_high_seqno: dict[int, int] = {}
-        self.lost: list[PastHistory] = []
         self.changed: set[Callable[[], None]] = set()
         self.cas_max = 0
         self._rng = rng
@@ -106,11 +100,11 @@ class Vbucket:
 
     @property
     def document_count(self) -> int:
-        """Documents that are alive (expired ones count until somebody looks)."""
+        """The living documents, and those whose expiry nobody has noticed yet."""
         return sum(not item.deleted for items in self.newest.values() for item in items.values())
 
     def high_completed_seqno(self, as_of_seqno: int) -> int:
-        """The newest prepare that was committed or aborted by a seqno."""
+        """Return the newest prepare that was committed or aborted by a seqno."""
         return max((prepared for seqno, prepared in self.completed if seqno <= as_of_seqno), default=0)
 
     def keeps(self, item: Item) -> bool:
@@ -120,26 +114,26 @@ class Vbucket:
         return item.kind == SYSTEM_EVENT or item.collection_id not in self.without_history
 
     def high_prepared_seqno(self, as_of_seqno: int) -> int:
-        """The newest prepare by a seqno, pending or ended."""
+        """Return the newest prepare by a seqno, pending or ended."""
         pending = max((item.seqno for item in self.prepared.values() if item.seqno <= as_of_seqno), default=0)
         return max(pending, self.high_completed_seqno(as_of_seqno))
 
     def max_visible_seqno(self, as_of_seqno: int | None = None) -> int:
-        """The newest change by a seqno (of all) that is neither a prepare nor an abort."""
+        """Return the newest change, by a seqno or of all, that is neither a prepare nor an abort."""
         count = self._count_up_to(self.high_seqno if as_of_seqno is None else as_of_seqno)
         while count and self.log[count - 1].kind in (PREPARE, ABORT):
             count -= 1
         return self.log[count - 1].seqno if count else 0
 
     def next_cas(self, now_ns: int) -> int:
-        """The hybrid clock: the time, or one more than the last CAS."""
+        """Return the hybrid clock: the time, or one more than the last CAS."""
         self.cas_max = max(now_ns & ~0xFFFF, self.cas_max + 1)
         return self.cas_max
 
     # --- changes
 
     def append(self, item: Item) -> Item:
-        """Take the next version: of a document, a prepare or an abort. System events go through `append_event`."""
+        """Take the next version of a document, a prepare or an abort; `append_event` takes system events."""
         assert item.seqno == self.high_seqno + 1 or item.seqno <= self.forgotten_seqno, "seqnos have no gaps"
         kind = item.kind
         collection_id = item.collection_id
@@ -159,7 +153,7 @@ class Vbucket:
         return item
 
     def append_event(self, item: Item, event: SystemEventId, id_: int, *, new_checkpoint: bool) -> None:
-        """Take a system event about the collection or scope `id_`: a collection that ends or begins is empty."""
+        """Take a system event about the collection or scope `id_`. A collection that begins or ends is empty."""
         if new_checkpoint:
             self.open_checkpoint()
         _supersede(self._system.get(item.key), item)
@@ -177,9 +171,9 @@ class Vbucket:
         self._push(item)
 
     def load(self, documents: Iterable[tuple[bytes, bytes]], *, now_ns: int, datatype: int = 1, flags: int = 0) -> int:
-        """Take many new documents of the default collection at once, as if long on disk. Returns how many.
+        """Take many documents of the default collection as if they were long on disk; return their number.
 
-        Keys are wire keys, and must be new here: this is the quick way to a large vbucket.
+        Keys are wire keys, and must be new.
         """
         log, items, vbid, pack = self.log, self.newest[0], self.vbid, MUTATION_HEAD.pack
         first = seqno = self.high_seqno
@@ -216,9 +210,7 @@ class Vbucket:
         self._notify()
 
     def lose_together(self, first: int) -> None:
-        """Make a failover lose either all changes from `first` to now or none of them; snapshots may still end between
-        them.
-        """
+        """Let a failover lose all changes since `first` or none of them. A snapshot may still end between them."""
         for seqno in range(first, self.high_seqno):
             self._group_first.setdefault(seqno, first)
 
@@ -243,13 +235,9 @@ class Vbucket:
             ended = item.kind == SYSTEM_EVENT and item.event in (SystemEventId.COLLECTION_END, SystemEventId.SCOPE_DROP)
             if item.deleted:
                 self.rev_seqno_max_deleted = max(self.rev_seqno_max_deleted, item.rev_seqno)
-                del self.newest[item.collection_id][item.key]
-            elif item.kind == ABORT:
-                del self._aborted[item.key]
-            elif not ended:
-                continue
-            item.next_seqno = item.seqno
-            self.purge_seqno = item.seqno
+            if item.deleted or item.kind == ABORT or ended:
+                self._bury(item)
+                self.purge_seqno = item.seqno
         return self.purge_seqno
 
     def discard_history(self, below_seqno: int) -> None:
@@ -258,9 +246,7 @@ class Vbucket:
             self.history_start_seqno = max(self.history_start_seqno, min(below_seqno, self.high_seqno + 1))
 
     def failover(self, lose: int = 0) -> int:
-        """Begin a new history `lose` changes back, or earlier if that is within a group. Returns the seqno at which it
-        begins.
-        """
+        """Begin a new history `lose` changes back, or at the start of the group there; return its first seqno."""
         base = max(self.high_seqno - lose, self.forgotten_seqno)
         base = self._group_first.get(base, base + 1) - 1
         if base < self.high_seqno:
@@ -330,8 +316,6 @@ class Vbucket:
 
     def _cut(self, base: int) -> None:
         """Go back to the log of the first `base` changes."""
-        if not self.bounded:
-            self.lost.append(PastHistory(self.log, self.failover_log))
         kept = self.log[: self._count_up_to(base)]
         purged = {item.seqno for item in kept if item.next_seqno == item.seqno}
         self.log, self.newest, self._system, self.prepared, self._aborted = [], {0: {}}, {}, {}, {}
@@ -354,18 +338,23 @@ class Vbucket:
                 self.append(item)
         for item in kept:
             if item.seqno in purged and not item.next_seqno:
-                item.next_seqno = item.seqno
-                if item.deleted:
-                    del self.newest[item.collection_id][item.key]
-                elif item.kind == ABORT:
-                    del self._aborted[item.key]
+                self._bury(item)
         self.changed = changed
+
+    def _bury(self, item: Item) -> None:
+        """Purge a tombstone, an abort, or the event of an end: it counts as superseded by itself."""
+        item.next_seqno = item.seqno
+        if item.deleted:
+            del self.newest[item.collection_id][item.key]
+        elif item.kind == ABORT:
+            del self._aborted[item.key]
 
     # --- reads of a stream
 
     def cut(self, after_seqno: int, count: int) -> tuple[int, bool]:
-        """The end of a memory snapshot of about `count` changes after a seqno, and True if it opens a checkpoint. The
-        snapshot ends within the checkpoint of its first change, and never inside of a group.
+        """Return the end of a memory snapshot of about `count` changes, and True if it opens a checkpoint.
+
+        The snapshot ends in the checkpoint of its first change, and never inside of a group.
         """
         first = after_seqno + 1
         assert self.memory_floor_seqno < first <= self.high_seqno

@@ -17,7 +17,7 @@ Rule = Callable[[NodeConnection], None]
 
 
 class Where(TypedDict, total=False):
-    """The chosen connections: of a node, with `name` in their DCP name; `future`: also later ones."""
+    """The chosen connections: of a node, with `name` in their DCP name. `future` adds later ones."""
 
     node: int | None
     name: str | None
@@ -33,7 +33,7 @@ class Faults:
     def connections(
         self, *, node: int | None = None, name: str | None = None, dcp_only: bool = True
     ) -> list[NodeConnection]:
-        """Open connections of a node (all nodes), whose DCP name contains `name`."""
+        """Return the open connections, of one node or of all, whose DCP name contains `name`."""
         return [
             connection
             for chosen in self._select(node)
@@ -72,7 +72,7 @@ class Faults:
     def end_streams(
         self, reason: StreamEndReason, vbids: Iterable[int] | None = None, *, node: int | None = None
     ) -> int:
-        """End open streams with any reason. Returns how many."""
+        """End open streams with any reason; return their number."""
         selected = None if vbids is None else set(vbids)
         count = 0
         for connection in self.connections(node=node):

@@ -83,7 +83,7 @@ class NetworkLink:
             self._room.set()
 
     def garble(self, pieces: int) -> None:
-        """Damage the next pieces: a byte in every header-sized stretch or so is changed."""
+        """Change about one byte in 200 of the next pieces."""
         self._garble = pieces
 
     def truncate(self) -> None:
