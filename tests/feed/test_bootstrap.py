@@ -127,13 +127,6 @@ async def test_each_refusal_is_one_clear_error(
         assert caught.value.hint
 
 
-async def test_wrong_password_is_refused(tmp_path: Path) -> None:
-    async with ScriptedNode() as node:
-        access = access_to(node, tmp_path, password="wrong")
-        with pytest.raises(AuthRejected, match="refused user demo"):
-            await enter(access, first(access), SystemClock())
-
-
 async def test_plain_is_used_only_where_it_is_allowed(tmp_path: Path) -> None:
     async with ScriptedNode() as node:
         node.mechanisms = b"PLAIN"

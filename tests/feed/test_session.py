@@ -167,36 +167,35 @@ CONTROLS_80 = [
 ]
 
 
-async def test_a_new_server_gets_requests_for_all_that_a_mirror_can_use_and_nothing_else(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (node, _, _):
-        assert [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)] == CONTROLS_80
+WITH_COLLECTIONS = {b"include_deleted_user_xattrs", b"flatbuffers_system_events", b"max_marker_version"}
+FORCED, HISTORY = (b"force_value_compression", b"true"), (b"change_streams", b"true")
 
 
-async def test_without_collections_what_came_with_them_is_not_requested(tmp_path: Path) -> None:
-    async with ScriptedNode() as node:
-        node.features -= {Feature.COLLECTIONS, Feature.SNAPPY}
-        session, _ = make(node, tmp_path, compression="forced")
-        await session.open()
-        names = [frame.key for frame in node.received_requests(Opcode.DCP_CONTROL)]
-        assert b"max_marker_version" not in names
-        assert b"flatbuffers_system_events" not in names
-        assert b"force_value_compression" not in names, "EINVAL without snappy"
-        session.close()
-
-
-async def test_what_the_settings_request_is_requested(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("absent", "settings", "expected"),
+    [
+        (set(), {}, CONTROLS_80),
+        (set(), {"compression": "forced", "change_streams": True}, [*CONTROLS_80, FORCED, HISTORY]),
+        (
+            {Feature.COLLECTIONS, Feature.SNAPPY},  # compression would be EINVAL
+            {"compression": "forced", "change_streams": True},
+            [each for each in CONTROLS_80 if each[0] not in WITH_COLLECTIONS],
+        ),
+    ],
+)
+async def test_a_server_gets_requests_for_all_that_it_knows_and_a_mirror_can_use(
+    tmp_path: Path, absent: set[Feature], settings: dict[str, Any], expected: list[tuple[bytes, bytes]]
+) -> None:
     def control(_node: ScriptedNode, frame: Frame) -> list[Frame]:
         return [response(frame, Status.NOT_SUPPORTED if frame.key == b"change_streams" else Status.SUCCESS)]
 
     async with ScriptedNode({Opcode.DCP_CONTROL: control}) as node:
-        session, _ = make(node, tmp_path, compression="forced", change_streams=True)
+        node.features -= absent
+        session, _ = make(node, tmp_path, **settings)
         await session.open()
-        received_requests = [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)]
-        assert set(received_requests) - set(CONTROLS_80) == {
-            (b"force_value_compression", b"true"),
-            (b"change_streams", b"true"),
-        }
-        assert not session.controls["change_streams"], "not on this storage: going on without"
+        controls = [(frame.key, frame.value) for frame in node.received_requests(Opcode.DCP_CONTROL)]
+        assert sorted(controls) == sorted(expected)
+        assert not session.controls.get("change_streams", False), "not on this storage: going on without"
         session.close()
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from mirror.errors import BucketChanged
-from mirror.feed.cluster.map_follower import MapFollower
 from mirror.sandbox import NodeTls, SandboxCluster
 from mirror.sandbox.data.clustermap import SandboxMap
 from mirror.server.cluster_config import NOWHERE
@@ -164,25 +162,6 @@ async def test_a_node_that_answers_and_does_not_stream_is_said_and_holds_nobody_
         await mirror.follow()
 
 
-async def test_a_bucket_recreated_is_known_before_a_stream_is_requested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same host, another bucket: not one stream request goes to it, or its emptiness would be followed.
-
-    Anyone who reconnects sees it: the look at the map that a lost connection brings about may come too late.
-    """
-
-    monkeypatch.setattr(MapFollower, "wake", lambda _follower: None)
-    async with source_of(tmp_path) as (cluster, mirrors):
-        write(cluster, 50)
-        mirror = await mirrors.follow(**NO_POLLING)
-        requested = [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]
-        mirrors.compares = False
-        await cluster.recreate_bucket()
-        assert isinstance(await mirror.fails(), BucketChanged)
-        assert [len(cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)] == requested
-
-
 async def test_a_name_that_stands_for_other_hosts_now_is_looked_up_again(tmp_path: Path) -> None:
     """Every node that was known is gone; the name in DNS leads to where the cluster is now."""
     async with source_of(tmp_path) as (cluster, mirrors):
@@ -212,18 +191,6 @@ async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_anot
         cluster.bucket.map._cache.clear()
         write(cluster, 50, "after")
         await mirror.follow()
-
-
-async def test_alternate_addresses_are_used_for_every_node(tmp_path: Path) -> None:
-    async with source_of(tmp_path) as (cluster, mirrors):
-        cluster.bucket.map.host, cluster.bucket.map.external_host = "node.internal.invalid", "127.0.0.1"
-        cluster.bucket.map_changed()
-        write(cluster, 50)
-        mirror = await mirrors.follow()
-        cluster.move(0, 1)
-        write(cluster, 50, "after")
-        await mirror.follow()
-        assert {str(node["address"]).rpartition(":")[0] for node in mirror.status()["nodes"]} == {"127.0.0.1"}
 
 
 async def test_one_node_without_an_alternate_address_does_not_change_the_others(

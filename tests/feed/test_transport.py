@@ -201,16 +201,6 @@ async def test_a_connection_is_silent_only_while_something_waits_for_an_answer()
     assert link.silence_s == 0
 
 
-async def test_request_whose_connection_ends_fails_with_the_reason() -> None:
-    async with ScriptedNode({Opcode.NOOP: silent}) as node:
-        link = await connect(node)
-        waiting = asyncio.create_task(link.request(Opcode.NOOP, timeout_s=5))
-        await node.has_received.wait()
-        node.hang_up()
-        with pytest.raises(ConnectFailed):
-            await waiting
-
-
 async def test_an_address_that_swallows_connections_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may still carry the address of a node that is gone: nobody answers there, not even with a refusal."""
     async with ScriptedNode() as node:

@@ -1,8 +1,8 @@
-"""Seconds until each channel tells the truth about a fault: status, page, readyz, metrics, events and doctor.
+"""Faults, and what each channel must say about them: status, page, readyz, metrics, events and doctor.
 
-`python -m tests.whole.fault_table [NAME...]` writes the table. A fault is put into a mirror of two workers that follows
-a live load of two nodes; a thread for each channel looks ten times a second until its answer matches. Invariant: each
-fault begins with a mirror that follows, and its text is matched only in what was said since.
+A fault is put into a mirror of two workers that follows a live load of two nodes; a thread for each channel looks ten
+times a second until its answer matches. Invariant: each fault begins with a mirror that follows, and its text is
+matched only in what was said since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -41,12 +40,11 @@ from tests.whole.test_cascade import free_port
 from tests.whole.test_source_away import fetched
 
 LIMIT_S = 20.0
-AIM_S = 5.0
+AGREE_S = 5.0
 POLL_S = 0.1
 SETTLED_S = 3.0
 """Some snapshots of each vbucket are published meanwhile, so that a rollback has boundaries to go to."""
 VBUCKETS = 16
-CHANNELS = ("status", "page", "readyz", "metrics", "event", "doctor")
 
 
 @dataclass
@@ -371,29 +369,17 @@ LOOKS: dict[str, Callable[[Site], str]] = {
 class Outcome:
     """When each channel told the truth of one fault, in seconds; None: not within the limit."""
 
-    name: str
     seconds: dict[str, float | None] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     """The state at the end by the channels that name it: they must agree."""
     last: dict[str, str] = field(default_factory=dict)
     """The last answer of each channel."""
 
-    @property
-    def late(self) -> list[str]:
-        return [channel for channel, value in self.seconds.items() if value is None or value > AIM_S]
-
-    def line(self) -> str:
-        cells = [
-            ("-" if channel not in self.seconds else "never" if (s := self.seconds[channel]) is None else f"{s:.1f}")
-            for channel in CHANNELS
-        ]
-        return f"{self.name:<36}" + "".join(f"{cell:>9}" for cell in cells)
-
 
 def measure(name: str) -> Outcome:
     """Put the fault into a mirror of its own, and look until every channel told it."""
     fault = FAULTS[name]
-    result = Outcome(name)
+    result = Outcome()
     with followed(fault) as site:
         call("--version")  # the process that such commands are forked from has started
         site.seen_event = max((event["number"] for event in read_events(site.data)), default=0)
@@ -416,7 +402,7 @@ def measure(name: str) -> Outcome:
             each.start()
         for each in watches:
             each.join()
-        end = time.monotonic() + AIM_S
+        end = time.monotonic() + AGREE_S
         while len(set((states := states_now(site)).values())) > 1 and time.monotonic() < end:
             time.sleep(POLL_S)  # they are of one moment only while nothing changes
         result.states = states
@@ -430,19 +416,3 @@ def states_now(site: Site) -> dict[str, str]:
     ready = answer(f"{site.url}/readyz")[0]
     found |= {"readyz": "following" if ready == 200 else found["status"] if found["status"] != "following" else "503"}
     return {} if ready == 0 else found
-
-
-def main(names: list[str]) -> None:
-    sys.stdout.write(f"{'seconds until told by':<36}" + "".join(f"{channel:>9}" for channel in CHANNELS) + "\n")
-    for name in names or FAULTS:
-        result = measure(name)
-        sys.stdout.write(result.line() + "\n")
-        sys.stdout.flush()
-        if len(set(result.states.values())) > 1:
-            sys.stdout.write(f"    contradiction: {result.states}\n")
-        for channel in result.late:
-            sys.stdout.write(f"    {channel}: {result.last.get(channel, '')[:600]}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

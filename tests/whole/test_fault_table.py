@@ -15,7 +15,7 @@ CHEAP = ("the bucket is recreated", "a group is damaged")
     "name", [pytest.param(name, marks=[pytest.mark.ci if name in CHEAP else pytest.mark.long]) for name in FAULTS]
 )
 def test_a_fault_is_seen_in_every_channel(name: str) -> None:
-    """`python -m tests.whole.fault_table` measures the seconds; a test gives a busy machine four times as long."""
+    """Within 5 s on a quiet machine; a test gives a busy one four times as long."""
     if FAULTS[name].full_disk and os.geteuid() != 0:
         pytest.skip("a small disk is mounted by root alone")
     found = measure(name)
