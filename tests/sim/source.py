@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from mirror.sandbox.data import vbucket as sandbox_vbucket
 from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item
 from mirror.sandbox.data.manifest import FIRST_ID
@@ -287,7 +286,6 @@ class Source:
         that snapshot did.
         """
         vbucket = self.vbucket(vbid)
-        vbucket.lost.append(sandbox_vbucket.PastHistory(list(vbucket.log), vbucket.failover_log))
         self.fail_over(vbid, 0)
         newest, *older = vbucket.failover_log
         kept = FailoverLog(older).pruned(begin_seqno)
