@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mirror.document import values
-from mirror.wire import leb128
 from mirror.wire.constants import ControlKey, DcpOpenFlag, MarkerVersion, Opcode, Status, StreamRequestFlag
+from mirror.wire.keys import decode_leb128
 
 NOOP_INTERVAL_DEFAULT_S = 180.0
 NOOP_INTERVAL_MIN_S, NOOP_INTERVAL_MAX_S = 0.1, 10_800.0
@@ -252,7 +252,7 @@ class DocumentShape:
         """A mutation without unwanted datatype bits needs no change."""
 
     def key(self, wire_key: bytes) -> bytes:
-        return wire_key if self._controls.collections else wire_key[leb128.decode(wire_key)[1] :]
+        return wire_key if self._controls.collections else wire_key[decode_leb128(wire_key)[1] :]
 
     def value(self, value: bytes, datatype: int, *, tombstone: bool) -> tuple[bytes, int]:
         """Return value and datatype. Raises ValueError for a value that cannot be taken apart."""

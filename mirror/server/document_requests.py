@@ -18,14 +18,12 @@ from mirror.document.jsonpath import PathError
 from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
 from mirror.server.errors import Refused
 from mirror.server.session import META_READ, READ, Answer, Buffer, Handler, Later, Operation, Reply, Session
-from mirror.wire import codec_kv, leb128
+from mirror.wire import codec_kv
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
+from mirror.wire.keys import KEY_BYTES_MAX, decode_leb128
 
 SessionT = TypeVar("SessionT", bound=Session)
-
-KEY_BYTES_MAX = 250
-"""Of a key without its collection id."""
 
 LARGE_BYTES = 64 * 1024
 """Bytes that a lookup visits if all its paths are at the document's end; above, other clients have turns."""
@@ -98,7 +96,7 @@ class DocumentSession(Session):
 
 def wire_key(session: Session, frame: Frame) -> bytes:
     """Return the request's key with a collection id, which clients without collections leave out. Raises Refused."""
-    start = leb128.decode(frame.key)[1] if session.collections else 0
+    start = decode_leb128(frame.key)[1] if session.collections else 0
     if not 0 < len(frame.key) - start <= KEY_BYTES_MAX:
         raise Refused(Status.EINVAL, f"a key has 1 to {KEY_BYTES_MAX} bytes")
     return frame.key if session.collections else b"\0" + frame.key

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mirror.wire import leb128
 from mirror.wire.constants import SUBDOC_CHANGES, Datatype, Magic, Opcode, ServerOpcode, Status
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import MAY, MUST, NONE, Frame, Shape, check_shape, refusal, request
+from mirror.wire.keys import encode_leb128
 
 _U8 = struct.Struct(">B")
 _U16 = struct.Struct(">H")
@@ -378,7 +378,7 @@ def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
     parts = []
     for item in items:
         if item.value is None:
-            parts += [leb128.encode(len(item.key)), item.key]
+            parts += [encode_leb128(len(item.key)), item.key]
         else:
             parts += [encode_scan_head(item, len(item.value)), item.value]
     return b"".join(parts)
@@ -386,7 +386,7 @@ def encode_scan_items(items: Iterable[ScanItem]) -> bytes:
 
 def encode_scan_head(item: ScanItem, value_bytes: int) -> bytes:
     fields = _SCAN_ITEM.pack(item.flags, item.expiry, item.seqno, item.cas, item.datatype)
-    return b"".join((fields, leb128.encode(len(item.key)), item.key, leb128.encode(value_bytes)))
+    return b"".join((fields, encode_leb128(len(item.key)), item.key, encode_leb128(value_bytes)))
 
 
 # Server duration: framing extras of answers to clients to which HELLO granted TRACING.

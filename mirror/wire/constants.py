@@ -16,9 +16,6 @@ BODY_LENGTH_MAX = 32 * 1024 * 1024
 largest cluster configurations. A header that claims more is an error at once.
 """
 
-KEY_LENGTH_MAX = 65_535
-"""The plain header's limit. Servers bound keys of documents (250 bytes and the collection id)."""
-
 DCP_NAME_LENGTH_MAX = 200
 """Longest name of a DCP connection (open-connection.md)."""
 
@@ -294,13 +291,11 @@ class FrameInfoId(IntEnum):
 
 class DcpOpenFlag(IntFlag):
     PRODUCER = 0x01
-    INVALID = 0x02
     INCLUDE_XATTRS = 0x04
     NO_VALUE = 0x08
     INCLUDE_DELETE_TIMES = 0x20
     NO_VALUE_WITH_UNDERLYING_DATATYPE = 0x40
     INCLUDE_DELETED_USER_XATTRS = 0x100
-    SKIP_DELETES_IN_INITIAL_BACKFILL = 0x200
 
 
 class StreamRequestFlag(IntFlag):
@@ -335,11 +330,6 @@ class MarkerVersion(IntEnum):
     V2_1 = 21
     V2_2 = 22
     V2_2_SHORT = 122
-
-
-class OsoFlag(IntFlag):
-    START = 0x01
-    END = 0x02
 
 
 class StreamEndReason(IntEnum):

@@ -6,7 +6,7 @@ never know the use of rows, nor check the order of seqnos. A source sends its st
 once; those of one opaque in their order, and an answer after everything that came before it and before everything
 after; streams have no order between them; a row's bytes are those of the wire; an impossible header is a
 RemoteProtocolError at once, before the rest of its frame; the result does not depend on the cut into buffers, except
-that a run ends with its buffer; a run holds only storable keys (`key_problem`): a message with another comes as a
+that a run ends with its buffer; a run holds only storable keys (`keys.key_problem`): a message with another comes as a
 Frame, for its owner to judge. Written for speed in plain Python: one `unpack` a frame, local names only, no object per
 row but its tuple; Cython's pure mode takes it as it stands. Sources: docs/protocol.md 2.1 and 2.11; kv_engine
 docs/dcp/documentation/commands/{mutation,deletion,expiration}.md.
@@ -21,18 +21,12 @@ from operator import itemgetter
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Magic, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import Frame, decode, encode, frame_size
+from mirror.wire.keys import COLLECTION_ID_BYTES_MAX
 
 Row = tuple[bytes, bytes]
 """(the owner's prefix and the seqno, the whole frame)."""
 
 PREFIX_SIZE = 4
-
-KEY_BYTES_MAX = 250
-"""Bytes of a document key without the collection id (kv_engine daemon/mcbp_validators.cc, KEY_MAX_LENGTH). Stored keys
-must stay below the 511 bytes that LMDB can index (MDB_MAXKEYSIZE).
-"""
-COLLECTION_ID_BYTES_MAX = 5
-"""A 32 bit number in LEB128 (kv_engine docs/Collections.md)."""
 
 _PEEK = struct.Struct(">HHBxHII8x8s")
 """magic and opcode, key length, extras length, vbucket, body length, opaque, seqno (the extras' first eight bytes)."""
@@ -136,23 +130,6 @@ def scan(
 def _prefix_ends(data: bytes, start: int, key_length: int) -> bool:
     """Return True if a collection id of several bytes ends within the key."""
     return min(data[start : start + min(key_length, COLLECTION_ID_BYTES_MAX)]) < 0x80
-
-
-def key_problem(key: bytes, *, prefixed: bool = True) -> str | None:
-    """Return the fault of a key of a data message or a sync write, or None. `prefixed`: it begins with the id of its
-    collection.
-    """
-    id_length = 0
-    if prefixed:
-        id_length = next((at + 1 for at, byte in enumerate(key[:COLLECTION_ID_BYTES_MAX]) if byte < 0x80), 0)
-        if not id_length:
-            return f"the collection id of the key {_shown(key)} does not end within {COLLECTION_ID_BYTES_MAX} bytes"
-    size = len(key) - id_length
-    return None if size <= KEY_BYTES_MAX else f"the key {_shown(key)} has {size} bytes; {KEY_BYTES_MAX} is the most"
-
-
-def _shown(key: bytes) -> str:
-    return repr(key[:40]) + ("..." if len(key) > 40 else "")
 
 
 def _other(data: bytes, pos: int, body_length_max: int) -> Frame | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.data.item import Item
-from mirror.wire import leb128
+from mirror.wire.keys import encode_leb128
 from storage.admin.check import check
 from storage.model import Document
 from storage.read.view import View, open_view
@@ -49,7 +49,7 @@ def version_of_document(document: Document) -> Version:
 def differences(source: SandboxCluster, view: View, vbid: int, seqno: int, *, pinned: bool) -> list[str]:
     """List the differences of a vbucket and the source at the same seqno. `pinned`: read it as of that boundary."""
     scan = view.scan(vbid, deletions=True, raw=True, as_of=seqno if pinned else None)
-    found = {leb128.encode(each.collection_id) + each.key: version_of_document(each) for each in scan}
+    found = {encode_leb128(each.collection_id) + each.key: version_of_document(each) for each in scan}
     purge_seqno = view.state(vbid).local_purge_seqno
     expected = {
         key: version_of_item(item)

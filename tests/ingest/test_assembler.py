@@ -19,7 +19,7 @@ from mirror.ingest.instructions import (
     StageSystemEvent,
 )
 from mirror.ingest.selection import StreamFilter
-from mirror.wire.constants import MarkerVersion, OsoFlag
+from mirror.wire.constants import MarkerVersion
 from mirror.wire.events import (
     Abort,
     CollectionCreated,
@@ -351,8 +351,8 @@ def test_a_run_that_jumps_over_the_end_publishes_nothing() -> None:
         ([marker(0, 20), prepared(7)], "must rise"),
         ([marker(0, 20), aborted(7)], "must rise"),
         ([marker(0, 20), committed(8)], "a commit at 8 without its value"),
-        ([oso(OsoFlag.START)], "not requested"),
-        ([marker(0, 20), oso(OsoFlag.END)], "not requested"),
+        ([oso(1)], "not requested"),
+        ([marker(0, 20), oso(2)], "not requested"),
     ],
 )
 def test_what_cannot_be_part_of_the_stream_is_a_violation(messages: list[Message], text: str) -> None:

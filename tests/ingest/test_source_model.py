@@ -32,7 +32,7 @@ from mirror.ingest.events import Row
 from mirror.ingest.offset import StreamOffset
 from mirror.ingest.rollback import Accept, OutOfRange
 from mirror.ingest.state import Phase
-from mirror.wire.constants import OsoFlag, SnapshotFlag, Status, StreamEndReason
+from mirror.wire.constants import SnapshotFlag, Status, StreamEndReason
 from mirror.wire.events import (
     Abort,
     Commit,
@@ -252,7 +252,7 @@ class Mirrored(RuleBasedStateMachine):
         elif what == 3 and (first < position or (open_snapshot is not None and first > open_snapshot.end_seqno)):
             self.feed(SeqnoAdvanced(0, first, opaque=opaque))
         elif what == 4:
-            self.feed(OsoSnapshot(0, int(OsoFlag.START), opaque=opaque))
+            self.feed(OsoSnapshot(0, 1, opaque=opaque))
         elif what == 5 and not within:
             self.feed(Abort(0, b"\0a", second, first, opaque=opaque))
         elif what == 6:

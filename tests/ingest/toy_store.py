@@ -26,7 +26,7 @@ from mirror.wire.events import (
     StreamEvent,
     SystemEvent,
 )
-from mirror.wire.leb128 import decode as decode_leb128
+from mirror.wire.keys import decode_leb128
 from mirror.wire.system_events import decode_system_event
 from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, VbucketState
 

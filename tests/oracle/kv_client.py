@@ -11,7 +11,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mirror.wire import leb128
 from mirror.wire.codec_kv import (
     Counter,
     LookupSpec,
@@ -25,6 +24,7 @@ from mirror.wire.codec_kv import (
 from mirror.wire.constants import Datatype, Opcode, Status
 from mirror.wire.events import Response
 from mirror.wire.frame import Frame, frame_infos, request
+from mirror.wire.keys import decode_leb128
 
 DURATION_POWER = 1.74
 
@@ -214,6 +214,6 @@ def _documents(value: bytes) -> Iterator[ScanItem]:
 
 def _measured(value: bytes, pos: int) -> tuple[bytes, int]:
     """A field that begins with its length, and where the next one begins."""
-    length, start = leb128.decode(value, pos)
+    length, start = decode_leb128(value, pos)
     assert start + length <= len(value)
     return value[start : start + length], start + length

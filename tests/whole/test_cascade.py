@@ -18,8 +18,9 @@ import pytest
 
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
 from mirror.sandbox import SandboxCluster, SandboxThread
-from mirror.wire import codec_dcp, frame, leb128
+from mirror.wire import codec_dcp, frame
 from mirror.wire import events as ev
+from mirror.wire.keys import encode_leb128
 from mirror.wire.system_events import decode_system_event
 from storage.admin.check import check
 from storage.read.view import View, open_view
@@ -57,7 +58,7 @@ def has_news(service: Service, before: dict[int, int]) -> bool:
 
 def documents(view: View, vbid: int) -> dict[bytes, tuple[Any, ...]]:
     return {
-        leb128.encode(each.collection_id) + each.key: (
+        encode_leb128(each.collection_id) + each.key: (
             each.seqno, each.cas, each.rev_seqno, each.flags, each.expiry, each.value,
         )
         for each in view.scan(vbid, now=0, raw=True)
@@ -101,7 +102,7 @@ class Wanderer:
             elif isinstance(event, ev.SystemEvent):
                 content = decode_system_event(event)
                 if isinstance(content, (ev.CollectionCreated, ev.CollectionDropped)):
-                    prefix = leb128.encode(content.collection_id)
+                    prefix = encode_leb128(content.collection_id)
                     for key in [key for key in held if key.startswith(prefix)]:
                         del held[key]
         self.positions[snapshot.vbid] = snapshot.position

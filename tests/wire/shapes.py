@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from mirror.wire import events as ev
 from mirror.wire.constants import MarkerVersion, Opcode
 from mirror.wire.frame import Frame, decode, frame_size
-from mirror.wire.scan import KEY_BYTES_MAX, Run, is_data, key_problem
+from mirror.wire.keys import KEY_BYTES_MAX, key_problem
+from mirror.wire.scan import Run, is_data
 
 u8 = st.integers(0, 2**8 - 1)
 u16 = st.integers(0, 2**16 - 1)

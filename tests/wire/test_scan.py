@@ -11,7 +11,8 @@ from mirror.wire import events as ev
 from mirror.wire.constants import BODY_LENGTH_MAX, HEADER_SIZE, Opcode
 from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame, decode, encode, request
-from mirror.wire.scan import Row, Run, is_data, key_problem, normalise, row_of, scan
+from mirror.wire.keys import key_problem
+from mirror.wire.scan import Row, Run, is_data, normalise, row_of, scan
 from tests.wire import shapes
 from tests.wire.shapes import by_codec, flat
 

@@ -45,7 +45,8 @@ from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.flow_control import FlowControlLedger, counted_size
 from mirror.wire.frame import Frame, request, response
 from mirror.wire.frame import encode as encode_frame
-from mirror.wire.scan import Row, Run, is_data, key_problem, row_of
+from mirror.wire.keys import key_problem
+from mirror.wire.scan import Row, Run, is_data, row_of
 from storage.model import FailoverLog
 
 log = get_logger("feed")

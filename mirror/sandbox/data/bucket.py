@@ -26,9 +26,9 @@ from mirror.sandbox.data.streams import Sent, StreamFaults, StreamTuning
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.server.cluster_config import CAPABILITIES, NOWHERE
 from mirror.server.session import ALL_PRIVILEGES, certified_name
-from mirror.wire import leb128
 from mirror.wire.constants import VbucketRole
 from mirror.wire.events import SystemEventContent
+from mirror.wire.keys import encode_leb128
 
 DEFAULT_COLLECTION = "_default._default"
 
@@ -147,7 +147,7 @@ class Bucket:
         entry = self.manifest.collection(collection)
         if entry is None:
             raise ManifestError(f"no collection {collection}")
-        return leb128.encode(entry.collection_id) + _bytes(key)
+        return encode_leb128(entry.collection_id) + _bytes(key)
 
     def set(
         self,

@@ -15,10 +15,11 @@ from mirror.sandbox.data.item import NRU, CommitItem, EventItem, Item, mutation_
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import Vbucket, system_key
 from mirror.server.errors import Refused
-from mirror.wire import codec_dcp, leb128
+from mirror.wire import codec_dcp
 from mirror.wire import events as ev
 from mirror.wire.constants import Status, SystemEventId
 from mirror.wire.errors import RemoteProtocolError
+from mirror.wire.keys import decode_leb128
 from mirror.wire.system_events import encode_system_event
 
 RELATIVE_EXPIRY_MAX = 30 * 24 * 3600
@@ -265,7 +266,7 @@ class SandboxDocuments:
 
     def _collection_of(self, vbucket: Vbucket, key: bytes) -> int:
         try:
-            collection_id, length = leb128.decode(key)
+            collection_id, length = decode_leb128(key)
         except RemoteProtocolError:
             raise DocumentError(Status.EINVAL) from None
         if collection_id not in vbucket.newest:
@@ -278,7 +279,7 @@ class SandboxDocuments:
         now = self.now()
         if 0 < expiry <= RELATIVE_EXPIRY_MAX:
             expiry += now
-        entry = self._manifest.collections.get(leb128.decode(key)[0])
+        entry = self._manifest.collections.get(decode_leb128(key)[0])
         if entry is not None and entry.max_ttl:
             expiry = min(expiry, now + entry.max_ttl) if expiry else now + entry.max_ttl
         return expiry

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 
-from mirror.wire import leb128
 from mirror.wire.constants import Magic, Opcode
 from mirror.wire.events import SystemEventContent
+from mirror.wire.keys import decode_leb128
 
 MUTATION = int(Opcode.DCP_MUTATION)
 DELETION = int(Opcode.DCP_DELETION)
@@ -96,7 +96,7 @@ class Item:
     @property
     def collection_id(self) -> int:
         """The key's collection; of a system event, its collection or scope."""
-        return self.key[0] if self.key[0] < 0x80 else leb128.decode(self.key)[0]
+        return self.key[0] if self.key[0] < 0x80 else decode_leb128(self.key)[0]
 
     @property
     def event(self) -> int:

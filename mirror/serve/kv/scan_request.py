@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mirror.serve.access.auth import Reader
-from mirror.server.document_requests import KEY_BYTES_MAX
 from mirror.server.errors import Refused
 from mirror.wire.constants import Status
+from mirror.wire.keys import KEY_BYTES_MAX
 from storage.read.view import Pin
 
 NAME_BYTES_MAX = 50
