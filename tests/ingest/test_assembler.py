@@ -34,8 +34,7 @@ from mirror.wire.events import (
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange
-from tests.ingest.source_model import row
-from tests.ingest.toy_store import ToyStore
+from tests.ingest.toy_store import ToyStore, row
 
 Message = Callable[[Assembler, list[Instruction]], None]
 
@@ -160,10 +159,11 @@ def test_the_start_of_a_marker_is_not_trusted(start: int) -> None:
     assert said(assembler, marker(start, 10), rows(8, 10)) == [("rows", 8, 10), ("publish", 10)]
 
 
-def test_a_publish_says_where_its_snapshot_began_and_what_was_purged() -> None:
+@pytest.mark.parametrize("continued", [[], [rows(9), marker(9, 10, purge_seqno=6)]])
+def test_a_publish_says_where_its_snapshot_began_and_what_was_purged(continued: list[Message]) -> None:
     out: list[Instruction] = []
     assembler = assembler_at(7)
-    for message in (marker(8, 10, purge_seqno=6), rows(10)):
+    for message in (marker(8, 10, purge_seqno=6), *continued, rows(10)):
         message(assembler, out)
     assert out[-1] == PublishSnapshot(Seqno(10), Seqno(8), 6)
 
@@ -396,9 +396,6 @@ def test_more_scopes_and_collections_than_a_bucket_can_have_are_a_violation() ->
     with pytest.raises(Violation, match=f"{NAMES_MAX + 1} scopes and collections at 9; {NAMES_MAX} at most"):
         assembler.system_event(beyond, [])
     assert len(assembler.manifest.scopes) == NAMES_MAX
-
-
-# --- sync writes ---
 
 
 # --- what is left out ---

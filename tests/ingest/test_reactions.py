@@ -1,4 +1,4 @@
-"""End codes and statuses: every one has a reaction, and every reaction says what happened."""
+"""Reactions: every end code and status has one, which says what happened; and the pauses after them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirror.ingest.reactions import REFUSALS, STREAM_ENDS, Action, on_refusal, on_stream_end
+from mirror.ingest.instructions import RetryReason
+from mirror.ingest.reactions import REFUSALS, SCHEDULES, STREAM_ENDS, Action, delay_s, on_refusal, on_stream_end
 from mirror.wire.constants import Status, StreamEndReason
 
+REASONS = st.sampled_from(RetryReason)
 STOPPING_STATUSES = {Status.EINVAL, Status.NOT_SUPPORTED, Status.DCP_STREAM_ID_INVALID}
 
 
@@ -37,3 +39,32 @@ def test_stopping_texts_say_what_fixes_it() -> None:
     for reaction in [*STREAM_ENDS.values(), *REFUSALS.values()]:
         if reaction.action is Action.STOP:
             assert any(word in reaction.text for word in ("grant", "report", "enable_noop")), reaction.text
+
+
+def test_every_reason_to_retry_has_a_schedule() -> None:
+    assert set(SCHEDULES) == set(RetryReason)
+
+
+def test_a_delay_doubles_until_its_cap() -> None:
+    assert [delay_s(RetryReason.STREAM_ENDED, attempt, 1.0) for attempt in range(9)] == [
+        *(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4),
+        10.0,
+    ]
+
+
+def test_jitter_takes_away_at_most_half() -> None:
+    assert delay_s(RetryReason.SOURCE_BUSY, 0, 0.0) == 0.1
+    assert delay_s(RetryReason.SOURCE_BUSY, 0, 1.0) == 0.2
+
+
+@given(REASONS, st.integers(-1, 10_000), st.floats(allow_nan=False))
+def test_a_delay_stays_within_its_schedule_whatever_the_jitter(
+    reason: RetryReason, attempt: int, jitter: float
+) -> None:
+    schedule = SCHEDULES[reason]
+    assert schedule.first_s / 2 <= delay_s(reason, attempt, jitter) <= schedule.cap_s
+
+
+@given(REASONS, st.integers(0, 100), st.floats(0, 1))
+def test_a_later_attempt_never_waits_less(reason: RetryReason, attempt: int, jitter: float) -> None:
+    assert delay_s(reason, attempt, jitter) <= delay_s(reason, attempt + 1, jitter)

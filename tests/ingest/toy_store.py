@@ -16,7 +16,7 @@ from mirror.ingest import instructions as ins
 from mirror.ingest.events import Row
 from mirror.ingest.machine import VbucketMachine
 from mirror.wire import frame as wire_frame
-from mirror.wire.codec_dcp import decode
+from mirror.wire.codec_dcp import decode, encode
 from mirror.wire.events import (
     CollectionCreated,
     CollectionDropped,
@@ -214,6 +214,11 @@ def _apply(documents: Documents, row_value: bytes) -> None:
         return
     assert isinstance(event, (Mutation, Deletion, Expiration))
     documents[event.key] = event
+
+
+def row(seqno: int, key: bytes, value: bytes) -> Row:
+    """Return a row as the scanner makes it."""
+    return b"\0\0\0\1" + seqno.to_bytes(8), encode(Mutation(0, b"\0" + key, seqno, 1, seqno, value=value))
 
 
 FOR_THE_SOURCE = (ins.CloseStream, ins.GetFailoverLog, ins.RetryAfter, ins.AnswerMarker, ins.RefreshCollections)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -39,7 +38,6 @@ from storage.history.purge import Purger, Step, Window
 from storage.history.removal import Dead
 from storage.model import Identity
 from storage.read.view import View, open_view
-from storage.write import owner
 from storage.write.background import Background
 from storage.write.owner import GroupOwner
 from storage.write.writer import GroupWriter, RollbackResult, VbucketWriter, WriterOptions
@@ -47,7 +45,6 @@ from tests.manual_clock import ManualClock
 from tests.sim.disk import Disk, FailingCommit, FailingSync, WatchedOs
 from tests.sim.loop import SimLoop
 from tests.sim.network import Wire
-from tests.sim.processes import elsewhere
 from tests.sim.source import Source
 
 GROUPS = 2
@@ -72,7 +69,6 @@ class Fate:
         self.failed_sync = False
         """The next error of the disk is that of a sync."""
         self.idle_sync_fails = False
-        self.may_fail_syncs: Callable[[], bool] = lambda: True
         self.fail_in = 0
         self.error: Callable[[], Exception] = lambda: OSError(errno.EIO, "I/O error")
         self.before_failure: Callable[[], None] = lambda: None
@@ -155,7 +151,7 @@ class SimOwner(GroupOwner):
             fate.fail_in -= 1
             if not fate.fail_in:
                 fate.before_failure()
-                if self.writer.disk is not None and fate.failed_sync and fate.may_fail_syncs():
+                if self.writer.disk is not None and fate.failed_sync:
                     return self._write_with_failing_sync(work, self.writer.disk)
 
                 def failing(txn: Transaction) -> Any:
@@ -342,8 +338,6 @@ class Mirror:
         self.lives = 0
         self.alive = False
         self.leases: dict[str, HeldLease] = {}
-        self.dead_readers: list[tuple[int, int]] = []
-        """(pid, when it was killed in a transaction) of readers that no writer has got rid of yet."""
 
     # --- life
 
@@ -354,7 +348,7 @@ class Mirror:
         self.source.lines.clear()
         self.writers = []
         for group in range(GROUPS):
-            self.writers.append(self._open_writer(group, self.fate))
+            self.writers.append(self._open_writer(group))
         for lease in list(self.leases.values()):
             self._resume_lease(lease)
         self.consumer = SimConsumer(
@@ -375,9 +369,9 @@ class Mirror:
             self.consumer._node_of[vbid] = self.keepers[self.source.bucket.map.owners[vbid]].address
             actor.start_machine()
 
-    def _open_writer(self, group: int, fate: Fate) -> SimWriter:
+    def _open_writer(self, group: int) -> SimWriter:
         writer = SimWriter.__new__(SimWriter)
-        writer.fate = fate
+        writer.fate = self.fate
         path = directory.group_path(self.path, group)
         writer.disk = self.disks.disks.get(f"{Path(path).resolve()}/data.mdb")
         GroupWriter.__init__(
@@ -430,7 +424,6 @@ class Mirror:
     def lose_power(self) -> None:
         """The process is gone, and what was not synced, or part of it. The system starts again."""
         self.die()
-        self.dead_readers.clear()
         for disk in self.disks.disks.values():
             disk.cut()
 
@@ -493,68 +486,6 @@ class Mirror:
             self.fate.lease_lost(lease)
         else:
             self.fate.counts["leases resumed after a restart"] += 1
-
-    # --- other processes
-
-    def write_elsewhere(self, group: int, steps: int) -> None:
-        """Another process opens the group, where the lock of this one does not reach, and works on it for a while."""
-        seen: list[tuple[str, int, Any]] = []
-        for lease in list(self.leases.values()):  # a service that starts takes them from its book by the wall clock
-            if lease.until_wall_ms <= self.wall_ms():
-                del self.leases[lease.name]
-        leases = [lease for lease in self.leases.values() if lease.vbid % GROUPS == group]
-
-        class NoLock:
-            def __init__(self, _path: str) -> None:
-                pass
-
-            def release(self) -> None:
-                pass
-
-        def work() -> list[tuple[str, int, Any]]:
-            directory.GroupLock = NoLock  # type: ignore[misc,assignment]
-            fate = Fate(Counter())
-            fate.purged_rows = lambda vbid, dead: seen.append(("purged", vbid, dead))
-            fate.merged = lambda vbid: seen.append(("merged", vbid, None))
-            writer = self._open_writer(group, fate)
-            for lease in leases:
-                with suppress(NoSuchBoundary):  # of a copy that was replaced
-                    writer.background.lease(lease.name, {lease.vbid: lease.position}, lease.until_wall_ms)
-            for _ in range(steps):
-                writer.step()
-                writer.commit()
-            writer.close()
-            seen.append(("commits", group, writer.owner.commit_count))
-            return seen
-
-        for what, number, detail in elsewhere(work):
-            if what == "purged":
-                self.fate.purged_rows(number, detail)
-            elif what == "merged":
-                self.fate.merged(number)
-            else:
-                self.fate.counts["commits of another process"] += detail
-        if (disk := self.writers[group].disk) is not None:
-            disk.synced()
-        self.fate.committed(self.writers[group])
-
-    def reader_died(self, pid: int) -> None:
-        """A reader was killed in its transactions."""
-        for writer in self.writers:
-            if not writer.owner.lost and not writer.owner.closed:
-                assert str(pid) in writer.environment.env.readers().split(), "it had no transaction open"
-        self.dead_readers.append((pid, self.monotonic_ms()))
-
-    def _check_dead_readers(self, writer: SimWriter) -> None:
-        """After a step: what a dead reader held is free again after a while at most."""
-        listed = writer.environment.env.readers().split()
-        for each in list(self.dead_readers):
-            pid, since_ms = each
-            if self.monotonic_ms() - since_ms >= owner.READER_CHECK_INTERVAL_MS:
-                assert str(pid) not in listed, f"the slot of reader {pid}, which is dead, is still taken"
-                if writer is self.writers[-1]:
-                    self.dead_readers.remove(each)
-                    self.fate.counts["dead readers freed"] += 1
 
     # --- collections
 
@@ -634,10 +565,7 @@ class Mirror:
         entry = self.consumer.commits.groups[group]
         if entry.error is not None:
             return False
-        waiting = entry.step()
-        if self.dead_readers and entry.error is None:
-            self._check_dead_readers(self.writers[group])
-        return waiting
+        return entry.step()
 
     def roll_back(self, vbid: int, to_seqno: int) -> int:
         """The operator's command."""

@@ -39,7 +39,6 @@ from tests.sandbox.past import expire
 from tests.sim.checkers import Checker
 from tests.sim.loop import SimLoop, drive
 from tests.sim.mirror import GROUPS, Fate, Mirror, MirrorDied, PowerCut
-from tests.sim.processes import OtherReader, digest
 from tests.sim.reader import SimReader
 from tests.sim.source import SimProducer, SimStream, Source
 
@@ -116,7 +115,6 @@ class World:
         self.clock = ManualClock(seed=seed)
         self.loop = SimLoop(self.clock)
         self.fate = Fate(counts)
-        self.fate.may_fail_syncs = lambda: self.other_reader is None
         self.source = Source(rng, self.clock, counts, vbuckets=VBUCKETS)
         self.mirror = Mirror(path / "data", rng, self.clock, self.loop, self.source, self.fate, vbuckets=VBUCKETS)
         self.reader = SimReader(self.source, rng, self.clock, counts, vbuckets=VBUCKETS)
@@ -127,7 +125,6 @@ class World:
         self.written = 0
         self.steps = 0
         self.trace: list[str] = []
-        self.other_reader: OtherReader | None = None
         weights: dict[Callable[[], None], float] = {
             self.write: 14,
             self.write_many: 4,
@@ -172,7 +169,6 @@ class World:
             self.read_slowly: 10,
             self.lease: 1.2,
             self.release: 0.2,
-            self.read_elsewhere: 0.4,
             self.read_source: 12,
             self.interrupt_backfill: 0.6,
             self.look_at_collections: 2 if self.source.selection else 0.1,
@@ -242,9 +238,6 @@ class World:
         raise AssertionError("the mirror dies whenever it is started")
 
     def lose_power(self) -> None:
-        if self.other_reader is not None:
-            self.other_reader.end()
-            self.other_reader = None
         self.mirror.lose_power()
         self.checker.power_was_cut()
         self.die_and_start()
@@ -751,8 +744,6 @@ class World:
             writer.disk.committed(writer.environment.env)
         self.fate.fenced.add(writer)
         self.counts["groups taken over"] += 1
-        if self.rng.random() < 0.6:
-            self.mirror.write_elsewhere(self.mirror.writers.index(writer), self.rng.randint(1, 10))
 
     def set_clock(self) -> None:
         """Somebody sets the wall clock."""
@@ -834,30 +825,6 @@ class World:
             self.mirror.release(self.rng.choice(sorted(self.mirror.leases)))
             self.counts["leases released"] += 1
 
-    def read_elsewhere(self) -> None:
-        """Another process reads: what it has begun to read stays, and what is new it sees at once. Or it is killed."""
-        reader = self.other_reader
-        if reader is None:
-            self.other_reader = OtherReader(self.mirror.path)
-            self.counts["readers in another process"] += 1
-            return
-        assert reader.again() == reader.first, "what another process reads in a transaction has changed"
-        self.counts["transactions of another process read again"] += 1
-        if self.rng.random() < 0.5:
-            self.other_reader = None
-            reader.kill()
-            self.mirror.reader_died(reader.pid)
-            self.counts["readers killed in a transaction"] += 1
-            return
-        if any(each.owner.lost for each in self.mirror.writers):
-            return
-        found = []
-        for each in self.mirror.writers:
-            with each.environment.read() as txn:
-                found.append(digest(each.environment, txn.raw))
-        assert reader.newest() == found, "another process reads something else than the newest commit"
-        self.counts["newest commits read by another process"] += 1
-
     def verify(self) -> None:
         self.checker.verify(self.vbid(), every=self.rng.random() < 0.3)
 
@@ -891,8 +858,6 @@ def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
             finally:
                 if world.mirror.alive:
                     world.mirror.die()
-                if world.other_reader is not None:
-                    world.other_reader.end()
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return world.steps

@@ -1,6 +1,6 @@
 """Source, network, mirror and a bounded reader from one seed: what is published is what the source held there.
 
-    pytest tests/sim                                         20,000 steps
+    pytest tests/sim                                         10,000 steps
     pytest tests/sim -m ci                                   100,000 steps
     pytest tests/sim -m long                                 1,000,000 steps
     DCP_MIRROR_SIM_STEPS_TOTAL=5000000 pytest tests/sim -m long
@@ -24,15 +24,13 @@ from hypothesis import settings
 
 from tests.sim.simulate import live_through
 
-STEPS_DEFAULT = 20_000
+STEPS_DEFAULT = 10_000
 STEPS_CI = 100_000
 STEPS_LONG = 1_000_000
 STEPS_OF_A_WORLD = 500
 MUST_HAPPEN_IN_SHORT_RUNS = (
-    "abandoned rows purged",
     "advances inside a backfill",
     "as-of reads",
-    "boundaries under a lease",
     "bounded reads of a vbucket",
     "changes lost",
     "deletes",
@@ -46,7 +44,7 @@ MUST_HAPPEN_IN_SHORT_RUNS = (
     "streams proven to be on our history",
     "versions purged",
 )
-"""What happens some hundred times in that many steps; rarer things might not."""
+"""Events of a third of the worlds and more; a run of some twenty worlds might miss rarer ones."""
 MUST_HAPPEN = (
     "abandoned rows purged",
     "acknowledgements held for a reader",
@@ -66,12 +64,10 @@ MUST_HAPPEN = (
     "clocks set",
     "collections dropped",
     "collections flushed",
-    "commits of another process",
     "commits undone by a power cut",
     "connections cut inside a frame",
     "connections of a reader cut",
     "cursors dropped",
-    "dead readers freed",
     "deferred rollbacks",
     "deletes",
     "died at a commit",
@@ -101,7 +97,6 @@ MUST_HAPPEN = (
     "maps grown",
     "mid-snapshot resumes of a reader",
     "mid-snapshot resumes",
-    "newest commits read by another process",
     "open snapshots written down",
     "pages or large that stayed open finished",
     "pages that stayed open ended by ViewInvalidated",
@@ -111,7 +106,6 @@ MUST_HAPPEN = (
     "protocol broken",
     "published once persisted",
     "publishes",
-    "readers killed in a transaction",
     "reads below the floor",
     "reads that were rolled back",
     "refused on purpose",
@@ -133,7 +127,6 @@ MUST_HAPPEN = (
     "streams proven to be on our history",
     "syncs of a commit failed",
     "syncs of an idle group failed",
-    "transactions of another process read again",
     "vbuckets deleted and recreated",
     "vbuckets moved",
     "versions purged",
