@@ -24,16 +24,11 @@ def frames_of(name: str, direction: str) -> list[Frame]:
     return [frame for which, frame in recordings.frames(name) if which == direction]
 
 
-def entries(pairs: list[tuple[int, int]]) -> FailoverLog:
-    return FailoverLog.of(pairs)
-
-
 @dataclass
 class Replay:
     """Feeds the server's side of a recording to one rig per stream, as far as the machines ask what was recorded."""
 
     name: str
-    run_rows_max: int = 1_000_000
     rigs: dict[tuple[int, int | None], Rig] = field(default_factory=dict)
     accepted: int = 0
     unasked: list[StreamRequest] = field(default_factory=list)
@@ -54,13 +49,13 @@ class Replay:
             int.from_bytes(granted[at : at + 2]) for at in range(0, len(granted), 2)
         ]
         self.failover_logs = [
-            entries(decode_failover_log(frame.value))
+            FailoverLog.of(decode_failover_log(frame.value))
             for frame in server
             if frame.opcode == Opcode.DCP_GET_FAILOVER_LOG and frame.status == Status.SUCCESS
         ]
         for frame in server:
             if is_data(frame) and frame.opaque in self._routes:
-                if self._run and (self._run[-1].opaque != frame.opaque or len(self._run) >= self.run_rows_max):
+                if self._run and self._run[-1].opaque != frame.opaque:
                     self._flush()
                 self._run.append(frame)
                 continue
@@ -72,7 +67,7 @@ class Replay:
                 rig, opaque = self._routes[frame.opaque]
                 event = decode(frame)
                 assert isinstance(event, StreamEvent)
-                rig.feed(_with_opaque(event, opaque))
+                rig.feed(replace(event, opaque=opaque))
         self._flush()
         return self
 
@@ -112,7 +107,7 @@ class Replay:
         if frame.status == Status.SUCCESS:
             self.accepted += 1
             self._routes[frame.opaque] = (rig, opaque)
-            rig.feed(ev.StreamAccepted(opaque, entries(decode_failover_log(frame.value))))
+            rig.feed(ev.StreamAccepted(opaque, FailoverLog.of(decode_failover_log(frame.value))))
         elif frame.status == Status.ROLLBACK:
             rig.feed(ev.StreamRollback(opaque, decode_rollback_seqno(frame.value)))
         else:
@@ -139,7 +134,3 @@ def store_before(request: StreamRequest, answer: Frame) -> ToyStore:
     if answer.status == Status.ROLLBACK and 0 < decode_rollback_seqno(answer.value) < start:
         store.holding(decode_rollback_seqno(answer.value))
     return store.holding(start, log)
-
-
-def _with_opaque(event: StreamEvent, opaque: int) -> StreamEvent:
-    return replace(event, opaque=opaque)

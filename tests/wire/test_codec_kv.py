@@ -159,15 +159,6 @@ def test_requests_of_no_known_shape_are_refused_with_a_status(frame: Frame, stat
     assert (caught.value.op, caught.value.status) == (frame.opcode, status)
 
 
-@given(u8, blobs, blobs, blobs)
-def test_any_frame_is_a_request_or_a_remote_error(opcode: int, extras: bytes, key: bytes, value: bytes) -> None:
-    frame = request(opcode, extras=extras, key=key, value=value)
-    try:
-        assert kv.check_request(frame) is frame
-    except RemoteProtocolError as error:
-        assert error.status in (Status.EINVAL, Status.UNKNOWN_COMMAND)  # noqa: PT017 (either outcome is legal)
-
-
 def test_too_many_paths_are_refused_with_the_servers_own_status() -> None:
     for read, body in (
         (kv.decode_lookup_specs, kv_client.encode_lookup_specs([kv.LookupSpec(0xC5, b"p")] * 17)),

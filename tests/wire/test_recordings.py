@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,7 +9,6 @@ from functools import partial
 import pytest
 
 from mirror.wire import codec_dcp, codec_kv, xattr
-from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import Datatype, Opcode, Status
 from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.events import Deletion, Expiration, Mutation, Response, SystemEvent
@@ -64,23 +62,6 @@ def test_every_frame_is_written_as_it_was_read(sides: Sides) -> None:
     for name, data, frames in sides:
         assert b"".join(map(encode, frames)) == data, name
         assert sum(frame.wire_size for frame in frames) == len(data), name
-
-
-def test_frames_do_not_depend_on_how_their_bytes_arrive(sides: Sides) -> None:
-    rng = random.Random(7)
-    for name, data, frames in sides:
-        whole = len(data) < 60_000
-        for sizes in (
-            iter(lambda: 1, 0) if whole else iter(lambda: 4096, 0),
-            iter(lambda: rng.choice((1, 2, 23, 24, 25, 100, 1400, 65536)), 0),
-        ):
-            buffer, got = FrameBuffer(), []
-            for piece in pieces_of(data, sizes):
-                buffer.feed(piece)
-                while (frame := buffer.next_frame()) is not None:
-                    got.append(frame)
-            buffer.end()
-            assert got == frames, name
 
 
 def test_every_message_of_dcp_is_written_as_it_was_read(sides: Sides) -> None:
@@ -231,24 +212,3 @@ def test_error_contexts_of_real_servers_are_read(sides: Sides) -> None:
                 contexts.add(kv_client.error_context(response.value, response.datatype))
     assert "" not in contexts
     assert any("Unknown scope or collection" in context for context in contexts)
-
-
-def test_no_recording_survives_corruption_with_anything_but_a_typed_error(sides: Sides) -> None:
-    """A few bytes changed anywhere: every reader either goes on or raises RemoteProtocolError."""
-    rng = random.Random(5)
-    for _, data, frames in sides:
-        head = bytearray(data[:20_000])
-        if not head:
-            continue
-        routes = {frame.opaque: ROUTE for frame in frames}
-        for _ in range(8):
-            broken, buffer = bytearray(head), FrameBuffer()
-            for _ in range(rng.randint(1, 4)):
-                broken[rng.randrange(len(broken))] = rng.randrange(256)
-            with contextlib.suppress(RemoteProtocolError):
-                buffer.feed(bytes(broken))
-                while (frame := buffer.next_frame()) is not None:
-                    with contextlib.suppress(RemoteProtocolError):
-                        codec_dcp.decode(frame) if is_dcp(frame.opcode) else codec_kv.check_request(frame)
-            with contextlib.suppress(RemoteProtocolError):
-                scan(bytes(broken), 0, routes)

@@ -98,9 +98,3 @@ def test_any_object_is_a_filter_or_a_remote_error(value: bytes) -> None:
             continue
         assert (parsed.stream_id is not None) == has_stream_ids
         assert parsed.scope_id is None or parsed.collections is None
-
-
-@given(st.binary(min_size=1, max_size=40))
-def test_any_bytes_without_a_known_key_are_a_remote_error(value: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        parse_filter(value, has_stream_ids=False)

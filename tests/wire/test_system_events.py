@@ -60,15 +60,6 @@ def test_flatbuffers_that_lie_are_never_more_than_a_remote_error(
     assert isinstance(content, ev.SystemEventContent)
 
 
-@given(st.integers(0, 6), st.integers(0, 3), st.binary(max_size=10), st.binary(max_size=60))
-def test_any_bytes_are_a_system_event_or_a_remote_error(event: int, version: int, key: bytes, value: bytes) -> None:
-    try:
-        content = decode_system_event(ev.SystemEvent(7, 8, event, version, key, value))
-    except RemoteProtocolError:
-        return
-    assert isinstance(content, ev.SystemEventContent)
-
-
 def test_fields_that_a_table_leaves_out_have_their_default() -> None:
     """A vtable of two fields, its table (scope id at 4, manifest uid at 8), and no third field: as servers send it."""
     vtable = b"".join(n.to_bytes(2, "little") for n in (8, 16, 8, 4))
