@@ -260,15 +260,6 @@ class Assembler:
     def from_disk(self) -> bool:
         return self.open_snapshot is not None and self.open_snapshot.flags & _DISK != 0
 
-    def validate(self) -> None:
-        assert 0 <= self.boundary_seqno <= self.position_seqno <= SEQNO_MAX
-        if self.open_snapshot is not None:
-            assert self.position_seqno < self.open_snapshot.end_seqno, "the end was reached and not published"
-            assert self.open_snapshot.start_seqno <= self.open_snapshot.end_seqno
-        assert self._held_snapshot is None or self.position_seqno > self.boundary_seqno, "a range without its part"
-        if self._replaces_end:
-            assert self.resumable, "a mid-snapshot stream without anything to continue"
-
 
 def _seqno_of(row: Row) -> int:
     return int.from_bytes(row[0][4:12])

@@ -195,24 +195,6 @@ class MachineState:
             out.append(Reconnect(reaction.text))
         return self.retry(reaction, out)
 
-    def validate(self) -> None:
-        assembler = self.assembler
-        assembler.validate()
-        if self.phase is Phase.STREAMING:
-            assert self.opaque is not None, "a stream without an opaque"
-        elif self.phase is not Phase.REQUESTING:
-            assert self.opaque is None, f"an opaque in phase {self.phase.name}"
-            assert not assembler.open_snapshot or assembler.holds_part, "a marker outlived its stream"
-        if self.phase in (Phase.REQUESTING, Phase.STREAMING, Phase.ASKING_LOG, Phase.WAITING):
-            assert self.connected, f"phase {self.phase.name} without a connection"
-        if self.phase is Phase.REQUESTING:
-            held = self.offset.start_seqno
-            assert held == assembler.position_seqno, f"requested from {held}, holding {assembler.position_seqno}"
-        assert self.retry_reason is None or self.phase is Phase.ABANDONING
-        assert not self.marker_acks or self.phase is Phase.STREAMING
-        assert not (self.resyncing and assembler.boundary_seqno), "a published resync is no longer one"
-        assert self.durable_seqno <= assembler.boundary_seqno
-
     # --- properties for the feed ---
 
     @property

@@ -174,7 +174,7 @@ class Producer(ABC, Generic[StreamT, FilterT]):
         noops = (controls.noop_enabled, controls.noop_interval_s)
         status = controls.set(name, value)
         if controls.buffer_bytes != self.window.window_bytes:
-            self.window.resize(controls.buffer_bytes)
+            self.window.window_bytes = controls.buffer_bytes
             self.wake()
         if noops != (controls.noop_enabled, controls.noop_interval_s):
             if self._noop_task is not None:

@@ -9,7 +9,7 @@ received bytes. Sources: kv_engine docs/dcp/documentation/flow-control.md, comma
 from __future__ import annotations
 
 from mirror.wire.constants import Magic, Opcode
-from mirror.wire.errors import LocalProtocolError, RemoteProtocolError
+from mirror.wire.errors import RemoteProtocolError
 from mirror.wire.frame import Frame
 
 ACK_SHARE = 0.2
@@ -64,24 +64,15 @@ class FlowControlLedger:
         self.received_total += count
         self.unacked += count
 
-    def due(self, *, force: bool = False) -> int:
-        """Return the bytes to acknowledge now; 0: none. `force`: also below the threshold (a timer)."""
+    def take_ack(self, *, force: bool = False) -> int:
+        """Return the bytes of a BUFFER_ACK that the caller must send, unless it is 0. `force`: also below the threshold
+        (a timer).
+        """
         if self.window_bytes == 0 or not (force or self.unacked >= self._threshold):
             return 0
-        return min(self.unacked, _ACK_MAX)
-
-    def acked(self, count: int) -> None:
-        if not 0 <= count <= self.unacked:
-            detail = f"acknowledging {count} bytes, {self.unacked} may be"
-            raise LocalProtocolError(detail, op=Opcode.DCP_BUFFER_ACK)
+        count = min(self.unacked, _ACK_MAX)
         self.unacked -= count
         self.acked_total += count
-
-    def take_ack(self, *, force: bool = False) -> int:
-        """Return the bytes of a BUFFER_ACK that the caller must send, unless it is 0."""
-        count = self.due(force=force)
-        if count:
-            self.acked(count)
         return count
 
 
@@ -98,10 +89,6 @@ class ProducerWindow:
     @property
     def is_open(self) -> bool:
         return self.window_bytes == 0 or self.outstanding < self.window_bytes
-
-    def resize(self, window_bytes: int) -> None:
-        assert window_bytes >= 0
-        self.window_bytes = window_bytes
 
     def sent(self, count: int) -> None:
         assert count >= 0

@@ -374,7 +374,7 @@ class _Producer:
 
     def control(self, name: bytes, value: bytes) -> Status:
         if name == ControlKey.CONNECTION_BUFFER_SIZE and value.isdigit():
-            self.connection.window.resize(min(int(value), 2**32 - 1))
+            self.connection.window.window_bytes = min(int(value), 2**32 - 1)
             return Status.SUCCESS
         recorded = self.source.script.controls.get(name + b"=" + value)
         default = Status.EINVAL if name in OPTIONAL_CONTROLS else Status.SUCCESS

@@ -34,7 +34,7 @@ from mirror.wire.events import (
 from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import FailoverLog, Manifest, ManifestUid, Seqno, SnapshotRange
-from tests.ingest.toy_store import ToyStore, row
+from tests.ingest.toy_store import ToyStore, row, validate_assembler
 
 Message = Callable[[Assembler, list[Instruction]], None]
 
@@ -97,7 +97,7 @@ def said(assembler: Assembler, *messages: Message) -> list[Any]:
     out: list[Instruction] = []
     for message in messages:
         message(assembler, out)
-        assembler.validate()
+        validate_assembler(assembler)
     return [_short(instruction) for instruction in out]
 
 

@@ -35,7 +35,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.system_events import encode_system_event
 from storage.model import SEQNO_MAX, FailoverLog
-from tests.ingest.toy_store import Rig, ToyStore, row
+from tests.ingest.toy_store import Rig, ToyStore, row, validate
 
 ACK = int(SnapshotFlag.ACK)
 DISK = int(SnapshotFlag.DISK)
@@ -763,7 +763,7 @@ def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_i
     rows(rig, 1, 3, 4)
     assert rig.machine.shown.violation_count == 1
     assert not rig.machine.resyncing
-    rig.machine.validate()
+    validate(rig.machine)
 
 
 @pytest.mark.parametrize(
@@ -928,7 +928,7 @@ def test_a_refusal_outlives_the_connection() -> None:
     "answer", ["rolled back", "abandoned", "abandoned by a violation", "resync opened", "resync refused", "no boundary"]
 )
 def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str) -> None:
-    part = {"staged": 105, "open_snapshot": (101, 120)} if answer.startswith("abandoned") else {}
+    part: dict[str, Any] = {"staged": 105, "open_snapshot": (101, 120)} if answer.startswith("abandoned") else {}
     rig = rig_at(80, 100, **part)
     machine, store = rig.machine, rig.store
     if answer == "abandoned by a violation":
@@ -949,7 +949,7 @@ def test_a_connection_lost_while_the_store_is_at_work_waits_for_both(answer: str
     assert ins.RequestStream not in kinds(done)
     assert machine.phase is Phase.IDLE
     assert machine.shown.text == "the cable"
-    machine.validate()
+    validate(machine)
     assert kinds(machine.handle(ev.Start())) == [ins.RequestStream]
 
 

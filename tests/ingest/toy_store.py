@@ -13,8 +13,10 @@ from typing import Any
 
 from mirror.ingest import events as ev
 from mirror.ingest import instructions as ins
+from mirror.ingest.assembler import Assembler
 from mirror.ingest.events import Row
 from mirror.ingest.machine import VbucketMachine
+from mirror.ingest.state import MachineState, Phase
 from mirror.wire import frame as wire_frame
 from mirror.wire.codec_dcp import decode, encode
 from mirror.wire.events import (
@@ -28,7 +30,7 @@ from mirror.wire.events import (
 )
 from mirror.wire.keys import decode_leb128
 from mirror.wire.system_events import decode_system_event
-from storage.model import Branch, FailoverLog, Manifest, Seqno, SnapshotRange, VbucketState
+from storage.model import SEQNO_MAX, Branch, FailoverLog, Manifest, Seqno, SnapshotRange, VbucketState
 
 Documents = dict[bytes, Mutation | Deletion | Expiration]
 
@@ -221,6 +223,37 @@ def row(seqno: int, key: bytes, value: bytes) -> Row:
     return b"\0\0\0\1" + seqno.to_bytes(8), encode(Mutation(0, b"\0" + key, seqno, 1, seqno, value=value))
 
 
+def validate(machine: MachineState) -> None:
+    """Check the invariants that hold between two events."""
+    assembler, phase = machine.assembler, machine.phase
+    validate_assembler(assembler)
+    if phase is Phase.STREAMING:
+        assert machine.opaque is not None, "a stream without an opaque"
+    elif phase is not Phase.REQUESTING:
+        assert machine.opaque is None, f"an opaque in phase {phase.name}"
+        assert not assembler.open_snapshot or assembler.holds_part, "a marker outlived its stream"
+    if phase in (Phase.REQUESTING, Phase.STREAMING, Phase.ASKING_LOG, Phase.WAITING):
+        assert machine.connected, f"phase {phase.name} without a connection"
+    if phase is Phase.REQUESTING:
+        held = machine.offset.start_seqno
+        assert held == assembler.position_seqno, f"requested from {held}, holding {assembler.position_seqno}"
+    assert machine.retry_reason is None or phase is Phase.ABANDONING
+    assert not machine.marker_acks or phase is Phase.STREAMING
+    assert not (machine.resyncing and assembler.boundary_seqno), "a published resync is no longer one"
+    assert machine.durable_seqno <= assembler.boundary_seqno
+
+
+def validate_assembler(assembler: Assembler) -> None:
+    snapshot = assembler.open_snapshot
+    assert 0 <= assembler.boundary_seqno <= assembler.position_seqno <= SEQNO_MAX
+    if snapshot is not None:
+        assert assembler.position_seqno < snapshot.end_seqno, "the end was reached and not published"
+        assert snapshot.start_seqno <= snapshot.end_seqno
+    assert assembler._held_snapshot is None or assembler.holds_part, "a range without its part"
+    if assembler._replaces_end:
+        assert assembler.resumable, "a mid-snapshot stream without anything to continue"
+
+
 FOR_THE_SOURCE = (ins.CloseStream, ins.GetFailoverLog, ins.RetryAfter, ins.AnswerMarker, ins.RefreshCollections)
 
 
@@ -273,7 +306,7 @@ class Rig:
                 done += self._perform(self.machine.handle(answer))
             if isinstance(answer, ev.StagingRefused):
                 break
-        self.machine.validate()
+        validate(self.machine)
         return done
 
     def _check_request(self, instruction: ins.RequestStream) -> None:

@@ -39,6 +39,7 @@ from storage.history.removal import Dead
 from storage.model import SEQNO_MAX, Branch, Document, Seqno
 from storage.read.view import Change, Rollback, Time, Token, View
 from storage.write.writer import GroupWriter, RollbackResult
+from tests.ingest.toy_store import validate
 from tests.sandbox.past import state_of
 from tests.sim.mirror import HeldLease, Mirror
 from tests.sim.source import Source, State
@@ -395,7 +396,7 @@ class Checker:
             machine = actor.machine
             if machine is None:
                 continue
-            machine.validate()
+            validate(machine)
             if machine.phase is Phase.STREAMING and machine.opaque is not None:
                 self._check_line(vbid, machine.opaque)
 

@@ -203,7 +203,7 @@ class SimConnection(NodeConnection):
         producer = SimProducer(source, self, name, controls, source.rng)
         producer.of_mirror = of_mirror
         producer.controls.buffer_bytes = window_bytes
-        producer.window.resize(window_bytes)
+        producer.window.window_bytes = window_bytes
         session.producer = producer
 
     def piece_bytes(self, stream: ProducerStream) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mirror.wire.buffer import FrameBuffer
 from mirror.wire.constants import HEADER_SIZE, Opcode
 from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.frame import Frame, encode, frame_size, request
+from mirror.wire.frame import Frame, encode, request
 from tests.wire.shapes import frames
 
 
@@ -30,24 +30,6 @@ def test_frames_come_out_whole_and_in_order(sent: list[Frame], sizes: list[int])
             got.append(frame)
     assert got == sent
     assert len(buffer) == 0
-    buffer.end()
-
-
-@given(st.lists(frames, max_size=6), st.lists(st.integers(0, 90), max_size=20))
-def test_who_takes_bytes_sees_each_once(sent: list[Frame], sizes: list[int]) -> None:
-    data = b"".join(map(encode, sent))
-    buffer, got = FrameBuffer(), b""
-    for piece in cut(data, sizes):
-        buffer.feed(piece)
-        if buffer.ready:
-            taken, pos = buffer.take()
-            start = pos
-            while (size := frame_size(taken, pos)) and pos + size <= len(taken):
-                pos += size
-            got += taken[start:pos]
-            buffer.release(pos)
-    assert got == data
-    assert not buffer.ready
 
 
 def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
@@ -59,11 +41,9 @@ def test_a_large_frame_in_small_pieces_is_joined_once() -> None:
     assert buffer.next_frame() is None
     for pos in range(HEADER_SIZE, len(data) - 1, 1000):
         buffer.feed(data[pos : min(pos + 1000, len(data) - 1)])
-        assert not buffer.ready
         assert buffer.next_frame() is None
     assert len(buffer._pieces) == (len(data) - 1 - HEADER_SIZE + 999) // 1000, "kept as they came"
     buffer.feed(data[-1:])
-    assert buffer.ready
     assert buffer.next_frame() == frame
     assert buffer._pieces == []
 
@@ -78,22 +58,3 @@ def test_a_header_is_judged_when_it_is_there_not_when_its_body_is() -> None:
         buffer.next_frame()
     with pytest.raises(RemoteProtocolError):
         buffer.next_frame()
-
-
-def test_release_judges_the_header_behind_it() -> None:
-    buffer = FrameBuffer()
-    first = encode(request(Opcode.NOOP))
-    buffer.feed(first + b"GET / HTTP/1.1")
-    taken, pos = buffer.take()
-    assert (taken[:24], pos) == (first, 0)
-    with pytest.raises(RemoteProtocolError, match="magic"):
-        buffer.release(24)
-
-
-def test_bytes_that_stay_when_the_peer_leaves_are_a_cut_frame() -> None:
-    buffer = FrameBuffer()
-    buffer.end()
-    buffer.feed(b"\x80")
-    assert buffer.next_frame() is None
-    with pytest.raises(RemoteProtocolError, match="inside of a frame: 1 bytes"):
-        buffer.end()
