@@ -32,6 +32,6 @@ async def mirrors(cluster: SandboxCluster, tmp_path: Path, options: dict[str, An
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was refused is tried again at once."""
+    """Try again at once after a refusal."""
     for module in ("host", "cluster.connections"):
         monkeypatch.setattr(f"mirror.feed.{module}.delay_s", lambda reason, attempt, jitter: 0.01)

@@ -59,7 +59,7 @@ OPTIONAL_CONTROLS = frozenset(
         ControlKey.FLATBUFFERS_SYSTEM_EVENTS,
     )
 )
-"""What they promise is in a recording only if they were accepted in it."""
+"""Controls that change a stream: a recording shows their effect only if the server took them."""
 VBUCKETS = 16
 NO_HISTORY = encode_failover_log([(1, 0)])
 """A vbucket that nothing ever happened to."""
@@ -93,7 +93,7 @@ class Exchange:
 
 @dataclass
 class Script:
-    """What a source does for each vbucket."""
+    """The recorded answers and messages of each vbucket."""
 
     features: frozenset[int]
     exchanges: dict[int, list[Exchange]]
@@ -246,7 +246,7 @@ class RecordedSource:
 
     @staticmethod
     def part_above(exchange: Exchange, start_seqno: int) -> list[Frame]:
-        """What a client lacks that holds everything up to a seqno."""
+        """Return the messages that a client lacks which holds everything up to a seqno."""
         part = []
         for message in exchange.messages:
             event = decode(message) if message.opcode != Opcode.DCP_NOOP else None

@@ -14,7 +14,7 @@ from mirror.wire.sasl import SaslError, ScramServer, plain_decode
 
 USER, PASSWORD = "demo", "hunter2"
 Answer = Callable[["ScriptedNode", Frame], list[Frame] | bytes | None]
-"""What to send for a request: frames, raw bytes, or None for nothing at all."""
+"""Returns the answer to a request: frames, raw bytes, or None for no answer."""
 
 
 class ScriptedNode:

@@ -54,7 +54,7 @@ class Owner:
 
     def __init__(self, access: Any) -> None:
         self.outcomes: list[Exception | None] = []
-        """What sessions fail with, in order; None: it opens."""
+        """The errors of the next sessions, in order; None opens one."""
         self.sessions: list[FakeSession] = []
         self.notified: list[str] = []
         self.defects: list[str] = []

@@ -108,7 +108,7 @@ async def test_connection_that_fails_is_replaced(cluster: SandboxCluster, mirror
 
 
 async def test_garbage_is_survived_and_leaves_a_sound_store(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    """What is damaged in a value cannot be noticed; what is damaged elsewhere ends the connection, never the mirror."""
+    """Damage in a value cannot be noticed; any other ends the connection, never the mirror."""
     write(cluster, 200)
     mirrors.compares = False
     cluster.faults.garble(3, future=True)

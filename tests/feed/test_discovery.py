@@ -1,4 +1,4 @@
-"""Which map a start follows: the newest of all nodes that can be reached, within a bounded time."""
+"""A start follows the newest map of all nodes that can be reached, within a bounded time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which cluster map is followed: never an older one, nor that of another bucket; every node is asked, and whichever
-answers first ends no round.
-"""
+"""The follower of cluster maps takes none that is older or of another bucket, and asks every node in each round."""
 
 from __future__ import annotations
 

@@ -492,7 +492,7 @@ def test_a_second_rollback_meanwhile_goes_back_from_what_is_staged(gated: GatedV
 
 
 def test_a_second_rollback_meanwhile_goes_to_no_boundary_of_the_history_that_was_left(gated: GatedVbucket) -> None:
-    """What readers still see at 83 is not in the history that is staged, which left it at 81."""
+    """Readers still see 83; the staged history left theirs at 81 and does not have it."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 81, {41: (b"c", b"0"), 81: (b"a", b"1")})
     gated.persisted(0xA, 81)

@@ -66,7 +66,7 @@ def write(source: SandboxThread, count: int, name: str = "doc", size: int = 20, 
 
 
 class Copy:
-    """What a reader that keeps all it is given knows: key -> newest version, and how it got there."""
+    """Keeps all that a read yields: key -> newest version, positions and counts."""
 
     def __init__(self) -> None:
         self.positions = {vbid: Position() for vbid in range(VBUCKETS)}

@@ -39,7 +39,7 @@ def test_too_much_that_nobody_takes_is_said_once_and_space_once(memory_bytes: in
 
 
 def test_the_source_goes_on_though_something_came_while_half_of_it_was_taken() -> None:
-    """What was on its way when the source was made to wait: it must not end the waiting, nor prevent its end."""
+    """An item that was under way when the source had to wait neither ends the waiting nor prevents its end."""
     box, reported = outbox()
     for vbid in (1, 2):
         box.put(ReadEnded(vbid, Position()), memory_bytes=250)

@@ -96,7 +96,7 @@ def before_whole(name: str, last_seqno: int, log: list[tuple[int, int]] | None =
 
 
 def before_crash(name: str) -> list[Step]:
-    """What had reached the disk (up to seqno 100), then what the crash lost, as the session before the crash got it."""
+    """Everything up to seqno 100, which was on disk, then the changes that the crash lost."""
     script = read_script(name.replace("d2_rollback_after_crash", "d1_before_crash"))
     ((vbid, (exchange,)),) = script.exchanges.items()
     events = [decode(message) for message in exchange.messages]
@@ -202,7 +202,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
 
 
 def end_of(script: Script, source: RecordedSource, vbid: int) -> int:
-    """Where a vbucket ends: the last snapshot's end, or where the source said to resume and sent nothing more."""
+    """Return the end of the last snapshot, or the start of a stream that brought nothing."""
     return source.last_end.get(vbid) or script.exchanges[vbid][-1].request.start_seqno
 
 
@@ -215,7 +215,7 @@ def has_staged(mirror: Mirror, vbid: int, seqno: int) -> bool:
 
 
 def assert_window_is_whole(mirror: Mirror, source: RecordedSource) -> None:
-    """What the source counts as unacked is what the consumer has still to ack: nothing leaked."""
+    """Assert that both sides count the same bytes as not acknowledged."""
     assert mirror.consumer is not None
     (node,) = mirror.consumer.status()["nodes"]
     if node["ready"] and source.windows[-1].window_bytes:

@@ -395,7 +395,7 @@ async def test_held_acks_are_made_up_for_on_release(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in range(1, 5))])
 async def test_the_window_never_leaks(tmp_path: Path, seed: int) -> None:
-    """Whatever comes, expected or not, a producer that counts as a server does gets every byte back."""
+    """A producer that counts as a server does gets every byte back, expected or not."""
     chance = random.Random(seed)
     window = ProducerWindow(4096)
 

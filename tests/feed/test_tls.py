@@ -43,7 +43,7 @@ async def connect(node: ScriptedNode | Gatekeeper, settings: Settings, host: str
 
 
 async def refusal(node: ScriptedNode | Gatekeeper, settings: Settings, host: str = "localhost") -> ClusterError:
-    """What comes of connecting and asking: with TLS 1.3 the node's verdict on us comes after the handshake."""
+    """Connect, ask, and return the error. With TLS 1.3 the node judges our certificate after the handshake."""
     with pytest.raises(ClusterError) as caught:
         await (await connect(node, settings, host)).request(Opcode.NOOP, timeout_s=10)
     return caught.value

@@ -38,7 +38,7 @@ class Client:
         self.events: list[Any] = []
         self.sizes: list[int] = []
         self.frames: list[Frame] = []
-        """What came on streams, without opaques."""
+        """The frames of all streams, without opaques."""
         self.pushed: list[Frame] = []
         self.stats: dict[bytes, bytes] = {}
         self.closed = asyncio.Event()

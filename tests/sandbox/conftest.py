@@ -1,4 +1,4 @@
-"""Whatever a test opened is closed behind it, also when it failed."""
+"""A cluster and a control socket; after each test its clients and clusters are closed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def answers(recording: list[tuple[str, Frame]]) -> list[tuple[Frame, Frame]]:
 
 
 def stream_of(recording: list[tuple[str, Frame]], vbid: int | None = None) -> list[Frame]:
-    """What the server sent on streams, without opaques."""
+    """Return the server's frames of all streams, without opaques."""
     return [
         replace(frame, opaque=0)
         for direction, frame in recording

@@ -1,4 +1,4 @@
-"""What servers of different releases grant, take and refuse; recorded answers are compared in test_dcp_requests."""
+"""The differences between server releases; test_dcp_requests compares recorded answers."""
 
 from __future__ import annotations
 

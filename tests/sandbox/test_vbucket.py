@@ -30,7 +30,7 @@ def bucket(*, bounded: bool = False, **options: int) -> Bucket:
 
 
 def shown(vbucket: Vbucket, last: int) -> dict[bytes, Item]:
-    """What a client has that got the snapshot from 1 to `last`."""
+    """Return the state of a client that got the snapshot from 1 to `last`."""
     found: dict[bytes, Item] = {}
     for item in vbucket.changes(1, last):
         if item.next_seqno and item.next_seqno <= last and item.next_seqno != item.seqno:

@@ -69,7 +69,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what a channel must then say, as a pattern; a channel that is not named cannot know."""
+    """A fault, and by channel the pattern that its answer must match; other channels cannot know of it."""
 
     inject: Callable[[Site], object]
     state: str = ""
@@ -340,7 +340,7 @@ def event_text(site: Site) -> str:
 
 
 def doctor_lines(site: Site) -> Iterator[str]:
-    """What the doctor has said so far, after each line: it is read while it still examines."""
+    """Yield all that the doctor has said, after each line: it is read while it still examines."""
     command = [*COMMAND, "doctor", "--source", site.first_source, "--data", str(site.data)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) as process:
         assert process.stdout is not None
@@ -352,7 +352,7 @@ def doctor_lines(site: Site) -> Iterator[str]:
 
 
 def looked(channel: str, site: Site) -> Iterator[str]:
-    """What a channel says now; of the doctor piece by piece."""
+    """Yield the answer of a channel; of the doctor piece by piece."""
     return doctor_lines(site) if channel == "doctor" else iter([LOOKS[channel](site)])
 
 

@@ -116,7 +116,7 @@ class Chain:
     load: Load
     links: list[Service]
     urls: list[str]
-    """Where a DCP client can read: the source and the links that serve DCP, nearest first."""
+    """The source and the links that serve DCP, nearest first."""
     rng: Random
     wanderer: Wanderer = field(default_factory=Wanderer)
     kills: Counter[str] = field(default_factory=Counter)

@@ -26,7 +26,7 @@ from tests.whole.test_source_away import fetched
 ASSETS = Path(__file__).parents[2] / "mirror" / "serve" / "assets"
 PANELS = json.loads((ASSETS / "dashboard.json").read_text())["panels"]
 VARIABLES = {"$instance": ".*", "$__rate_interval": "1m"}
-"""What Grafana puts in; the rate interval is four scrapes at least."""
+"""Values that Grafana puts in; the rate interval is at least four scrapes."""
 QUERIES = [
     pytest.param(target["expr"], id=f"{panel['title']} {number}")
     for panel in PANELS
@@ -47,7 +47,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def series(self, query: str) -> list[dict[str, Any]]:
-        """What a query gives now."""
+        """Return the current series of a query."""
         for name, value in VARIABLES.items():
             query = query.replace(name, value)
         found: list[dict[str, Any]] = self.ask("query", query=query)["result"]

@@ -100,7 +100,7 @@ def test_a_source_that_stands_still_is_called_unreachable_long_before_its_connec
 
 
 def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_path: Path) -> None:
-    """Nothing listened there, and a load balancer or Prometheus took it for a service that does not run."""
+    """HTTP did not listen, so a load balancer or Prometheus took it for a service that does not run."""
     data = tmp_path / "data"
     with ExitStack() as stack:
         held = stack.enter_context(socket.socket())  # connections are refused until the source listens at its port

@@ -60,7 +60,7 @@ class Source:
 
 
 async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = None) -> Source:
-    """Return the source's bucket. Raises ClusterError. `bucket_uuid` is that of `survey`."""
+    """Return the source's bucket. Raises ClusterError. For `bucket_uuid` see `survey`."""
     found = await discover(access, clock, bucket_uuid=bucket_uuid)
     if not found.bucket_name or not found.bucket_uuid:
         raise NotSupported(

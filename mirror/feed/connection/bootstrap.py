@@ -329,7 +329,7 @@ async def _authenticate(link: Link, access: Access) -> None:
 
 
 async def _by_certificate(link: Link, settings: Settings) -> None:
-    """Authenticate by the certificate of the TLS handshake; a server that wants this said by SASL offers EXTERNAL."""
+    """Authenticate by the certificate of the TLS handshake, with EXTERNAL if the server offers it."""
     answer = await link.request(Opcode.SASL_LIST_MECHS, timeout_s=settings.connect_timeout_s)
     if answer.status != Status.SUCCESS or b"EXTERNAL" not in answer.value.split():
         return  # NOT_SUPPORTED: the certificate was enough

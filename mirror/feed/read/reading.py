@@ -171,7 +171,7 @@ class ReadVbucket(VbucketHost):
         """Do nothing: a read keeps its collections. The stream is requested again after a pause."""
 
     def report(self, status: VbucketStatus, text: str) -> None:
-        """End the whole read on a refusal, and that of the vbucket at the end of its stream."""
+        """End the whole read on a refusal, and the vbucket's read at the end of its stream."""
         self.text = text
         if status is VbucketStatus.REFUSED:
             self._reading.fail(ClusterError(f"vb {self.vbid}: {text}", hint="", retryable=False))
@@ -217,7 +217,7 @@ class BoundedRead:
         self.outbox.discard()
 
     def fail(self, error: BaseException | None) -> None:
-        """End the read; the reader gets the error, after what is complete."""
+        """End the read; the reader gets the complete snapshots, then the error."""
         self._ended = True
         for vbucket in self.active.values():
             vbucket.close()

@@ -174,7 +174,7 @@ class SpoolSink:
                 self._spool = self._spools.append(self._spool, [staging.row_value])
                 self._manifest_open = staging.manifest
             case ins.Advance():
-                pass  # the machine knows the position, and what is not complete is not resumed after a restart
+                pass  # the machine knows the position, and no read is resumed inside of a snapshot
         return None
 
     # -- publishing -----------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from random import Random
 
-from mirror.sandbox.data.item import ABORT, MUTATION_HEAD, NRU, PREPARE, REQUEST, SYSTEM_EVENT, Item
-from mirror.sandbox.data.item import MUTATION as MUTATION_KIND
+from mirror.sandbox.data.item import ABORT, PREPARE, SYSTEM_EVENT, Item, mutation_frame
 from mirror.wire.constants import SystemEventId
 from storage.model import FailoverLog, Vbuuid
 
@@ -175,17 +174,14 @@ class Vbucket:
 
         Keys are wire keys, and must be new.
         """
-        log, items, vbid, pack = self.log, self.newest[0], self.vbid, MUTATION_HEAD.pack
+        log, items, vbid = self.log, self.newest[0], self.vbid
         first = seqno = self.high_seqno
         known = len(items)
         cas = self.next_cas(now_ns)
         for key, value in documents:
             seqno += 1
             cas += 1
-            length = len(key)
-            size = 31 + length + len(value)
-            head = pack(REQUEST, MUTATION_KIND, length, 31, datatype, vbid, size, 0, cas, seqno, 1, flags, 0, 0, 0, NRU)
-            item = Item(seqno, key, head + key + value)
+            item = Item(seqno, key, mutation_frame(vbid, key, seqno, 1, cas, value, flags=flags, datatype=datatype))
             log.append(item)
             items[key] = item
         assert len(items) == known + seqno - first, "a key was given twice, or was here before"
