@@ -25,10 +25,7 @@ LOG = encode_failover_log([(99, 0)])
 FEATURES = frozenset((6, 7, 8, 10, 11, 18))
 ANY = ev.StreamRequest(VBID, 0, 0, 0, 0, 0, 0)
 
-
-@pytest.fixture(autouse=True)
-def _no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirror.feed.host.delay_s", lambda reason, attempt, jitter: 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def snapshot(first: int, last: int, flags: int = int(SnapshotFlag.MEMORY)) -> list[ev.Event]:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
-from mirror.feed.connection.session import SILENCE_MAX_S
 from mirror.sandbox import SandboxCluster, SandboxThread
-from tests.cli.conftest import background, call
+from tests.cli.conftest import call
 from tests.crash.service import Service, until
 from tests.processes import caught_up
 
@@ -69,34 +63,6 @@ def test_a_source_that_was_killed_is_called_unreachable_everywhere(tmp_path: Pat
         assert "unknown, last contact" in shown
         assert call("get", "key", "--data", data).out.strip() == "1"
         assert service.terminate() == 0
-
-
-@pytest.mark.ci
-def test_a_source_that_stands_still_is_called_unreachable_long_before_its_connections_end(tmp_path: Path) -> None:
-    """Its connections are open and it answers nothing: a frozen machine, or a network that swallows everything."""
-    data = tmp_path / "data"
-    with ExitStack() as stack:
-        command = ("sandbox", "--vbuckets", VBUCKETS, "--control", tmp_path / "control")
-        source = stack.enter_context(background(*command))
-        assert source.stdout is not None
-        service = stack.enter_context(Service(source.stdout.readline().strip(), data, "--workers", "1", "--http", "0"))
-        service.start()
-        (url,) = until("HTTP to listen", lambda: (service.status() or {}).get("listeners", {}).get("http"))
-        until("readiness", lambda: fetched(f"{url}/readyz")[0] == 200)
-        started = time.monotonic()
-        os.kill(source.pid, signal.SIGSTOP)
-        until("unreadiness", lambda: fetched(f"{url}/readyz")[0] == 503)
-        status = service.status()
-        assert status is not None
-        lag_s = status["totals"]["lag_s"]
-        assert SILENCE_MAX_S <= lag_s <= time.monotonic() - started + 2, "since the last answer, not the last look"
-        assert status["state"] == "source unreachable"
-        assert status["reasons"][0].endswith("does not answer")
-        assert {row["state"] for row in status["vbuckets"]} == {"waiting"}, "though the connections stand"
-        os.kill(source.pid, signal.SIGCONT)
-        until("readiness again", lambda: fetched(f"{url}/readyz")[0] == 200)
-        assert service.terminate() == 0
-        assert not service.tracebacks()
 
 
 def test_a_new_mirror_that_has_never_reached_its_source_says_so_over_http(tmp_path: Path) -> None:
