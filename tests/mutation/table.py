@@ -259,7 +259,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mirror/feed/cluster/connections.py",
-        "check=self._check",
+        "check=connections.check",
         "check=None",
         "tests/feed/test_reader.py -k was_recreated",
     ),

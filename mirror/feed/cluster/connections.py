@@ -53,8 +53,8 @@ class Connections:
         self.clock = clock
         self.owner = owner
         self.on_defect = on_defect
-        self._check = check
-        self._name = name
+        self.check = check
+        self.name = name
         self._stopping: set[asyncio.Task[None]] = set()
 
     # -- nodes ----------------------------------------------------------------------------------------------------
@@ -76,12 +76,6 @@ class Connections:
     async def close(self) -> None:
         await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()), *self._stopping)
         self.keepers.clear()
-
-    def make_session(self, address: NodeAddress) -> NodeSession:
-        """Return a session that is not open yet."""
-        return NodeSession(
-            self.access, address, self.owner, self.clock, name=self._name, opaques=self.opaques, check=self._check
-        )
 
     # -- ready sessions -------------------------------------------------------------------------------------------
 
@@ -190,7 +184,15 @@ class NodeKeeper:
         connections = self._connections
         clock, settings = connections.clock, connections.access.settings
         while True:
-            session = connections.make_session(self.address)
+            session = NodeSession(
+                connections.access,
+                self.address,
+                connections.owner,
+                clock,
+                name=connections.name,
+                opaques=connections.opaques,
+                check=connections.check,
+            )
             try:
                 await session.open()
             except (MirrorError, ProtocolError) as error:

@@ -124,7 +124,10 @@ class Consumer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._shut_down()
+            for vbucket in self.vbuckets.values():
+                vbucket.drop_machine()
+            await self.connections.close()
+            self.commits.close()
             self._finished.set()
 
     async def stop(self) -> None:
@@ -134,12 +137,6 @@ class Consumer:
         if not self._ending.done():
             self._ending.set_result(None)
         await self._finished.wait()
-
-    async def _shut_down(self) -> None:
-        for vbucket in self.vbuckets.values():
-            vbucket.drop_machine()
-        await self.connections.close()
-        self.commits.close()
 
     def _end(self, error: BaseException) -> None:
         assert self._ending is not None
