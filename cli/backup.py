@@ -48,7 +48,7 @@ def backup(
     with render.task_screen() as screen:
 
         def progress(groups: int, size: int) -> None:
-            screen.show_line(f"{groups} groups copied, {render.size(size)}")
+            screen.show_line(f"{groups} groups copied, {output.size(size)}")
 
         if to == STDOUT:
             summary = to_tar(path, sys.stdout.buffer, time_ms=time_ms, as_of_ms=as_of_ms, progress=progress)
@@ -91,10 +91,10 @@ def summary_object(summary: store_backup.Summary) -> dict[str, object]:
 
 
 def in_words(summary: store_backup.Summary) -> str:
-    when = "" if summary.as_of_ms is None else f", as of {render.moment(summary.as_of_ms)}"
+    when = "" if summary.as_of_ms is None else f", as of {output.moment(summary.as_of_ms)}"
     return (
         f"bucket {summary.identity.bucket_name}, {len(summary.published)} vbuckets, {summary.parts} files, "
-        f"{render.size(summary.bytes)}{when}"
+        f"{output.size(summary.bytes)}{when}"
     )
 
 
@@ -135,10 +135,10 @@ def restore(
             parts_of(source),
             path,
             clock_ms=SystemClock().wall_ms,
-            progress=lambda groups, size: screen.show_line(f"{render.size(size)} read, {groups} groups"),
+            progress=lambda groups, size: screen.show_line(f"{output.size(size)} read, {groups} groups"),
             check_rows=check,
         )
     if as_json:
         output.print_json(summary_object(summary) | {"data": path, "backup": source})
     else:
-        typer.echo(f"{path}: restored ({in_words(summary)}, of {render.moment(summary.time_ms)})")
+        typer.echo(f"{path}: restored ({in_words(summary)}, of {output.moment(summary.time_ms)})")

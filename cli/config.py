@@ -63,7 +63,7 @@ def show(
     if as_json:
         output.print_json([{"name": name, "value": value, "from": origin} for name, value, origin in rows])
         return
-    shown = [[name, render.DASH if value is None else str(value), origin] for name, value, origin in rows]
+    shown = [[name, output.DASH if value is None else str(value), origin] for name, value, origin in rows]
     render.show(render.plain_table(["setting", "value", "from"], shown))
 
 

@@ -108,7 +108,7 @@ class Story:
         yield from self._wait(self._caught_up, "the first fill")
         self.facts["filled_s"] = round(self.elapsed_s, 1)
         self.facts["filled_seqnos"] = self._status["totals"]["published_seqnos"]
-        self.say(f"mirrored {render.number(self.facts['filled_seqnos'])} seqnos; now following the live writes")
+        self.say(f"mirrored {output.number(self.facts['filled_seqnos'])} seqnos; now following the live writes")
 
     def _kill(self) -> Iterator[None]:
         yield from self._wait(lambda: self._running(), "all workers")
@@ -205,7 +205,7 @@ class Story:
         self.facts["documents"] = {"source": sent, "mirror": documents}
         self.facts["check_problems"] = problems
         self.say(
-            f"writes stop. documents in the source: {render.number(sent)}, in the mirror: {render.number(documents)}"
+            f"writes stop. documents in the source: {output.number(sent)}, in the mirror: {output.number(documents)}"
         )
         self.say(f"the stored data is {'sound' if not problems else f'NOT sound: {problems[0]}'} (dcp-mirror check)")
         kill = self.facts.get("kill") or {}
@@ -241,7 +241,7 @@ def demo(
             with contextlib.suppress(KeyboardInterrupt):
                 run_story(stage, story, counter, screen, seconds)
             ok = story.reckon(counter)
-            screen.finish(render.demo_end(story.lines), story.lines)
+            screen.finish(render.story_panel(story.lines), story.lines)
         finish(story, ok, data, as_json=as_json)
     if not ok:
         raise CommandEnded(ExitCode.FAILED)

@@ -50,14 +50,14 @@ def boundary_of(view: View, vbid: int, as_of: AsOf) -> Boundary | None:
 
 def announce(boundary: Boundary | None, vbid: int) -> None:
     if boundary is not None:
-        when = render.moment(boundary.time_ms)
+        when = output.moment(boundary.time_ms)
         typer.echo(f"as of vbucket {vbid}, seqno {boundary.seqno}, published {when}", err=True)
 
 
 def meta_facts(document: Document) -> dict[str, str]:
     datatypes = [name for bit, name in ((1, "json"), (2, "snappy"), (4, "xattr")) if document.datatype & bit]
     texts = {
-        "expiry": render.moment(document.expiry * 1000) if document.expiry else "never",
+        "expiry": output.moment(document.expiry * 1000) if document.expiry else "never",
         "datatype": ", ".join(datatypes) or "raw",
     }
     facts = {name.replace("_", " "): texts.get(name, str(getattr(document, name))) for name in JSON_FIELDS}

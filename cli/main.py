@@ -82,7 +82,15 @@ EXAMPLES = {
     "assets": "dcp-mirror assets --to /tmp/monitoring",
     "config": "dcp-mirror config explain history_s",
 }
-MODULES = {"top": "status", "stop": "service", "reload": "service", "assets": "service", "scan": "get"} | {
+MODULES = {
+    "top": "status",
+    "events": "status",
+    "schema": "sql",
+    "stop": "service",
+    "reload": "service",
+    "assets": "service",
+    "scan": "get",
+} | {
     "restore": "backup",
     "check": "state",
 }

@@ -1,10 +1,17 @@
-"""JSON objects on stdout (shapes: cli/JSON.md), one a line, and bytes made readable."""
+"""JSON objects on stdout (shapes: cli/JSON.md), one a line, and readable words for bytes, figures and times.
+
+Invariant: an unknown figure is a dash.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any
+
+DASH = "-"
 
 
 def print_json(value: Any) -> None:
@@ -16,3 +23,46 @@ def for_people(data: bytes, limit: int = 200) -> str:
     text = data[: limit * 4].decode(errors="backslashreplace").translate({10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"})
     text = "".join(character if character.isprintable() else "." for character in text)
     return text if len(text) <= limit and len(data) <= limit * 4 else text[:limit] + "..."
+
+
+def number(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return `1 batch`, `1,234 batches`; `many` is the plural if it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def size(value: float | None) -> str:
+    if value is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the loop ends with GiB")
+
+
+def lag_text(sums: Mapping[str, Any]) -> str:
+    """Return the total lag; while it is unknown, the time since it was known for every vbucket."""
+    if sums["lag_seqnos"] is None:
+        return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
+    return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return DASH
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def moment(ms: int | None) -> str:
+    return DASH if ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))

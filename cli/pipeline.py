@@ -300,9 +300,9 @@ def export(
     version = "" if done.version is None else f", version {done.version}"
     misfits = f"; {done.misfits:,} do not fit the schema" if done.misfits else ""
     typer.echo(
-        f"{done.target}: {render.counted(done.documents, 'document')} of {render.counted(done.vbuckets, 'vbucket')} in "
-        f"{render.counted(done.files, 'file')} "
-        f"({render.size(done.bytes)}{version}), {render.duration(done.elapsed_s)}{misfits}"
+        f"{done.target}: {output.counted(done.documents, 'document')} of {output.counted(done.vbuckets, 'vbucket')} in "
+        f"{output.counted(done.files, 'file')} "
+        f"({output.size(done.bytes)}{version}), {output.duration(done.elapsed_s)}{misfits}"
     )
 
 
@@ -438,8 +438,8 @@ def sync(
     if as_json:
         output.print_json(asdict(done))
         return
-    batches = render.counted(done.batches, "batch", "batches")
-    typer.echo(f"{to}: {render.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
+    batches = output.counted(done.batches, "batch", "batches")
+    typer.echo(f"{to}: {output.counted(done.events, 'event')} in {batches}, {changed_rows(done)}")
 
 
 def show_figures(
@@ -481,15 +481,15 @@ def changed_rows(figures: BatchFigures | MergeFigures | Synced) -> str:
 
 
 def merge_line(figures: MergeFigures) -> str:
-    cost = f"{render.size(figures.rewritten_bytes)} rewritten, {render.duration(figures.duration_ms / 1000)}"
+    cost = f"{output.size(figures.rewritten_bytes)} rewritten, {output.duration(figures.duration_ms / 1000)}"
     return f"merge up to batch {figures.batch} | {changed_rows(figures)} | {cost}"
 
 
 def batch_line(figures: BatchFigures) -> str:
     changed = changed_rows(figures)
     lag = "" if figures.lag_seqnos is None else f" | {figures.lag_seqnos:,} seqnos behind"
-    rate = f"{render.number(figures.events_per_s)}/s, {render.duration(figures.duration_ms / 1000)}"
-    return f"batch {figures.batch} | {render.counted(figures.events, 'event')} ({changed}) | {rate}{lag}"
+    rate = f"{output.number(figures.events_per_s)}/s, {output.duration(figures.duration_ms / 1000)}"
+    return f"batch {figures.batch} | {output.counted(figures.events, 'event')} ({changed}) | {rate}{lag}"
 
 
 @contextmanager
@@ -585,8 +585,8 @@ def backfill(
     again = f", {done.groups_done_before} of them by an earlier run" if done.groups_done_before else ""
     typer.echo(
         f"{done.target}: {done.vbuckets} vbuckets of {done.bucket} in {done.groups} groups{again}; "
-        f"{done.received_documents:,} documents received, {render.size(done.file_bytes)}, "
-        f"{render.duration(done.elapsed_s)}"
+        f"{done.received_documents:,} documents received, {output.size(done.file_bytes)}, "
+        f"{output.duration(done.elapsed_s)}"
     )
 
 

@@ -75,7 +75,7 @@ def record(
         output.print_json(facts)
     else:
         typer.echo(
-            f"{to}: {facts['frames']:,} frames, {render.size(recorder.byte_count)}, {snapshots:,} snapshots "
+            f"{to}: {facts['frames']:,} frames, {output.size(recorder.byte_count)}, {snapshots:,} snapshots "
             f"({ended_by})"
         )
 
@@ -105,7 +105,7 @@ def record_into(
                     snapshots += 1
                     if item.end_seqno >= until[item.vbid]:
                         behind.discard(item.vbid)
-                size = render.size(recorder.byte_count)
+                size = output.size(recorder.byte_count)
                 line = f"{recorder.frame_count:,} frames, {size}, {len(behind)} vbuckets behind"
                 screen.show_line(line)
                 if recorder.full:

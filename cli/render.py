@@ -1,6 +1,6 @@
 """Tables, the live view, and plain lines without a terminal. The only user of rich.
 
-Colours repeat what words say. Invariants: an unknown figure is a dash; everything fits a terminal of 80 columns;
+Colours repeat what words say. Invariants: everything fits a terminal of 80 columns;
 control characters from data never reach the terminal.
 """
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
@@ -22,9 +22,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cli.output import DASH, duration, lag_text, moment, number, size
 from mirror.config_reader import Description
 
-DASH = "-"
 GOOD_STATES = {"streaming", "following", "running", "up"}
 BUSY_STATES = {
     "catching up",
@@ -48,49 +48,6 @@ stderr = Console(stderr=True, highlight=False)
 LEASES_SHOWN = 3
 SELDOM_CHANGES = frozenset({"mirrored", "data", "history", "held"})
 """Facts that a small terminal leaves out; `status` has them."""
-
-
-def number(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
-
-
-def counted(count: int, one: str, many: str | None = None) -> str:
-    """Return `1 batch`, `1,234 batches`; `many` is the plural if it is not `one` with an s."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def size(value: float | None) -> str:
-    if value is None:
-        return DASH
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("the loop ends with GiB")
-
-
-def lag_text(sums: Mapping[str, Any]) -> str:
-    """Return the total lag; while it is unknown, the time since it was known for every vbucket."""
-    if sums["lag_seqnos"] is None:
-        return DASH if sums.get("lag_s") is None else f"unknown, last contact {duration(sums['lag_s'])} ago"
-    return f"{number(sums['lag_seqnos'])} seqnos, {duration(sums['lag_s'])}"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return DASH
-    if round(seconds) < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def moment(ms: int | None) -> str:
-    return DASH if ms is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ms / 1000))
 
 
 def state_text(state: str) -> Text:
@@ -148,23 +105,24 @@ def history_text(sums: Mapping[str, Any]) -> str | None:
 
 def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
     sums = document["totals"]
-    service = document["service"]
     state: Text = state_text(document["state"])
     if document.get("since_ms") is not None and document["state"] not in GOOD_STATES:
         state = Text.assemble(state, f" since {moment(document['since_ms'])}")
     if document.get("message"):
         state = Text.assemble(state, Text(f"  {document['message']}", style="dim"))
-    lag = lag_text(sums)
     rate = None
     if sums.get("documents_per_s") is not None:
         rate = f"{number(sums['documents_per_s'])} docs/s, {size(sums.get('bytes_per_s'))}/s"
-    rollbacks = number(sums["rollback_count"])
-    if sums["last_rollback_ms"] is not None:
-        rollbacks += f", the last at {moment(sums['last_rollback_ms'])}"
-    resyncs = number(sums["resync_count"])
-    if sums["last_resync_ms"] is not None:
-        resyncs += f", the last at {moment(sums['last_resync_ms'])}"
-    running = f"up {duration(document['uptime_s'])}, process {document['pid']}" if service == "up" else "not running"
+    rollbacks, resyncs = (
+        number(sums[f"{name}_count"]) + (f", the last at {moment(last_ms)}" if last_ms is not None else "")
+        for name in ("rollback", "resync")
+        for last_ms in [sums[f"last_{name}_ms"]]
+    )
+    running = (
+        f"up {duration(document['uptime_s'])}, process {document['pid']}"
+        if document["service"] == "up"
+        else "not running"
+    )
     facts: dict[str, RenderableType | None] = {
         "state": state,
         "service": running,
@@ -174,7 +132,7 @@ def summary(document: Mapping[str, Any], *, brief: bool = False) -> Table:
         "data": escape(document["data"]),
         "documents": number(sums["documents"]),
         "published": f"{number(sums['published_seqnos'])} seqnos",
-        "lag": lag,
+        "lag": lag_text(sums),
         "rate": rate,
         "rollbacks": rollbacks,
         "resyncs": resyncs,
@@ -199,66 +157,60 @@ def leases_text(leases: Sequence[Mapping[str, Any]]) -> str | None:
     return "history for " + "; ".join(shown[:LEASES_SHOWN] + ["..."] * (len(shown) > LEASES_SHOWN)) if shown else None
 
 
-def process_cells(row: Mapping[str, Any]) -> dict[str, str | Text]:
-    return {
-        "state": state_text(row["phase"]),
-        "pid": str(row["pid"] or DASH),
-        "cpu": DASH if row["cpu_percent"] is None else f"{row['cpu_percent']:.0f} %",
-        "memory": size(row["private_bytes"]),
-        "restarts": str(row["restarts"]),
-        "last end": str(row["last_error"] or row["last_exit"] or ""),
-    }
+Cell = Callable[[Mapping[str, Any]], str | Text]
+"""The cell of a column, made from a row of the status."""
+
+RUNS: Mapping[str, Cell] = {"state": lambda row: state_text(row["phase"]), "pid": lambda row: str(row["pid"] or DASH)}
+USES: Mapping[str, Cell] = {
+    "cpu": lambda row: DASH if row["cpu_percent"] is None else f"{row['cpu_percent']:.0f} %",
+    "memory": lambda row: size(row["private_bytes"]),
+}
+ENDED: Mapping[str, Cell] = {
+    "restarts": lambda row: str(row["restarts"]),
+    "last end": lambda row: str(row["last_error"] or row["last_exit"] or ""),
+}
+WORKER_COLUMNS: Mapping[str, Cell] = {
+    "worker": lambda row: str(row["slot"]),
+    **RUNS,
+    "groups": lambda row: groups_text(row["groups"]),
+    **USES,
+    "up": lambda row: duration(row["uptime_s"]),
+    **ENDED,
+}
+SERVER_COLUMNS: Mapping[str, Cell] = {
+    "server": lambda row: str(row["kind"]),
+    **RUNS,
+    "clients": lambda row: number(row["counters"].get(f"{row['kind']}_connections")),
+    "requests": lambda row: number(row["counters"].get(f"{row['kind']}_requests")),
+    **USES,
+    **ENDED,
+}
+VBUCKET_COLUMNS: Mapping[str, Cell] = {
+    "vbid": lambda row: str(row["vbid"]),
+    "state": lambda row: state_text(row["state"]),
+    "vbuuid": lambda row: row["vbuuid"] or DASH,
+    "published": lambda row: number(row["published_seqno"]),
+    "staged": lambda row: number(row["staged_seqno"]),
+    "source": lambda row: number(row["source_high_seqno"]),
+    "lag": lambda row: number(row["lag_seqnos"]),
+    "for": lambda row: duration(row["lag_s"]),
+    "documents": lambda row: number(row["documents"]),
+    "rollbacks": lambda row: number(row["rollback_count"]),
+    "": lambda row: str(row["detail"] or ""),
+}
+
+
+def groups_text(groups: Sequence[int]) -> str:
+    text = ",".join(map(str, groups))
+    return text if len(text) <= 16 else f"{len(groups)} groups"
+
+
+def row_table(columns: Mapping[str, Cell], rows: Sequence[Mapping[str, Any]], right: Sequence[int]) -> Table:
+    return plain_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows], right=right)
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    headers = ["worker", "state", "pid", "groups", "cpu", "memory", "up", "restarts", "last end"]
-    rows = []
-    for worker in workers:
-        groups = ",".join(map(str, worker["groups"]))
-        own = {
-            "worker": str(worker["slot"]),
-            "groups": groups if len(groups) <= 16 else f"{len(worker['groups'])} groups",
-            "up": duration(worker["uptime_s"]),
-        }
-        cells = process_cells(worker) | own
-        rows.append([cells[header] for header in headers])
-    return plain_table(headers, rows, right=(0, 2, 4, 5, 6, 7))
-
-
-def server_table(servers: Sequence[Mapping[str, Any]]) -> Table:
-    headers = ["server", "state", "pid", "clients", "requests", "cpu", "memory", "restarts", "last end"]
-    rows = []
-    for server in servers:
-        counters, kind = server["counters"], server["kind"]
-        own = {
-            "server": kind,
-            "clients": number(counters.get(f"{kind}_connections")),
-            "requests": number(counters.get(f"{kind}_requests")),
-        }
-        cells = process_cells(server) | own
-        rows.append([cells[header] for header in headers])
-    return plain_table(headers, rows, right=(2, 3, 4, 5, 6, 7))
-
-
-def vbucket_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    lines: list[list[str | Text]] = [
-        [
-            str(row["vbid"]),
-            state_text(row["state"]),
-            row["vbuuid"] or DASH,
-            number(row["published_seqno"]),
-            number(row["staged_seqno"]),
-            number(row["source_high_seqno"]),
-            number(row["lag_seqnos"]),
-            duration(row["lag_s"]),
-            number(row["documents"]),
-            number(row["rollback_count"]),
-            str(row["detail"] or ""),
-        ]
-        for row in rows
-    ]
-    headers = ["vbid", "state", "vbuuid", "published", "staged", "source", "lag", "for", "documents", "rollbacks", ""]
-    return plain_table(headers, lines, right=(0, 3, 4, 5, 6, 7, 8, 9))
+    return row_table(WORKER_COLUMNS, workers, right=(0, 2, 4, 5, 6, 7))
 
 
 def trouble_table(troubles: Sequence[Mapping[str, Any]]) -> Table:
@@ -288,10 +240,10 @@ def status_view(
     if document["workers"] and not brief:
         parts += ["", worker_table(document["workers"])]
     if document["servers"] and not brief:
-        parts += ["", server_table(document["servers"])]
+        parts += ["", row_table(SERVER_COLUMNS, document["servers"], right=(2, 3, 4, 5, 6, 7))]
     rows = document["vbuckets"]
     if every_vbucket:
-        parts += ["", vbucket_table(rows)]
+        parts += ["", row_table(VBUCKET_COLUMNS, rows, right=(0, 3, 4, 5, 6, 7, 8, 9))]
     elif rows:
         states = ", ".join(f"{count} {state}" for state, count in sorted(document["totals"]["states"].items()))
         parts += ["", f"[dim]vbuckets[/dim]  {escape(states)}"]
@@ -340,16 +292,15 @@ def progress_view(document: Mapping[str, Any]) -> RenderableType:
     done = document.get("catch_up")
     if not done:
         return Text.assemble(state_text(document["state"]), f"  {document.get('message') or ''}")
-    share, left = done["share"], done["left_s"]
     receiving = done["seqnos_received"] < done["seqnos_target"]
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
-        ProgressBar(total=1.0, completed=share, width=30),
-        f"{share:6.1%}",
+        ProgressBar(total=1.0, completed=done["share"], width=30),
+        f"{done['share']:6.1%}",
         f"{number(done['seqnos_received' if receiving else 'seqnos_published'])} of {number(done['seqnos_target'])} "
         f"{'received' if receiving else 'published'}",
         f"{number(document['totals'].get('documents_per_s'))}/s",
-        f"{duration(left)} left" if left is not None and share < 1 else "",
+        left_text(done),
     )
     return grid
 
@@ -358,18 +309,22 @@ def progress_line(document: Mapping[str, Any]) -> str:
     done = document.get("catch_up")
     if not done:
         return f"{document['state']}: {document.get('message') or ''}".rstrip(": ")
-    share, left = done["share"], done["left_s"]
-    rate = number(document["totals"].get("documents_per_s"))
-    line = (
-        f"{share:.1%} done | {number(done['seqnos_received'])} of {number(done['seqnos_target'])} seqnos received, "
-        f"{number(done['seqnos_published'])} published | "
-        f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s"
+    rate, left = number(document["totals"].get("documents_per_s")), left_text(done)
+    return (
+        f"{done['share']:.1%} done | {number(done['seqnos_received'])} of {number(done['seqnos_target'])} "
+        f"seqnos received, {number(done['seqnos_published'])} published | "
+        f"{done['vbuckets_done']} of {done['vbuckets']} vbuckets | {rate}/s" + (left and f" | {left}")
     )
-    return line + (f" | {duration(left)} left" if left is not None and share < 1 else "")
 
 
-def story_panel(title: str, lines: Sequence[str]) -> Panel:
-    return Panel("\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title=title, title_align="left")
+def left_text(done: Mapping[str, Any]) -> str:
+    return f"{duration(done['left_s'])} left" if done["left_s"] is not None and done["share"] < 1 else ""
+
+
+def story_panel(lines: Sequence[str]) -> Panel:
+    return Panel(
+        "\n".join(escape(line) for line in lines) or "[dim]...[/dim]", title="what happened", title_align="left"
+    )
 
 
 SPARKS = " ▁▂▃▄▅▆▇█"
@@ -392,13 +347,12 @@ def command_name() -> str:
 
 def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequence[str]) -> RenderableType:
     sums = document["totals"]
-    lag = lag_text(sums)
     figures = fact_table(
         {
             "state": state_text(document["state"]),
             "documents": f"{number(sums['documents'])}   (published: {number(sums['published_seqnos'])} seqnos)",
             "rate": f"{number(sums['documents_per_s'])} docs/s  {sparkline(rates)}",
-            "lag": lag,
+            "lag": lag_text(sums),
             "vbuckets": ", ".join(f"{count} {state}" for state, count in sorted(sums["states"].items())),
             "rollbacks": number(sums["rollback_count"]),
             "page": escape(", ".join(document["listeners"].get("http", ()))) or DASH,
@@ -409,7 +363,7 @@ def demo_view(document: Mapping[str, Any], rates: Sequence[float], lines: Sequen
         Panel(figures, title="dcp-mirror demo", title_align="left", subtitle="Ctrl-C ends it", subtitle_align="right"),
         worker_table(document["workers"]),
     ]
-    return Group(*parts, story_panel("what happened", newest_that_fit(parts, lines)))
+    return Group(*parts, story_panel(newest_that_fit(parts, lines)))
 
 
 def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Sequence[str]:
@@ -420,10 +374,6 @@ def newest_that_fit(above: Sequence[RenderableType], lines: Sequence[str]) -> Se
     while first and (left := left - len(Text(lines[first - 1]).wrap(stdout, stdout.width - 4))) >= 0:
         first -= 1
     return lines[min(first, max(0, len(lines) - 1)) :]
-
-
-def demo_end(lines: Sequence[str]) -> RenderableType:
-    return story_panel("what happened", lines)
 
 
 class Screen:

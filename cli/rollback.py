@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from cli import options, output, render
+from cli import options, output
 from cli.state import boundary_object
 from mirror import client
 from mirror.clock import SystemClock
@@ -134,7 +134,7 @@ def say(facts: Reply, shown: list[tuple[str, Document]], time_ms: int) -> None:
     verb = "went" if facts["done"] else "would go"
     typer.echo(
         f"vbucket {facts['vbid']} {verb} from seqno {facts['from_seqno']} to the boundary at seqno {seqno}, "
-        f"published {render.moment(time_ms)}: {facts['retracted']:,} retracted, {facts['restored']:,} restored"
+        f"published {output.moment(time_ms)}: {facts['retracted']:,} retracted, {facts['restored']:,} restored"
     )
     for kind, document in shown:
         what = "deleted" if document.deleted else output.for_people(document.value, 60)

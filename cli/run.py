@@ -137,7 +137,7 @@ def run(
         if as_json:
             output.print_json(caught_up_object(loaded.settings.data, last, int(code), elapsed_s))
         elif code == 0:
-            typer.echo(f"caught up: {render.progress_line(last)} in {render.duration(elapsed_s)}", err=True)
+            typer.echo(f"caught up: {render.progress_line(last)} in {output.duration(elapsed_s)}", err=True)
     if code:
         raise CommandEnded(int(code))
 

@@ -1,4 +1,4 @@
-"""`sql`: queries of a mirror, one as an argument or many in a shell.
+"""`sql`: queries of a mirror, one as an argument or many in a shell; `schema`: the columns of its documents.
 
 Knows the terminal, threads and files; `mirror.sql` answers. Invariants: a query runs in a thread of its own, so that
 Ctrl-C cancels it and nothing else; stdout has the answer alone, errors and progress go to stderr; a file gets its name
@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import re
+import shlex
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from cli.export import opened
 from cli.get import time_from
 from mirror.errors import ConfigError, MirrorError, QueryFailed
 from storage.errors import StorageError
-from storage.read.view import open_view
+from storage.read.view import View, open_view
 
 if TYPE_CHECKING:
     from mirror.sql import Session
@@ -41,6 +42,7 @@ HELP = "\\d: tables   \\d TABLE: its columns   Ctrl-C: cancel   Ctrl-D: end"
 WORD = re.compile(r"[\w.]+")
 AHEAD = 2
 """Batches that are read before they are written."""
+SCHEMA_HEADERS = ("column", "type", "share", "example")
 
 Write = Callable[[Any], object]
 
@@ -192,7 +194,7 @@ def sql(
             return
         with closing(Running(session, query).batches()) as found:
             if to is not None:
-                typer.echo(f"{render.counted(write_file(found, to), 'row')} written to {to}", err=True)
+                typer.echo(f"{output.counted(write_file(found, to), 'row')} written to {to}", err=True)
             elif as_json:
                 write_json(found)
             elif as_csv or not sys.stdout.isatty():
@@ -242,7 +244,7 @@ def answer(session: Session, line: str) -> None:
         if command != "\\d":
             with closing(Running(session, line).batches()) as found:
                 count = print_table(found)
-            typer.echo(f"{render.counted(count, 'row')}, {time.monotonic() - began_s:.2f} s")
+            typer.echo(f"{output.counted(count, 'row')}, {time.monotonic() - began_s:.2f} s")
         elif table:
             with closing(Running(session, f"SELECT * FROM {table} LIMIT 0").batches()) as found:
                 print_pairs("column", "type", [(field.name, str(field.type)) for field in next(found)])
@@ -267,3 +269,45 @@ def history_file() -> Path:
     path = folder / "sql_history"
     path.touch(mode=0o600)
     return path
+
+
+# The schema.
+
+
+def schema(
+    collection: Annotated[
+        str | None, typer.Argument(metavar="[COLLECTION]", help="SCOPE.NAME; default: every collection.")
+    ] = None,
+    data: options.DataOption = None,
+    documents: Annotated[int, typer.Option("--documents", min=1, help="Documents in the sample.")] = 10_000,
+    config: options.ConfigOption = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Print the columns of a sample of documents with types, shares and examples, and the --schema that names them."""
+    need("pyarrow")
+    from mirror.sql.schema import sample, type_ddl
+
+    chosen = options.collection_from(collection)
+    if isinstance(chosen, int):
+        raise ConfigError("a collection's number has no schema", hint="give its name, SCOPE.NAME")
+    with open_view(str(options.data_directory(data, config))) as view:
+        for name in [chosen] if chosen else collections_of(view):
+            columns = sample(view, name, documents)
+            rows = [(each.name, type_ddl(each.type), each.share, each.example) for each in columns]
+            text = ", ".join(each.ddl for each in columns)
+            if as_json:
+                shown = [dict(zip(SCHEMA_HEADERS, row, strict=True)) for row in rows]
+                output.print_json({"collection": name, "columns": shown, "schema": text})
+                continue
+            lines = [[cell_text(f"{cell:.1%}" if isinstance(cell, float) else cell) for cell in row] for row in rows]
+            typer.echo(f"{name}: {output.counted(len(columns), 'column')}")
+            if columns:
+                render.show(render.plain_table(SCHEMA_HEADERS, lines, right=(2,)))
+                typer.echo(f"--collection {name} --schema {shlex.quote(text)}")
+
+
+def collections_of(view: View) -> list[str]:
+    """Return the names of all collections, the default one first."""
+    from mirror.sql.read import DEFAULT_COLLECTION, Boundaries
+
+    return sorted(Boundaries(view, None, "schema").collections(), key=lambda name: (name != DEFAULT_COLLECTION, name))

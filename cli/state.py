@@ -80,17 +80,17 @@ def state(
                 [
                     str(row["vbid"]),
                     str(row["branch"]),
-                    row["vbuuid"] or render.DASH,
-                    render.number(row["published_seqno"]),
-                    render.number(row["staged_seqno"]),
+                    row["vbuuid"] or output.DASH,
+                    output.number(row["published_seqno"]),
+                    output.number(row["staged_seqno"]),
                     f"{row['snapshot']['start_seqno']}..{row['snapshot']['end_seqno']}"
                     if row["snapshot"]
-                    else render.DASH,
-                    render.number(row["history_floor_seqno"]),
-                    render.moment(row["history_floor_ms"]) if row["history_floor_ms"] else render.DASH,
+                    else output.DASH,
+                    output.number(row["history_floor_seqno"]),
+                    output.moment(row["history_floor_ms"]) if row["history_floor_ms"] else output.DASH,
                     str(len(row["boundaries"])),
-                    render.number(row["versions"]),
-                    render.size(row["row_bytes"] + row["key_bytes"]),
+                    output.number(row["versions"]),
+                    output.size(row["row_bytes"] + row["key_bytes"]),
                 ]
                 for row in rows
             ],

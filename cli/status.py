@@ -1,12 +1,19 @@
-"""`status` and `top`: the state of the mirror, from its service or else from the store.
+"""`status`, `top`: the state of a mirror, from its service or else from the store; `events`: its past and new events.
 
-Invariants: the JSON has the same shape with the service up or down; unknown values are null.
+Invariants: the JSON has the same shape with the service up or down; unknown values are null; with `--follow` each event
+is printed once, also after another service took over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import sys
+import termios
 import time
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +21,17 @@ import typer
 
 from cli import options, output, render
 from cli.exits import CommandEnded
-from cli.keyboard import Keyboard
 from mirror import client
 from mirror.errors import ExitCode
 from mirror.messages import GetStatus, Status
+from mirror.supervise.events.log import read_events
 from mirror.supervise.status import VbucketRow, stored_status, summed_if_known, totals
+from storage.env import directory
 from storage.errors import NotAMirror, StorageError
 from storage.read.view import View, open_view
 
 READY_INTERVAL_S = 0.2
+EVENTS_INTERVAL_S = 0.5
 COUNT_SEQNOS_MAX = 2_000_000
 """Documents are counted by walking the keys; for a larger mirror that takes seconds and needs --count."""
 
@@ -132,12 +141,12 @@ def top(
     as_json: options.JsonOption = False,
 ) -> None:
     """Show the status live until q or Ctrl-C."""
-    directory_path = options.data_directory(data, config)
-    counter = DocumentCounter(directory_path)
+    path = options.data_directory(data, config)
+    counter = DocumentCounter(path)
     looks = 0
-    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen, Keyboard() as keyboard:
+    with contextlib.suppress(KeyboardInterrupt), render.Screen(plain_interval_s=0) as screen, keys() as key_within:
         while True:
-            document = current_status(directory_path)
+            document = current_status(path)
             counter.fill(document)
             if as_json:
                 output.print_json(document)
@@ -146,5 +155,81 @@ def top(
             looks += 1
             if looks == count:
                 return
-            if keyboard.wait(interval) in ("q", "Q"):
+            if key_within(interval) in ("q", "Q"):
                 return
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits some seconds for a single key of the terminal and returns it; "" if none was pressed.
+
+    The terminal is restored at the end. Nothing is read if stdin is no terminal or belongs to another process group.
+    """
+    descriptor, before = -1, None
+    with contextlib.suppress(OSError, ValueError, termios.error):
+        found = sys.stdin.fileno()
+        if os.isatty(found) and _in_foreground(found):
+            before = termios.tcgetattr(found)
+            tty.setcbreak(found, termios.TCSADRAIN)
+            descriptor = found
+
+    def within(seconds: float) -> str:
+        nonlocal descriptor
+        if descriptor < 0:
+            time.sleep(seconds)
+        elif select.select([descriptor], [], [], seconds)[0]:
+            if key := os.read(descriptor, 1):
+                return key.decode(errors="replace")
+            descriptor = -1  # the terminal is gone
+        return ""
+
+    try:
+        yield within
+    finally:
+        if descriptor >= 0 and before is not None:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _in_foreground(descriptor: int) -> bool:
+    """False if a change of the terminal would stop this process (SIGTTOU)."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # not the controlling terminal, which alone sends SIGTTOU
+        return True
+
+
+def events(
+    data: options.DataOption = None,
+    config: options.ConfigOption = None,
+    since: Annotated[
+        str | None,
+        options.optional(
+            "--since", metavar="TIME|AGE", help="Only events after this ISO 8601 time, or this age, such as 2h."
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for further events until Ctrl-C.")] = False,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Show past events: rollbacks, resyncs, a lost source, full disks, processes that died, and so on.
+
+    Works with the service up or down.
+    """
+    path = options.data_directory(data, config)
+    if not follow:
+        directory.load(str(path))  # raises NotAMirror: nothing is not "no events"
+    since_ms = options.moment_ms(since, "--since") if since is not None else 0
+    number = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            for event in read_events(path, number):
+                number = event["number"]
+                if event["time_ms"] < since_ms:
+                    continue
+                if as_json:
+                    output.print_json(event)
+                else:
+                    render.print_event(event)
+            sys.stdout.flush()
+            if not follow:
+                return
+            time.sleep(EVENTS_INTERVAL_S)

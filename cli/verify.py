@@ -88,8 +88,8 @@ def verify(
 
         def compared(done: int, of: int, rows: int) -> None:
             elapsed_s = max(time.monotonic() - started, 0.001)
-            left = render.duration(elapsed_s / done * (of - done)) if done else "?"
-            counts = f"{done} of {of} vbuckets, {render.number(rows)} rows"
+            left = output.duration(elapsed_s / done * (of - done)) if done else "?"
+            counts = f"{done} of {of} vbuckets, {output.number(rows)} rows"
             screen.show_line(f"compared {counts}, {rows / elapsed_s:,.0f} rows/s, {left} left")
 
         def look(vbids: list[int] | None) -> list[VbucketResult]:
@@ -205,7 +205,7 @@ def say(facts: Reply, results: list[VbucketResult], limit: int) -> None:
     more = f", {unsaid}" if (unsaid := not_said(results)) else ""
     typer.echo(
         f"{facts['data']}: {verdict} ({sums['vbuckets']} vbuckets, {sums['documents']:,} documents and "
-        f"{sums['tombstones']:,} tombstones compared in {render.duration(facts['elapsed_s'])}{more})"
+        f"{sums['tombstones']:,} tombstones compared in {output.duration(facts['elapsed_s'])}{more})"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import events as command
+from cli import status as command
 from mirror.clock import SystemClock
 from mirror.supervise.events.kinds import MapChanged
 from mirror.supervise.events.log import EVENTS_FILE, EventLog

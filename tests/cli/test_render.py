@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from cli import render
+from cli import output, render
 from mirror.supervise.status import reported_row, totals
 
 
@@ -74,8 +74,8 @@ def document(**more: Any) -> dict[str, Any]:
 
 
 def test_one_of_a_kind_is_not_several() -> None:
-    found = [render.counted(count, "batch", "batches") for count in (0, 1, 1234)]
-    assert [*found, render.counted(1, "file")] == ["0 batches", "1 batch", "1,234 batches", "1 file"]
+    found = [output.counted(count, "batch", "batches") for count in (0, 1, 1234)]
+    assert [*found, output.counted(1, "file")] == ["0 batches", "1 batch", "1,234 batches", "1 file"]
 
 
 def test_the_status_names_what_is_wrong_first_and_fits_eighty_columns() -> None:
@@ -195,7 +195,7 @@ def test_the_demo_fits_eighty_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "▄█" in text
     assert "http://127.0.0.1:8080" in text
-    assert "it began" in drawn(render.demo_end(["1.0 s  it began"]))
+    assert "it began" in drawn(render.story_panel(["1.0 s  it began"]))
 
 
 def test_the_demo_fits_eighty_by_twenty_four_with_the_newest_of_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_sparks_of_nothing_are_nothing() -> None:
     ],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    assert render.duration(seconds) == text
+    assert output.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_durations(seconds: float | None, text: str) -> None:
     [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20 * 300, "300 MiB"), (2**42, "4096 GiB")],
 )
 def test_sizes(value: int | None, text: str) -> None:
-    assert render.size(value) == text
+    assert output.size(value) == text
 
 
 def test_without_a_terminal_a_line_comes_every_few_seconds(

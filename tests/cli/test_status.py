@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -46,18 +48,30 @@ def test_people_get_a_summary_and_every_vbucket_on_demand(mirrored: Path) -> Non
     assert len(call("status", "--data", mirrored, "--all").out.splitlines()) > 16
 
 
-def test_top_is_left_by_q(mirrored: Path) -> None:
+def test_top_without_a_screen_is_left_by_q_and_the_terminal_is_as_before(mirrored: Path) -> None:
     ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
     command = [*COMMAND, "top", "--data", str(mirrored), "--interval", "3600"]
     with ProcessGroup(
         command, stdin=theirs, stdout=subprocess.PIPE, env=environment(), text=True, process_group=0
     ) as top:
         assert top.stdout is not None
         top.stdout.readline()
+        assert termios.tcgetattr(theirs) != before
         os.write(ours, b"q")
         assert top.wait(LIMIT_S) == 0
+    assert termios.tcgetattr(theirs) == before
     os.close(ours)
     os.close(theirs)
+
+
+def test_a_file_on_stdin_is_not_read_for_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typed").write_text("qqq")
+    with (tmp_path / "typed").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with status.keys() as key_within:
+            assert key_within(0) == ""
+        assert stdin.read() == "qqq"
 
 
 def test_top_fits_a_terminal_of_80_columns_and_24_lines(mirrored: Path, tmp_path: Path) -> None:
