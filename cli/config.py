@@ -25,24 +25,26 @@ INTRODUCTION = f"""\
 
 # Settings
 
-For operators: each setting with its bounds, its default, and when a change takes effect.
+For operators: each setting with its default, its bounds in brackets, and when a change takes effect.
 
 A setting comes from the first of these that has it: a flag (`--set NAME=VALUE` works for all), the environment
 variable `{ENV_PREFIX}NAME`, the TOML file of `--config`, its default. `config show` prints values and origins.
 Values take units (`1h`, `64MiB`); a plain number has the unit in the setting's name.
 
-The password is not a setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or the file `password` in
-`secrets_dir`, in this order.
+The password is no setting: it comes from `{ENV_PREFIX}PASSWORD`, `password_file`, or `password` in `secrets_dir`, in
+this order.
 
 A change takes effect at SIGHUP (`systemctl reload`), which restarts the workers, unless the setting says otherwise:
 
 - **reload**: at SIGHUP. Restarted workers commit first; clients of restarted servers reconnect. If a new address cannot
-  be opened, all settings stay as they were;
+  be opened, no setting changes;
 - **restart**: at the next start of the service;
-- **new data directory**: never for an existing one; the start refuses another value.
+- **new data directory**: never; the start refuses another value.
 """
 
 LINE_LENGTH = 120
+BOOLEAN, PLAIN = "`true` or `false`", ("text", "path")
+"""Values that the page leaves out."""
 USUAL = Effect.WORKERS
 """The page leaves this effect out."""
 
@@ -99,13 +101,14 @@ def markdown_page(settings: list[Description]) -> str:
     for section, members in groupby(settings, key=lambda each: each.section):
         parts.append(f"\n## {section}\n")
         for each in members:
-            facts_shown = [re.sub(r"^(integer|number), ([a-z]+, )?(?=\S+ )", "", each.values)]  # the name has the unit
+            values = re.sub(r"^(integer|number), ([a-z]+, )?(?=\S+ )", "", each.values)  # the name has the unit
             if each.default is not None:
-                facts_shown.append(f"default {each.default}" if " " in each.default else f"default `{each.default}`")
-            if EFFECTS[each.name] != USUAL:
-                facts_shown.append(EFFECTS[each.name])
-            line = "; ".join(facts_shown) + "."
-            parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n\n{_wrapped(line)}\n")
+                default = each.default if " " in each.default else f"`{each.default}`"
+                values = default if each.values == BOOLEAN else f"{default} ({values})"
+            effect = EFFECTS[each.name]
+            shown = ["" if values in PLAIN else values, "" if effect == USUAL else effect.removeprefix("reload, ")]
+            line = "; ".join(filter(None, shown))
+            parts.append(f"\n### {each.name}\n\n{_wrapped(each.meaning)}\n" + (line and f"\n{_wrapped(line)}.\n"))
     return "".join(parts)
 
 

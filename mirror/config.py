@@ -54,40 +54,40 @@ class Settings:
     """
 
     source: str | None = takes(Effect.RESTART, None)
-    """Connection string of the bucket, without a password:
-    `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or `couchbases://` for TLS."""
+    """Connection string, without a password: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, or
+    `couchbases://` for TLS."""
     data: Path | None = takes(Effect.RESTART, None)
-    """The data directory. `run` creates it with mode 0700."""
+    """The data directory; `run` creates it with mode 0700."""
     workers: Annotated[int, Field(ge=1, le=64, json_schema_extra={"default": "number of cores, at most 4"})] = field(
         default_factory=lambda: min(4, os.cpu_count() or 1), metadata={"effect": Effect.LIVE}
     )
-    """Worker processes, one Python thread each. More workers than cores are no faster."""
+    """Worker processes, one Python thread each. More than cores are no faster."""
     groups: Annotated[int, Field(ge=1, le=256)] = takes(Effect.DIRECTORY, 8)
-    """LMDB environments that share the vbuckets. Each worker needs at least one; fewer groups have larger commits."""
+    """LMDB environments that share the vbuckets; each worker needs one. Fewer have larger commits."""
     vbuckets: str | None = takes(Effect.DIRECTORY, None)
     """Hold only these vbuckets (`0-511`) if several mirrors share a bucket. Unset: all."""
     collections: tuple[str, ...] | None = takes(Effect.DIRECTORY, None)
-    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. Unset, and no
-    `scope`: the directory's selection, else the whole bucket."""
+    """Mirror only these collections (`scope.collection`, separated by commas), and wait for missing ones. Unset,
+    without `scope`: the directory's selection, else the whole bucket."""
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What a commit forces to disk. `safe`: the data; the meta page follows within 0.2 s, so a power cut may undo a
-    group's last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can damage the file."""
+    """What a commit forces to disk. `safe`: the data, and the meta page within 0.2 s; a power cut may undo a group's
+    last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can damage the file."""
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
-    """Longest wait of a complete snapshot for a commit with others. There is no wait while commits take less than half
-    of a worker's time."""
+    """Longest wait of a complete snapshot for a commit with others; none while commits take less than half of a
+    worker's time."""
     batch_bytes_max: Annotated[int, Field(ge=64 * 1024, le=64 * MIB)] = 8 * MIB
     """Received rows in a worker's memory, and in an LMDB transaction."""
     map_size_bytes: Annotated[int, Field(ge=16 * MIB)] | None = None
-    """Address space of each group at open; it grows when it is full. Unset: the store's default."""
+    """Address space of each group at open; it grows when full. Unset: the store's default."""
 
     connection_buffer_size: Annotated[int, Field(ge=4096, le=512 * MIB)] = 20 * MIB
-    """DCP flow-control window of each connection to a node. One message of up to 20 MiB may exceed it."""
+    """DCP flow-control window of a connection. One message of up to 20 MiB may exceed it."""
     noop_interval_s: Annotated[float, Field(ge=0.1, le=10_800)] = 20.0
-    """Interval of the source's noops. After twice this silence the connection is replaced. Old servers allow no less
-    than 20."""
+    """Interval of the source's noops. A connection silent for twice as long is replaced. Old servers allow no less than
+    20."""
     connect_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     """Limit for a connection to a node, with TLS and login."""
     request_timeout_s: Annotated[float, Field(gt=0, le=600)] = 30.0
@@ -97,16 +97,15 @@ class Settings:
     retry_delay_max_ms: Annotated[int, Field(ge=1, le=600_000)] = 5_000
     """Longest pause between attempts to connect."""
     bootstrap_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = takes(Effect.RESTART, 0.0)
-    """Fail if no node of the source answers for this long after the start. 0: never (with `run --until-caught-up`: 60
-    s)."""
+    """Fail if no node answers for this long after the start. 0: never (`run --until-caught-up`: 60 s)."""
     map_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 2.5
-    """Interval of requests for the cluster map to every node and host of the source. After about this time the mirror
-    leaves a node that does not know of its failover."""
+    """Interval of requests for the cluster map to every node and host of the source. The mirror leaves a node that does
+    not know of its failover after about this time."""
     seqno_poll_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 1.0
     """Interval of requests for the source's high seqnos; the greatest age of the lag."""
     stall_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """After this time without data, a vbucket that is behind the source, or inside a snapshot, is `stalled`, and its
-    stream is reopened."""
+    """A vbucket behind the source, or inside a snapshot, that gets no data for this long is `stalled`; its stream is
+    reopened."""
     storage_retry_interval_s: Annotated[float, Field(ge=0.05, le=600)] = 5.0
     """Interval at which a group looks for space on a full disk."""
 
@@ -116,73 +115,72 @@ class Settings:
     """`forced`: the source compresses every value: less traffic and disk space, more processor time."""
 
     tls_ca_file: Path | None = None
-    """CA certificates (PEM) for `couchbases://`, read again at each connection. Unset: the system's."""
+    """CA certificates (PEM) for `couchbases://`, read at each connection. Unset: the system's."""
     tls_client_cert_file: Path | None = None
-    """Client certificate (PEM) that logs in, read again at each connection."""
+    """Client certificate (PEM) that logs in, read at each connection."""
     tls_client_key_file: Path | None = None
-    """Private key (PEM), if `tls_client_cert_file` does not contain it."""
+    """Private key (PEM), if not in `tls_client_cert_file`."""
     tls_minimum_version: Literal["1.2", "1.3"] = "1.2"
     """Oldest TLS version to accept. Servers before 7.2 speak 1.2."""
     plain_allowed: bool = False
-    """Allow SASL PLAIN without TLS, with the password in clear text, if the server offers nothing else."""
+    """Allow SASL PLAIN without TLS (the password in clear text) if the server offers nothing else."""
     network: Literal["auto", "default", "external"] = "auto"
-    """Advertised addresses to use. `auto`: those of the network of the first host of `source`. `?network=external` in
-    `source` takes precedence."""
+    """Advertised addresses to use. `auto`: the network of the first host of `source`, whose `?network=external` takes
+    precedence."""
     source_hosts: tuple[str, ...] | None = None
     """Hosts that a cluster map may name, separated by commas: names, `*.example.com`, addresses, networks
-    (`10.1.0.0/16`). They get the user's name and a proof of its password. Unset: any; the log names each new one."""
+    (`10.1.0.0/16`). They get the user's name and a proof of its password. Unset: any; new ones are logged."""
     dns_server: str | None = None
-    """Address (and port) of the name server for DNS SRV records. Unset: the system's."""
+    """Name server (address and port) for DNS SRV records. Unset: the system's."""
     password_file: Path | None = None
     """File with the password and nothing else, read at each login."""
     secrets_dir: Path | None = None
     """Directory with a file `password`. Unset: systemd's `CREDENTIALS_DIRECTORY`."""
 
     kv: str | None = takes(Effect.OWN_SERVERS, None)
-    """Addresses of the KV listener, separated by commas: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with
-    `tls://` in front for TLS. Unset: no listener."""
+    """KV addresses, separated by commas: `PORT`, `HOST:PORT`, `[IPV6]:PORT` or `unix:PATH`, with `tls://` in front for
+    TLS. Unset: no listener."""
     http: str | None = takes(Effect.OWN_SERVERS, None)
-    """Addresses of the HTTP listener, written like those of `kv`."""
+    """HTTP addresses, written like `kv`."""
     dcp: str | None = takes(Effect.OWN_SERVERS, None)
-    """Addresses of the DCP listener, written like those of `kv`."""
+    """DCP addresses, written like `kv`."""
 
     kv_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
-    """Processes that share the KV addresses, a core each. One answers some ten thousand requests a second."""
+    """KV processes, a core each. One answers some ten thousand requests a second."""
     kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` if one holds only some `vbuckets`. The state is `degraded` while a named mirror does not answer
-    for its vbuckets. Unset: this mirror alone."""
+    `host:port=0-511` for one of some `vbuckets`. The state is `degraded` while one does not answer for its vbuckets.
+    Unset: this mirror."""
     users_file: Path | None = takes(Effect.SERVERS, None)
     """Users that may read, written by `dcp-mirror user`. Unset: local clients and the source's user read everything."""
     listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
-    """Certificate chain (PEM) of the listeners with `tls://`. New connections use a replaced file at once."""
+    """Certificate chain (PEM) of `tls://` listeners. New connections use a replaced file at once."""
     listen_tls_key_file: Path | None = takes(Effect.SERVERS, None)
-    """Private key (PEM), if `listen_tls_cert_file` does not contain it."""
+    """Private key (PEM), if not in `listen_tls_cert_file`."""
     listen_tls_client_ca_file: Path | None = takes(Effect.SERVERS, None)
-    """Authorities (PEM) of client certificates. The common name of a certificate is the user; other clients log in.
-    Unset: no client certificates."""
+    """Authorities (PEM) of client certificates, whose common name is the user; other clients log in. Unset: no client
+    certificates."""
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
-    """Connections of one listening process; it closes further ones at once."""
+    """Connections of a listening process; it closes further ones at once."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
-    """Connections of one listening process from one peer: an IPv4 address, an IPv6 network of 64 bits, loopback, or a
-    user of a Unix socket. Raise it for clients behind a proxy."""
+    """The same from one peer: an IPv4 address, IPv6 /64, loopback, or user of a Unix socket. Raise it for clients
+    behind a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
-    """A client without a login after this time, TLS handshake included, is disconnected."""
+    """Time for a login, TLS handshake included; then the client is disconnected."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)
     """A client that sends nothing for this long is disconnected."""
     reader_send_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 30.0)
     """A client that takes nothing of its answer for this long is disconnected."""
     reader_unsent_bytes_max: Annotated[int, Field(ge=MIB, le=16 * 1024 * MIB)] = takes(Effect.SERVERS, 128 * MIB)
-    """Unsent answers of a listening process: six of the largest documents. Above it, the client with the most is
-    disconnected."""
+    """Unsent answers of a listening process. Above it, the client with the most is disconnected."""
     kv_request_bytes_max: Annotated[int, Field(ge=4096, le=MIB)] = takes(Effect.SERVERS, 64 * 1024)
-    """Largest body of a KV request: a key, or sixteen paths of a kilobyte. Larger ones (writes) are refused."""
+    """Largest body of a KV request. Larger ones (writes) are refused."""
     kv_pipeline_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 128)
-    """Requests of one connection in a row, before other connections get their turn."""
+    """Requests of one connection in a row, before others get their turn."""
     http_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
-    """Processes that share the HTTP addresses."""
+    """HTTP processes."""
     dcp_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.LIVE, 1)
-    """Processes that share the DCP addresses. One sends some hundred thousand documents a second."""
+    """DCP processes. One sends some hundred thousand documents a second."""
     ready_lag_limit_s: Annotated[float, Field(gt=0, le=86_400)] = takes(Effect.SERVERS, 30.0)
     """Lag above which the mirror is not ready (`/readyz`)."""
     resync_reads: Literal["unavailable", "stale"] = takes(Effect.ALL, "unavailable")
@@ -194,11 +192,11 @@ class Settings:
     sql: bool = takes(Effect.SERVERS, False)
     """Answer SQL at `POST /v1/query`. Needs the extra `dcp-mirror[sql]`."""
     sql_processes: Annotated[int, Field(ge=1, le=64)] = takes(Effect.SERVERS, 2)
-    """Queries that an HTTP process runs at a time, each in a process with one core. Others wait."""
+    """Queries that an HTTP process runs at a time, a process and a core each. Others wait."""
     sql_memory_bytes: Annotated[int, Field(ge=64 * MIB, le=1024 * 1024 * MIB)] = takes(Effect.SERVERS, 512 * MIB)
     """Memory of a query. One that needs more fails: nothing is spilled to disk."""
     sql_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.SERVERS, 60.0)
-    """Time for a query, from its request until its reader has the answer."""
+    """Time for a query, until its reader has the answer."""
     sql_rows_max: Annotated[int, Field(ge=1, le=100_000_000)] = takes(Effect.SERVERS, 100_000)
     """Rows of an answer. A longer one is cut there, and says so."""
 
@@ -214,27 +212,26 @@ class Settings:
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None
-    """System group whose members may read the data directory in-process (docs/operations.md, Readers as another
-    user)."""
+    """System group that may read the data directory in-process (docs/operations.md, Readers as another user)."""
     reader_pin_limit_s: Annotated[float, Field(ge=5, le=86_400)] = 60.0
     """`warnings` and the log name a process that reads in one LMDB transaction for longer: meanwhile the file grows."""
     publish: Literal["received", "persisted"] = takes(Effect.ALL, "received")
-    """When a complete snapshot becomes visible. `received`: at once. `persisted`: when the active node and every
+    """When a complete snapshot becomes visible. `received`: at once. `persisted`: once the active node and every
     replica have it on disk, so that no failover takes it back. That costs the delay of the disks, a request per waiting
-    vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a node that does not
-    answer delays its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
+    vbucket and copy every `persistence_poll_interval_ms`, and a connection per node and worker; a silent node delays
+    its vbuckets. Not for ephemeral buckets. A source that is a mirror needs the same setting."""
     persistence_poll_interval_ms: Annotated[int, Field(ge=5, le=60_000)] = 100
-    """Interval at which the source is asked for its persisted seqnos, while snapshots wait."""
+    """Interval of requests for persisted seqnos, while snapshots wait."""
 
     worker_heartbeat_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """A worker without a heartbeat for this long is killed and replaced."""
     stop_timeout_s: Annotated[float, Field(ge=0.1, le=3600)] = takes(Effect.LIVE, 20.0)
-    """Time that a process has for a clean stop before it is killed."""
+    """Time for a clean stop of a process; then it is killed."""
     log_level: Literal["debug", "info", "warning", "error"] = takes(Effect.ALL, "info")
     """Lowest level of log messages."""
     on_event: str | None = takes(Effect.LIVE, None)
     """Command to run for each event (docs/operations.md, Events), with one line of JSON on stdin, without a shell or
-    the password. At most 2 run at once, each for 10 s, and 100 events wait; a failure is logged once."""
+    the password. At most 2 run at once, 10 s each, and 100 events wait."""
     log_json: bool = takes(Effect.ALL, False)
     """Write log lines as JSON objects."""
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.main import main
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.forkserver import ForkServer
@@ -100,6 +104,30 @@ def call(
         err.seek(0)
         raw = out.read()
         return Result(code, raw.decode(errors="replace"), err.read().decode(), raw)
+
+
+def call_here(*arguments: object, text: str = "", env: dict[str, str] | None = None, cwd: Path | None = None) -> Result:
+    """Run the command in the test's own process: for commands that open no store and start no service."""
+    out, err = io.TextIOWrapper(io.BytesIO(), write_through=True), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = os.umask(0o077)
+    os.umask(mask)
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
+        for name, value in environment(**(env or {})).items():
+            patched.setenv(name, value)
+        patched.setattr(sys, "argv", ["dcp-mirror", *map(str, arguments)])
+        patched.setattr(sys, "stdin", io.StringIO(text))
+        if cwd is not None:
+            patched.chdir(cwd)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            os.umask(mask)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    raw = out.buffer.getvalue()  # type: ignore[attr-defined]
+    return Result(int(ended.value.code or 0), raw.decode(errors="replace"), err.getvalue(), raw)
 
 
 def background(*arguments: object, **more: Any) -> ProcessGroup:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 
 
 def test_the_files_are_written_and_never_over_others(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    result = call("assets", "--to", folder)
+    result = call_here("assets", "--to", folder)
     assert result.code == 0, result.err
     assert sorted(path.name for path in folder.iterdir()) == ["dcp-mirror-alerts.yml", "dcp-mirror-dashboard.json"]
     assert result.out.split() == [str(folder / "dcp-mirror-alerts.yml"), str(folder / "dcp-mirror-dashboard.json")]
-    assert call("assets", "--to", folder).code == 0, "the same content may be there"
+    assert call_here("assets", "--to", folder).code == 0, "the same content may be there"
     (folder / "dcp-mirror-alerts.yml").write_text("groups: []\n")
-    refused = call("assets", "--to", folder)
+    refused = call_here("assets", "--to", folder)
     assert refused.code == 2
     assert "with other content (move it away" in refused.complaint
     assert (folder / "dcp-mirror-alerts.yml").read_text() == "groups: []\n"
-    nowhere = call("assets", "--to", folder / "dcp-mirror-alerts.yml")
+    nowhere = call_here("assets", "--to", folder / "dcp-mirror-alerts.yml")
     assert nowhere.code == 2
     assert "name a directory" in nowhere.complaint

@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from mirror.config_reader import NAMES
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 
 
 def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
     (tmp_path / "mirror.toml").write_text('source = "couchbase://reader@db/orders"\n')
-    result = call(
+    result = call_here(
         "config",
         "show",
         "--json",
@@ -32,20 +32,20 @@ def test_each_setting_says_where_it_comes_from(tmp_path: Path) -> None:
 
 def test_the_password_is_not_shown() -> None:
     for arguments in (["config", "show"], ["config", "show", "--json"]):
-        result = call(*arguments, env={"DCP_MIRROR_PASSWORD": "hunter2"})
+        result = call_here(*arguments, env={"DCP_MIRROR_PASSWORD": "hunter2"})
         assert result.code == 0
         assert "hunter2" not in result.out + result.err
         assert "********" in result.out
 
 
 def test_people_get_a_table() -> None:
-    result = call("config", "show")
+    result = call_here("config", "show")
     assert result.out.splitlines()[0].split() == ["setting", "value", "from"]
     assert any(line.split()[:1] == ["commit_interval_ms"] for line in result.out.splitlines())
 
 
 def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> None:
-    rows = {row["name"]: row for row in call("config", "explain", "--json").json}
+    rows = {row["name"]: row for row in call_here("config", "explain", "--json").json}
     assert set(rows) == set(NAMES)
     assert all(row["meaning"] and row["section"] for row in rows.values())
     assert rows["noop_interval_s"]["values"] == "number, seconds, 0.1 to 10800"
@@ -65,13 +65,13 @@ def test_each_setting_is_explained_with_its_bounds_and_what_a_change_needs() -> 
 
 
 def test_a_setting_is_explained_to_people() -> None:
-    said = call("config", "explain", "history_s").out
+    said = call_here("config", "explain", "history_s").out
     assert "Age to which superseded versions" in said
     assert "integer, seconds, 0 to" in said
     assert "takes effect" in said
 
 
 def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
-    result = call("config", "explain", "histori_s")
+    result = call_here("config", "explain", "histori_s")
     assert result.code == 2
     assert "did you mean history_s" in result.complaint

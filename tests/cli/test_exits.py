@@ -12,7 +12,7 @@ from cli.exits import Absent, CommandEnded, code_of, guarded
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, ConnectFailed, MirrorError
 from mirror.wire.errors import RemoteProtocolError
 from storage.errors import CorruptedError, Full, NotAMirror, StorageError, WrongBucket
-from tests.cli.conftest import COMMAND, call, environment
+from tests.cli.conftest import COMMAND, call_here, environment
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_bug_names_the_way_to_its_traceback(
     ids=" ".join,
 )
 def test_wrong_usage_is_one_line_and_exit_2(arguments: list[str]) -> None:
-    result = call(*arguments)
+    result = call_here(*arguments)
     assert result.code == 2
     assert result.out == ""
     assert "--help" in result.complaint

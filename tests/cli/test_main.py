@@ -14,33 +14,33 @@ import typer
 from cli.main import COMMANDS as SECTIONS
 from cli.main import EXAMPLES, MODULES, application
 from mirror import __version__
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["run", "demo", "sandbox", "status", "top", "get", "scan", "changes", "state", "check", "config"]
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    assert call("--version").out == call("-V").out == f"dcp-mirror {__version__}\n"
+    assert call_here("--version").out == call_here("-V").out == f"dcp-mirror {__version__}\n"
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__
 
 
 def test_help_names_every_command() -> None:
-    result = call("--help")
+    result = call_here("--help")
     assert result.code == 0
     assert all(f" {command} " in result.out for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command: str) -> None:
-    result = call(command, "--help")
+    result = call_here(command, "--help")
     assert result.code == 0
     assert f"Usage: dcp-mirror {command}" in result.out
 
 
 @pytest.mark.parametrize("command", ["", "pipeline", "config"])
 def test_without_a_command_it_says_what_there_is(command: str) -> None:
-    result = call(*command.split())
+    result = call_here(*command.split())
     assert result.code == 2
     assert result.out.startswith(f"Usage: dcp-mirror {command}".rstrip())
 
@@ -68,7 +68,7 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         command = command.commands[arguments.pop(0)]
     command.make_context(name, arguments)  # raises UsageError
-    assert f"Example: {EXAMPLES[name]}" in " ".join(call(name, "--help").out.split())
+    assert f"Example: {EXAMPLES[name]}" in " ".join(call_here(name, "--help").out.split())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_shells_complete_options_and_values(words: str, completed: set[str]) -> 
     line = f"dcp-mirror {words}"
     count = len(line.split()) - (not line.endswith(" "))
     given = {"_DCP_MIRROR_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(count)}
-    assert set(call(env=given).out.split()) == completed
+    assert set(call_here(env=given).out.split()) == completed
 
 
 def test_every_command_has_its_line_of_help_and_its_example() -> None:
@@ -99,8 +99,8 @@ def test_every_command_has_its_line_of_help_and_its_example() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_get_completion(shell: str) -> None:
-    result = call(env={"_DCP_MIRROR_COMPLETE": f"source_{shell}"})
+    result = call_here(env={"_DCP_MIRROR_COMPLETE": f"source_{shell}"})
     assert result.code == 0
     assert "_DCP_MIRROR_COMPLETE" in result.out
-    words = call(env={"_DCP_MIRROR_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-mirror sta", "COMP_CWORD": "1"})
+    words = call_here(env={"_DCP_MIRROR_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-mirror sta", "COMP_CWORD": "1"})
     assert words.out.split() == ["status", "state"]

@@ -19,11 +19,11 @@ from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline.progress import BatchFigures
 from tests.bench import stores
-from tests.cli.conftest import LIMIT_S, background, call, environment
+from tests.cli.conftest import LIMIT_S, background, call, call_here, environment
 
 
 def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> None:
-    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", "--json")
+    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", "--processes", "1", "--json")
     assert done.code == 0, done.err
     facts = done.json
     assert (facts["documents"], facts["format"], facts["vbuckets"], facts["version"]) == (183, "parquet", 16, None)
@@ -67,7 +67,7 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
     done = call("pipeline", "compare", *arguments)
     assert (done.code, len(done.out.splitlines())) == (0, 1), done.err + done.out
     assert "equal (16 vbuckets, 183 documents" in done.out
-    facts = call("pipeline", "compare", *arguments, "--vbuckets", "0-3", "--json").json
+    facts = call("pipeline", "compare", *arguments, "--vbuckets", "0-3", "--processes", "1", "--json").json
     assert facts["equal"]
     assert [row["vbid"] for row in facts["vbuckets"]] == [0, 1, 2, 3]
     assert facts["vbuckets"][0]["differences"] == []
@@ -92,7 +92,7 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
-    done = call("pipeline", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
+    done = call_here("pipeline", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
     assert done.code == 2
     assert what in done.complaint
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirr
 def test_a_stream_of_nothing_ends_before_java_starts(
     arguments: list[str], code: int, what: str, tmp_path: Path
 ) -> None:
-    done = call("pipeline", "sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
+    done = call_here("pipeline", "sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
     assert done.code == code
     assert what in done.complaint
     assert "Spark" not in done.err
@@ -140,7 +140,7 @@ def test_schemas_of_sync_are_for_all_tables_or_for_a_collection_s() -> None:
 def test_a_schema_that_sync_cannot_keep_is_refused_before_java_starts(
     mirrored: Path, arguments: list[str], what: str, tmp_path: Path
 ) -> None:
-    done = call("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments)
+    done = call_here("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments)
     assert done.code == 2
     assert what in done.complaint
     assert not (tmp_path / "lake").exists()

@@ -18,7 +18,7 @@ from mirror import client
 from mirror.messages import GetStatus
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import LIMIT_S, background, call
+from tests.cli.conftest import LIMIT_S, background, call, call_here
 from tests.processes import caught_up
 
 NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
@@ -135,7 +135,7 @@ def test_it_runs_until_stopped_and_answers_meanwhile(
     ],
 )
 def test_a_source_that_cannot_be_meant(tmp_path: Path, url: str, code: int, words: str) -> None:
-    result = call("run", "--source", url, "--data", tmp_path / "data")
+    result = call_here("run", "--source", url, "--data", tmp_path / "data")
     assert (result.code, result.out) == (code, "")
     assert words in result.complaint
     assert "secret" not in result.err
@@ -184,9 +184,9 @@ def test_stopped_before_it_has_read_its_settings_it_ends_cleanly(tmp_path: Path,
 
 
 def test_what_is_needed_is_requested(tmp_path: Path) -> None:
-    assert "--data" in call("run", "--source", NOBODY_THERE).complaint
-    assert "--source" in call("run", "--data", tmp_path).complaint
-    assert call("run").code == 2
+    assert "--data" in call_here("run", "--source", NOBODY_THERE).complaint
+    assert "--source" in call_here("run", "--data", tmp_path).complaint
+    assert call_here("run").code == 2
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_is_needed_is_requested(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict[str, str], words: str) -> None:
-    result = call("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env)
+    result = call_here("run", "--source", NOBODY_THERE, "--data", tmp_path / "data", *arguments, env=env)
     assert result.code == 2
     assert words in result.complaint
     assert not (tmp_path / "data").exists()
@@ -216,7 +216,7 @@ def test_settings_that_are_wrong(tmp_path: Path, arguments: list[str], env: dict
 
 def test_a_settings_file_that_is_no_toml(tmp_path: Path) -> None:
     (tmp_path / "mirror.toml").write_text("source = {")
-    result = call("run", "--config", tmp_path / "mirror.toml")
+    result = call_here("run", "--config", tmp_path / "mirror.toml")
     assert result.code == 2
     assert "TOML" in result.complaint
 

@@ -13,7 +13,7 @@ from cli.sandbox import FAULT_HELP, arguments_from, socket_of
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.sandbox.control import COMMANDS, default_path
-from tests.cli.conftest import LIMIT_S, background, call
+from tests.cli.conftest import LIMIT_S, background, call, call_here
 from tests.feed.authority import Authority
 from tests.terminal import Terminal
 
@@ -92,20 +92,20 @@ def test_a_certificate_is_shown_and_exchanged(tmp_path: Path) -> None:
     [(("--tls-key", "some.key"), "no TLS without a certificate"), (("--tls-cert", "absent.pem"), "absent.pem")],
 )
 def test_tls_that_cannot_be_is_refused(flags: tuple[str, ...], said: str) -> None:
-    wrong = call("sandbox", *flags)
+    wrong = call_here("sandbox", *flags)
     assert (wrong.code, wrong.out) == (2, "")
     assert said in wrong.complaint
 
 
 def test_a_profile_that_is_not_there_is_named() -> None:
-    wrong = call("sandbox", "--profile", "4.x")
+    wrong = call_here("sandbox", "--profile", "4.x")
     assert (wrong.code, wrong.out) == (2, "")
     assert "no server profile '4.x'" in wrong.complaint
     assert "7.2" in wrong.complaint
 
 
 def test_the_help_names_every_command_and_what_may_be_left_out() -> None:
-    shown = call("sandbox", "fault", "--help").out
+    shown = call_here("sandbox", "fault", "--help").out
     assert "[lose=N]" in shown
     words = set(FAULT_HELP.replace(",", " ").replace(";", " ").split())
     assert words >= {*COMMANDS}

@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 from mirror.serve.access.auth import FileUsers, Reader
-from tests.cli.conftest import Result, call
+from tests.cli.conftest import Result, call_here
 
 
 def user(*arguments: str, password: str = "") -> Result:
-    return call("user", *arguments, text=password)
+    return call_here("user", *arguments, text=password)
 
 
 def test_users_are_added_changed_listed_and_removed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mirror.config_reader import ENV_PREFIX, NAMES, NOT_SETTINGS
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 from tests.crash.service import until
 from tests.processes import ProcessGroup
 from tests.whole.test_cascade import free_port
@@ -74,7 +74,7 @@ def test_what_it_runs_is_a_command_of_the_program_and_its_variables_are_settings
     image = stages()[-1]
     assert json.loads(of("ENTRYPOINT", image)[0]) == ["dcp-mirror"]
     (command,) = json.loads(of("CMD", image)[0])
-    assert call(command, "--help").code == 0
+    assert call_here(command, "--help").code == 0
     compose = (FOLDER / "compose.yaml").read_text()
     named = set(re.findall(rf"{ENV_PREFIX}\w+", "".join(of("ENV", image)) + compose))
     assert len(named) >= 4

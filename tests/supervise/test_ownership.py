@@ -10,7 +10,7 @@ import pytest
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.ownership import refuse_files_of_others, refuse_others
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 
 NAMED = ("users_file", "password_file", "listen_tls_key_file", "tls_client_key_file")
 
@@ -60,7 +60,7 @@ def test_a_service_does_not_start_with_such_a_file(tmp_path: Path, file: Path) -
     source = "couchbase://demo@127.0.0.1:1/orders"
     for flags in (("--config", file), ("--set", f"users_file={file}"), ("--set", f"password_file={file}")):
         file.write_text("")
-        found = call("run", "--source", source, "--data", tmp_path / "data", *flags)
+        found = call_here("run", "--source", source, "--data", tmp_path / "data", *flags)
         assert found.code == 2
         assert f"{file} can be written by other users" in found.err
     assert not (tmp_path / "data").exists()

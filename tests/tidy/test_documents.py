@@ -25,7 +25,7 @@ from storage.model import DOCUMENT_FIELDS
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs" / "settings.md"
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
-README_LINES_MAX = 150
+README_LINES_MAX = 110
 IMAGE_BYTES_MAX = 150_000
 
 
