@@ -13,8 +13,8 @@ import typer
 from cli import options, output
 from cli.exits import CommandEnded
 from mirror import client
+from mirror.config import required_source
 from mirror.inspection.doctor import Doctor, Finding, StepVerdict
-from mirror.log import set_up_logs
 from mirror.messages import GetStatus
 
 COLOURS = {StepVerdict.OK: "green", StepVerdict.WARN: "yellow", StepVerdict.FAIL: "red"}
@@ -32,10 +32,10 @@ def doctor(
     """
     loaded = options.settings_from({"data": data, "source": source}, config=config, pairs=pairs)
     settings = options.with_source(loaded)
-    assert settings.source is not None
-    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    url = required_source(settings)
+    options.quiet_logs(settings)
     answer = None if settings.data is None else client.ask(settings.data, GetStatus())
-    work = Doctor(settings, settings.source, settings.data, status=None if answer is None else answer["status"])
+    work = Doctor(settings, url, settings.data, status=None if answer is None else answer["status"])
     if not as_json:
         work.on_finding = say
     findings = asyncio.run(work.examine())
@@ -43,7 +43,7 @@ def doctor(
     if as_json:
         output.print_json(
             {
-                "source": settings.source,
+                "source": url,
                 "data": None if settings.data is None else str(settings.data),
                 "service": "down" if answer is None else "up",
                 "ok": not failed,

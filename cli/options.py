@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from mirror import client, units
-from mirror.config import Settings, Values
+from mirror.config import Settings, Values, required_data
 from mirror.config_reader import NAMES, LoadedSettings, load, validated
 from mirror.errors import ConfigError
+from mirror.log import set_up_logs
 from mirror.messages import GetSource
 from storage.format.tokens import full_name
 
@@ -135,10 +136,12 @@ def with_source(loaded: LoadedSettings) -> Settings:
 
 
 def data_directory(data: Path | None, config: Path | None = None) -> Path:
-    found = settings_from({"data": data}, config=config).settings.data
-    if found is None:
-        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
-    return found
+    return required_data(settings_from({"data": data}, config=config).settings)
+
+
+def quiet_logs(settings: Settings) -> None:
+    """Log errors alone, unless the settings say debug."""
+    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
 
 
 def moment_ms(text: str, option: str) -> int:

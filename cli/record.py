@@ -15,12 +15,11 @@ import typer
 
 from cli import options, output, render
 from mirror.clock import SystemClock
-from mirror.config import Settings
+from mirror.config import Settings, required_source
 from mirror.errors import ConfigError, MirrorError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.read.reader import Position, Snapshot, SourceReader
 from mirror.inspection.recording import Recorder
-from mirror.log import set_up_logs
 
 
 def record(
@@ -42,18 +41,15 @@ def record(
     The file contains the documents: keep it as secret as the bucket.
     """
     settings = options.settings_from({"source": source}, config=config, pairs=pairs).settings
-    if settings.source is None:
-        raise ConfigError(
-            "no source is given", hint="give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
-        )
+    url = required_source(settings)
     if to is None:
         raise ConfigError("no file is named", hint="give --to FILE")
-    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
-    parse(settings.source)
+    options.quiet_logs(settings)
+    parse(url)
     recorder = Recorder(to, SystemClock(), bytes_max=bytes_max)
     started = time.monotonic()
     try:
-        snapshots, ended_by = record_into(recorder, settings.source, settings, seconds, vbid)
+        snapshots, ended_by = record_into(recorder, url, settings, seconds, vbid)
     except BaseException:
         recorder.close()
         if not recorder.frame_count:

@@ -17,7 +17,7 @@ import typer
 from cli import options, output, render
 from cli.exits import CommandEnded
 from mirror import client
-from mirror.config import Settings
+from mirror.config import Settings, required_source
 from mirror.errors import ConfigError, ExitCode
 from mirror.feed.read.reader import SourceReader
 from mirror.ingest.selection import Selection
@@ -25,7 +25,6 @@ from mirror.ingest.topology import check_bucket
 from mirror.inspection.comparison import Difference, VbucketResult, not_said
 from mirror.inspection.repair import resync
 from mirror.inspection.verify import WAIT_S, Verifier
-from mirror.log import set_up_logs
 from mirror.messages import Ping, Reply
 from mirror.serve.objects import key_fields
 from storage.env import directory
@@ -71,9 +70,8 @@ def verify(
     """Compare every version of every key with the source. Exit code 3 if something differs, 1 if unsure."""
     path = options.data_directory(data, config)
     settings = options.with_source(options.settings_from({"data": data, "source": source}, config=config, pairs=pairs))
-    url = settings.source
-    assert url is not None
-    set_up_logs("debug" if settings.log_level == "debug" else "error", json=settings.log_json)
+    url = required_source(settings)
+    options.quiet_logs(settings)
     service = client.ask(path, Ping()) is not None
     started = time.monotonic()
     with (

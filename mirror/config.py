@@ -242,6 +242,21 @@ AT_START = (Effect.DIRECTORY, Effect.RESTART)
 """A reload leaves these settings as they were."""
 
 
+def required_source(settings: Settings) -> str:
+    """Return the setting `source`. Raises ConfigError without one."""
+    if settings.source is None:
+        hint = "give --source couchbase://user@host/bucket or set DCP_MIRROR_SOURCE"
+        raise ConfigError("no source is given", hint=hint, setting="source")
+    return settings.source
+
+
+def required_data(settings: Settings) -> Path:
+    """Return the setting `data`. Raises ConfigError without one."""
+    if settings.data is None:
+        raise ConfigError("no data directory is given", hint="give --data DIR or set DCP_MIRROR_DATA", setting="data")
+    return settings.data
+
+
 def vbucket_range(text: str, setting: str) -> tuple[int, int]:
     """Parse a range such as `0-511`. Raises ConfigError that names the setting."""
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text, re.ASCII)
@@ -309,21 +324,23 @@ class PasswordSource:
         """Describe the place of the password; None without one."""
         if os.environ.get("DCP_MIRROR_PASSWORD") is not None:
             return "environment"
-        if self.file is not None:
-            return f"file {self.file}"
-        if self.folder is not None and (self.folder / "password").exists():
-            return f"file {self.folder / 'password'}"
-        return None
+        found = self._file()
+        return None if found is None else f"file {found[0]}"
 
     def read(self) -> str | None:
         """Return the current password; None if none is set. Raises ConfigError if a file cannot be read."""
         from_environment = os.environ.get("DCP_MIRROR_PASSWORD")
         if from_environment is not None:
             return from_environment
+        found = self._file()
+        return None if found is None else _read_secret(*found)
+
+    def _file(self) -> tuple[Path, str] | None:
+        """Return the file of the password and the setting that names it."""
         if self.file is not None:
-            return _read_secret(self.file, "password_file")
-        if self.folder is not None and (self.folder / "password").exists():
-            return _read_secret(self.folder / "password", "secrets_dir")
+            return self.file, "password_file"
+        if self.folder is not None and (found := self.folder / "password").exists():
+            return found, "secrets_dir"
         return None
 
 

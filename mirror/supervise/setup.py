@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mirror.clock import Clock
-from mirror.config import Settings, vbucket_range
+from mirror.config import Settings, required_data, required_source, vbucket_range
 from mirror.errors import ClusterError, ConfigError
 from mirror.feed.cluster.discovery import Source, find_source
 from mirror.feed.connection.bootstrap import Access
@@ -161,11 +161,8 @@ class Setup:
 
 
 def look_up_with(clock: Clock) -> LookUp:
-
     async def look_up(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        if settings.source is None:
-            raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
-        return await find_source(Access.of(parse(settings.source), settings), clock, bucket_uuid)
+        return await find_source(Access.of(parse(required_source(settings)), settings), clock, bucket_uuid)
 
     return look_up
 
@@ -175,12 +172,11 @@ async def set_aside_another_bucket(settings: Settings, look_up: LookUp) -> str |
 
     Raises ClusterError if the source cannot be reached, SupervisionError while a service runs, StorageError.
     """
-    if settings.data is None:
-        raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
-    data = str(settings.data)
+    path = required_data(settings)
+    data = str(path)
     if not directory.exists(data):
         return None
-    lock = ServiceLock(settings.data)
+    lock = ServiceLock(path)
     try:
         identity = directory.load(data)
         source = await look_up(settings)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
-from mirror.health import assess_stored
+from mirror.health import Health, assess_stored
 from mirror.ingest.selection import Selection
 from mirror.messages import Status
 from mirror.supervise.events.log import newest_events
@@ -171,11 +171,10 @@ def _newest(rows: Sequence[VbucketRow], name: Literal["last_rollback_ms", "last_
     return max((moment for row in rows if (moment := row[name]) is not None), default=None)
 
 
-def stored_status(data: Path) -> Status:
-    identity = directory.load(str(data))
-    with open_view(str(data)) as view:
-        rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
-    health = assess_stored(rows)
+def status_document(
+    data: Path, identity: Identity | None, health: Health, rows: Sequence[VbucketRow], time_ms: int
+) -> Status:
+    """Return a status in the shape of cli/JSON.md with what is known without a service."""
     return {
         "service": "down",
         "state": health.state,
@@ -185,7 +184,7 @@ def stored_status(data: Path) -> Status:
         "since_ms": None,
         "pid": None,
         "uptime_s": None,
-        "time_ms": time.time_ns() // 1_000_000,
+        "time_ms": time_ms,
         "data": str(data),
         "source": None,
         "source_error": None,
@@ -200,9 +199,17 @@ def stored_status(data: Path) -> Status:
         "readers": [],
         "totals": totals(rows) | {"documents_per_s": None, "bytes_per_s": None},
         "catch_up": None,
-        "events": newest_events(data),
+        "events": [],
         "vbuckets": rows,
     }
+
+
+def stored_status(data: Path) -> Status:
+    identity = directory.load(str(data))
+    with open_view(str(data)) as view:
+        rows = [_row(view, vbid, vbid % identity.group_count) for vbid in map(int, view.vbids)]
+    found = status_document(data, identity, assess_stored(rows), rows, time.time_ns() // 1_000_000)
+    return found | {"events": newest_events(data)}
 
 
 def _row(view: View, vbid: int, group: int) -> VbucketRow:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mirror.clock import Clock
-from mirror.config import AT_START, EFFECTS, Settings, to_wire
+from mirror.config import AT_START, EFFECTS, Settings, required_data, required_source, to_wire
 from mirror.errors import ConfigError, ExitCode, MirrorError, SupervisionError
 from mirror.health import STOPPING, of_mirror
 from mirror.ingest.topology import ClusterMap
@@ -93,11 +93,9 @@ class Supervisor:
         With `required_groups`, an existing directory must have that many groups. With `accept_older_map`, the first map
         found is followed however old it is.
         """
-        if settings.data is None:
-            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
-        if settings.source is None:
-            raise ConfigError("no source is given", hint="give --source couchbase://user@host/bucket", setting="source")
-        self._context = ServiceContext(settings, settings.data, clock)
+        data = required_data(settings)
+        required_source(settings)
+        self._context = ServiceContext(settings, data, clock)
         self._setup = Setup(self._context, look_up, required_groups=required_groups, accept_older_map=accept_older_map)
         self._clock = clock
         self._until_caught_up = until_caught_up
@@ -108,7 +106,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._listeners = Listeners(settings, clock.wall_ms() // 1000)
         self._hook = Hook(clock, settings.on_event)
-        self._event_log = EventLog(clock, settings.data, self._hook.put)
+        self._event_log = EventLog(clock, data, self._hook.put)
         self._processes = Processes(
             self._context,
             self._listeners,

@@ -23,7 +23,7 @@ from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow.consumer import Consumer
 from mirror.log import set_up_logs
 from mirror.sandbox import SandboxCluster
-from mirror.supervise.processes.figures import private_bytes
+from mirror.supervise.processes.child import private_bytes
 from mirror.supervise.processes.worker import settle_collector
 from storage.env import directory
 from storage.model import Identity

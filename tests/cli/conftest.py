@@ -108,7 +108,8 @@ def call(
 
 def call_here(*arguments: object, text: str = "", env: dict[str, str] | None = None, cwd: Path | None = None) -> Result:
     """Run the command in the test's own process: for commands that open no store and start no service."""
-    out, err = io.TextIOWrapper(io.BytesIO(), write_through=True), io.StringIO()
+    raw = io.BytesIO()
+    out, err = io.TextIOWrapper(raw, write_through=True), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mask = os.umask(0o077)
     os.umask(mask)
@@ -126,8 +127,8 @@ def call_here(*arguments: object, text: str = "", env: dict[str, str] | None = N
             os.umask(mask)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    raw = out.buffer.getvalue()  # type: ignore[attr-defined]
-    return Result(int(ended.value.code or 0), raw.decode(errors="replace"), err.getvalue(), raw)
+    shown = raw.getvalue()
+    return Result(int(ended.value.code or 0), shown.decode(errors="replace"), err.getvalue(), shown)
 
 
 def background(*arguments: object, **more: Any) -> ProcessGroup:

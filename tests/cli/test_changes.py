@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from cli.changes import tokens_from
-from mirror.errors import ConfigError
+from cli.changes import load_cursor, save_cursor, tokens_from
+from mirror.errors import ConfigError, SupervisionError
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
+from storage.model import Branch, Seqno
 from storage.read.view import Token, open_view
 from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes
 from tests.cli.test_run import eventually
@@ -159,8 +160,28 @@ def test_a_collection_alone(moving: tuple[SandboxThread, Path]) -> None:
     assert "no collection 'shop.none'" in call("changes", "--data", data, "--collection", "shop.none").complaint
 
 
-def test_a_file_that_is_no_cursor_file(mirrored: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("notes\n")
-    for option in ("--since", "--cursor"):
-        result = call("changes", "--data", mirrored, option, tmp_path / "notes")
-        assert (result.code, "is not a cursor file" in result.complaint) == (2, True)
+TOKENS = {vbid: Token(vbid, Branch(2), Seqno(7 + vbid), 0xFF) for vbid in (3, 1)}
+
+
+def test_what_is_saved_is_loaded_and_no_other_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "position"
+    save_cursor(path, TOKENS.values())
+    save_cursor(path, TOKENS.values())
+    assert load_cursor(path) == TOKENS
+    assert [line.split(":")[0] for line in path.read_text().splitlines()[1:]] == ["1", "3"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["position"]
+
+
+@pytest.mark.parametrize("content", [b"1:2:3\n", b"\xff\xfe", b"{}"])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "position"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not a cursor file"):
+        load_cursor(path)
+
+
+def test_a_file_that_is_not_there_or_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_cursor(tmp_path / "none")
+    with pytest.raises(SupervisionError, match="cannot be written"):
+        save_cursor(tmp_path / "none" / "position", TOKENS.values())

@@ -37,9 +37,3 @@ def test_a_file_of_garbage_is_found(mirrored: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(mirrored, tmp_path / "copy"))
     (data / "group-0002" / "data.mdb").write_bytes(b"garbage" * 1000)
     assert call("check", "--data", data).code == 3
-
-
-def test_no_mirror_there(tmp_path: Path) -> None:
-    result = call("check", "--data", tmp_path)
-    assert result.code == 2
-    assert str(tmp_path) in result.complaint

@@ -110,3 +110,14 @@ def test_a_reader_that_has_had_enough_is_no_failure(mirrored: Path) -> None:
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["get", "key"], ["scan"], ["status"], ["state"], ["check"], ["changes"], ["events"], ["export"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_directory_without_a_mirror_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    for place in (tmp_path, tmp_path / "missing"):
+        result = call_here(*arguments, "--data", place)
+        assert (result.code, str(place) in result.complaint) == (2, True)

@@ -85,10 +85,3 @@ def test_as_of_is_a_seqno_or_a_time() -> None:
 def test_collections(mirrored: Path, collection: str, code: int) -> None:
     result = call("get", "--data", mirrored, "order::001", "--collection", collection)
     assert result.code == code, result.err
-
-
-def test_no_mirror_there(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "missing"):
-        result = call("get", "--data", place, "key")
-        assert result.code == 2
-        assert str(place) in result.complaint

@@ -17,7 +17,6 @@ from mirror import __version__
 from tests.cli.conftest import call_here
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["run", "demo", "sandbox", "status", "top", "get", "scan", "changes", "state", "check", "config"]
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -28,14 +27,7 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_help_names_every_command() -> None:
     result = call_here("--help")
     assert result.code == 0
-    assert all(f" {command} " in result.out for command in COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_explains_itself(command: str) -> None:
-    result = call_here(command, "--help")
-    assert result.code == 0
-    assert f"Usage: dcp-mirror {command}" in result.out
+    assert all(f" {name} " in result.out for lines in SECTIONS.values() for name in lines)
 
 
 @pytest.mark.parametrize("command", ["", "pipeline", "config"])
@@ -68,7 +60,9 @@ def test_the_example_of_each_command_is_one(name: str) -> None:
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         command = command.commands[arguments.pop(0)]
     command.make_context(name, arguments)  # raises UsageError
-    assert f"Example: {EXAMPLES[name]}" in " ".join(call_here(name, "--help").out.split())
+    shown = " ".join(call_here(name, "--help").out.split())
+    assert f"Usage: dcp-mirror {name}" in shown
+    assert f"Example: {EXAMPLES[name]}" in shown
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,6 @@ from cli.options import collection_from, data_directory, flags_from
 from mirror.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_the_tester(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DATA", "WORKERS", "CONFIG", "PASSWORD_FILE"):
-        monkeypatch.delenv(f"DCP_MIRROR_{name}", raising=False)
-
-
 @pytest.mark.parametrize("pair", ["nonsense", "=1", ""])
 def test_a_pair_that_is_none(pair: str) -> None:
     with pytest.raises(ConfigError, match="NAME=VALUE"):

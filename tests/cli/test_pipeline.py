@@ -192,7 +192,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-@pytest.mark.parametrize("form", ["parquet", "delta"])
+@pytest.mark.parametrize("form", ["parquet", pytest.param("delta", marks=pytest.mark.ci)])
 def test_a_killed_export_leaves_nothing_to_be_read_and_no_process(form: str, large: Path, tmp_path: Path) -> None:
     """SIGKILL while its processes write, seen by the files that grow; then the same command again."""
     target = tmp_path / "out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -22,7 +21,6 @@ from tests.cli.conftest import LIMIT_S, background, call, call_here
 from tests.processes import caught_up
 
 NOBODY_THERE = "couchbase://demo@127.0.0.1:1/demo"
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 
 
 def eventually(look: Callable[[], Any]) -> Any:
@@ -31,22 +29,6 @@ def eventually(look: Callable[[], Any]) -> Any:
         assert time.monotonic() < until, "it never came true"
         time.sleep(0.05)
     return answer
-
-
-def without_rootly_powers() -> None:
-    """Let permissions bind root too."""
-    if os.geteuid() == 0:
-        libc = ctypes.CDLL(None)
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            assert libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
-
-
-def files_below(path: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(path)): file.read_bytes()
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name not in ("lock.mdb", "service.lock", "writer.lock")
-    }
 
 
 def test_until_caught_up_ends_with_everything_published(source: SandboxThread, tmp_path: Path) -> None:
@@ -60,12 +42,6 @@ def test_until_caught_up_ends_with_everything_published(source: SandboxThread, t
     assert again.code == 0
     assert "caught up" in again.err
     assert again.out == ""
-
-
-def test_an_empty_bucket_is_caught_up_with(tmp_path: Path) -> None:
-    with SandboxThread(SandboxCluster(vbuckets=4)) as empty:
-        result = call("run", "--source", empty.connection_string, "--data", tmp_path, "--until-caught-up", "--json")
-    assert (result.code, result.json["published_seqnos"], result.json["vbuckets_done"]) == (0, 0, 4)
 
 
 def test_some_of_the_vbuckets_are_mirrored_alone(source: SandboxThread, tmp_path: Path) -> None:
@@ -221,29 +197,10 @@ def test_a_settings_file_that_is_no_toml(tmp_path: Path) -> None:
     assert "TOML" in result.complaint
 
 
-def test_a_directory_that_cannot_be_written(source: SandboxThread, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir(mode=0o555)
-    for place in (tmp_path / "data", tmp_path / "data" / "below"):
-        arguments = ["run", "--source", source.connection_string, "--data", place]
-        result = call(*arguments, preexec_fn=without_rootly_powers)
-        assert result.code == 2, result.err
-        assert "cannot be written" in result.complaint
-
-
 def copy_of(mirrored: Path, tmp_path: Path) -> Path:
     return Path(
         shutil.copytree(mirrored, tmp_path / "copy", ignore=lambda _, names: [n for n in names if n.endswith(".sock")])
     )
-
-
-def test_a_directory_of_somebody_else(source: SandboxThread, tmp_path: Path) -> None:
-    (tmp_path / "letters.txt").touch()
-    result = call("run", "--source", source.connection_string, "--data", tmp_path)
-    assert result.code == 2
-    assert "letters.txt" in result.complaint
-    file = call("run", "--source", source.connection_string, "--data", tmp_path / "letters.txt")
-    assert file.code == 2
-    assert "not a directory" in file.complaint
 
 
 def test_one_collection_is_mirrored_and_read_by_its_name(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def test_a_part_of_them(mirrored: Path) -> None:
     assert [line["key"] for line in call("scan", "--data", mirrored, "--json", "--prefix", "tex").lines] == ["text"]
     assert len(call("scan", "--data", mirrored, "--json", "--limit", "7").lines) == 7
     assert call("scan", "--data", mirrored, "--json", "--limit", "0").lines == []
-    by_vbid = [call("scan", "--data", mirrored, "--json", "--vbid", str(vbid)).lines for vbid in range(16)]
-    assert sum(map(len, by_vbid)) == 183
-    assert all(line["vbid"] == vbid for vbid, lines in enumerate(by_vbid) for line in lines)
-    assert [line.get("key", "") for line in by_vbid[3]] == sorted(line.get("key", "") for line in by_vbid[3])
+    every = call("scan", "--data", mirrored, "--json").lines
+    of_one = call("scan", "--data", mirrored, "--json", "--vbid", "3").lines
+    assert of_one == [line for line in every if line["vbid"] == 3] != []
+    assert [line.get("key", "") for line in of_one] == sorted(line.get("key", "") for line in of_one)
 
 
 def test_people_get_readable_lines(mirrored: Path) -> None:

@@ -115,12 +115,6 @@ def test_what_the_service_does_not_know_yet_comes_from_the_store(
     assert document["totals"]["states"] == {"streaming": 3, "stored": 13}
 
 
-def test_no_mirror_there(tmp_path: Path) -> None:
-    result = call("status", "--data", tmp_path / "missing")
-    assert result.code == 2
-    assert "missing" in result.complaint
-
-
 def damaged_copy(mirrored: Path, to: Path, group: int) -> Path:
     """Copy a mirror and overwrite all pages of a group's file but the two meta pages."""
     shutil.copytree(mirrored, to, ignore=lambda _, names: [name for name in names if name.endswith(".sock")])

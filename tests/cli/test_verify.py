@@ -49,11 +49,10 @@ def altered(mirrored: Path, tmp_path: Path) -> Path:
     return alter(mirrored, tmp_path / "data", work)
 
 
-@pytest.mark.parametrize("at", [-seal.SIZE - 1, -1], ids=["value", "checksum"])
-def test_a_damaged_row_is_named_and_fixed(source: SandboxThread, mirrored: Path, tmp_path: Path, at: int) -> None:
+def test_a_damaged_row_is_named_and_fixed(source: SandboxThread, mirrored: Path, tmp_path: Path) -> None:
     def work(stored: bytes) -> bytes:
         damaged = bytearray(stored)
-        damaged[at] ^= 1
+        damaged[-seal.SIZE - 1] ^= 1
         return bytes(damaged)
 
     data = alter(mirrored, tmp_path / "data", work)

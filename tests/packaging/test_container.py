@@ -48,17 +48,6 @@ def of(name: str, stage: list[tuple[str, str]]) -> list[str]:
     return [arguments for instruction, arguments in stage if instruction == name]
 
 
-def test_two_stages_of_one_base_that_can_be_chosen() -> None:
-    assert instructions()[0][0] == "ARG"
-    base = instructions()[0][1].removeprefix("BASE=")
-    assert not base.endswith(":latest")
-    assert ":" in base
-    assert [stage[0][1].split()[0] for stage in stages()] == ["${BASE}", "${BASE}"]
-    assert {name for name, _ in instructions()} <= {
-        "ARG", "FROM", "COPY", "RUN", "ENV", "USER", "VOLUME", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD",
-    }  # fmt: skip
-
-
 def test_the_image_runs_without_privileges_as_a_user_that_it_makes() -> None:
     image = stages()[-1]
     (user,) = of("USER", image)

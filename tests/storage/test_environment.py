@@ -22,8 +22,7 @@ from storage.format import keys, records
 from storage.model import BranchReason
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.cli.test_run import without_rootly_powers
-from tests.processes import ProcessGroup
+from tests.processes import ProcessGroup, without_rootly_powers
 from tests.storage.model import keys_of
 from tests.storage.test_writer import Clock, open_writer, publish
 

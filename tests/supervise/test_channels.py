@@ -39,12 +39,8 @@ IDENTITY = Identity("c1", "demo", "b1", 8, 4)
 NOBODY = "cannot connect to db1:11210: refused"
 
 
-def away(vbid: int, **more: Any) -> Report:
-    return vbucket(vbid, high=None, state="waiting", last_error=NOBODY, **more)
-
-
-def mute(vbid: int) -> Report:
-    return vbucket(vbid, high=None, silent_ms=6_000, last_error="db1:11210 does not answer")
+def away(vbid: int) -> Report:
+    return vbucket(vbid, high=None, state="waiting", last_error=NOBODY)
 
 
 def full(groups: Any) -> Report:
@@ -79,13 +75,8 @@ class Situation:
     lag_limit_s: float = 3600.0
 
 
-BROKEN = dict(enumerate(("damaged", "refused", "no-active-node", "stalled", "failing")))
 SITUATIONS: dict[str, Situation] = {
     "everything is published": Situation(rows_of(vbucket), "following", r"40 seqnos published, lag 0\.0 s", ready=True),
-    "seqnos are on their way": Situation(
-        rows_of(lambda vbid: vbucket(vbid, 5, 7 if vbid < 6 else 5)), "following", r"seqnos published, lag \d+\.\d s",
-        ready=True
-    ),
     "the first fill": Situation(
         rows_of(lambda vbid: vbucket(vbid, 0, 9, state="backfilling")), "catching up", "8 of 8 vbuckets not published"
     ),
@@ -96,17 +87,9 @@ SITUATIONS: dict[str, Situation] = {
     "the source was never reached": Situation(
         rows_of(vbucket), "source unreachable", f"the source cannot be reached: {NOBODY}", reached=False
     ),
-    "the source is away": Situation(rows_of(away), "source unreachable", f"no contact with the source: {NOBODY}"),
-    "the source answers nothing for 3 s, though its connections stand": Situation(
-        rows_of(mute), "source unreachable", "no contact with the source: db1:11210 does not answer"
-    ),
     "one of several nodes is away": Situation(
         rows_of(lambda vbid: away(vbid) if vbid % 2 else vbucket(vbid)),
         "degraded", "4 of 8 vbuckets without contact to the source: groups 1, 3",
-    ),
-    "vbuckets damaged, refused, without a node, stalled or failing": Situation(
-        rows_of(lambda vbid: vbucket(vbid, state=BROKEN.get(vbid, "streaming"), detail="because")),
-        "degraded", r"1 of 8 vbuckets damaged: 0( \(because\))?; 1 of 8 vbuckets refused: 1",
     ),
     "the disk is full": Situation(
         full, "disk full", "2 of 8 vbuckets cannot be written, the disk is full: group 1"

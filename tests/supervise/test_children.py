@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import mmap
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from mirror.config import to_wire
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, Ready, Resync, StartWorker
-from mirror.supervise.processes.child import Child, ChildExited, ChildMessage, spawn
+from mirror.supervise.processes.child import UNKNOWN, Child, ChildExited, ChildMessage, Gauge, private_bytes, spawn
 from mirror.supervise.processes.plan import Heartbeat
 from tests.supervise.scripted import settings_for, worker_command
 
@@ -86,3 +89,49 @@ async def test_a_child_that_talks_garbage_is_killed() -> None:
 async def test_what_cannot_be_started_is_an_error_and_leaves_nothing_open() -> None:
     with pytest.raises(FileNotFoundError):
         await spawn(0, (0,), Heartbeat(0), lambda descriptor: ["/nonexistent/python"])
+
+
+def test_a_living_process_has_figures() -> None:
+    figures: dict[str, Any] = {**Gauge(os.getpid()).read()}
+    assert figures["cpu_percent"] >= 0
+    assert figures["private_bytes"] is not None
+    assert 1_000_000 < figures["private_bytes"] <= figures["resident_bytes"]
+    assert figures["threads"] >= 1
+    assert figures["open_files"] >= 3
+
+
+def test_private_memory_counts_what_the_process_holds_and_not_what_is_mapped(tmp_path: Path) -> None:
+    before = private_bytes(os.getpid())
+    held = bytearray(os.urandom(32 * 1024 * 1024))
+    after = private_bytes(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after - before > 30 * 1024 * 1024
+    with (tmp_path / "file").open("wb+") as file:
+        file.write(held)
+        file.flush()
+        with mmap.mmap(file.fileno(), len(held), prot=mmap.PROT_READ) as mapped:
+            assert mapped[:] == held  # pages in
+            mapped_too = private_bytes(os.getpid())
+    assert mapped_too is not None
+    assert mapped_too - after < 16 * 1024 * 1024
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        gauge = Gauge(process.pid)
+        process.wait()
+    assert gauge.read() == UNKNOWN
+    assert private_bytes(process.pid) is None
+    assert Gauge(process.pid).read() == UNKNOWN
+
+
+def test_without_a_descriptor_to_look_with_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status command failed when the limit of open files was reached."""
+    gauge = Gauge(os.getpid())
+
+    def refuse(_: object) -> float:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "cpu_percent", refuse)
+    assert gauge.read() == UNKNOWN

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from mirror.client import SOCKET_NAME, socket_address
 from mirror.errors import ConfigError, SupervisionError
 from mirror.supervise.listeners import control
-from mirror.supervise.listeners.control import ControlServer
+from mirror.supervise.listeners.control import ControlServer, Handler
 
 
 async def echo(request: dict[str, Any]) -> dict[str, Any]:
@@ -21,6 +23,16 @@ async def echo(request: dict[str, Any]) -> dict[str, Any]:
     if request["op"] == "sleep":
         await asyncio.sleep(60)
     return {"echo": request}
+
+
+@asynccontextmanager
+async def serving(directory: Path, handler: Handler = echo) -> AsyncIterator[ControlServer]:
+    server = ControlServer(directory, handler)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 async def ask(directory: Path, *lines: bytes) -> list[dict[str, Any]]:
@@ -35,79 +47,54 @@ async def ask(directory: Path, *lines: bytes) -> list[dict[str, Any]]:
     return answers
 
 
-async def test_one_line_in_and_one_line_out(tmp_path: Path) -> None:
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    answers = await ask(tmp_path, b'{"op": "one"}', b'{"op": "two"}')
-    assert answers == [{"ok": True, "echo": {"op": "one"}}, {"ok": True, "echo": {"op": "two"}}]
-    await server.stop()
+async def test_one_line_in_and_one_line_out_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / SOCKET_NAME).touch()  # of a dead service
+    async with serving(tmp_path):
+        assert stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode) == 0o600
+        answers = await ask(tmp_path, b'{"op": "one"}', b'{"op": "two"}')
+        assert answers == [{"ok": True, "echo": {"op": "one"}}, {"ok": True, "echo": {"op": "two"}}]
     assert not (tmp_path / SOCKET_NAME).exists()
 
 
-async def test_only_the_owner_may_ask(tmp_path: Path) -> None:
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    assert stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode) == 0o600
-    await server.stop()
-
-
 async def test_garbage_and_failures_get_a_line_each(tmp_path: Path) -> None:
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    answers = await ask(tmp_path, b"garbage", b"[1]", b'{"no": "op"}', b'{"op": "fail"}', b'{"op": "ok"}')
-    assert [answer["ok"] for answer in answers] == [False, False, False, False, True]
-    assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2, "retryable": False}
-    await server.stop()
+    async with serving(tmp_path):
+        answers = await ask(tmp_path, b"garbage", b"[1]", b'{"no": "op"}', b'{"op": "fail"}', b'{"op": "ok"}')
+        assert [answer["ok"] for answer in answers] == [False, False, False, False, True]
+        assert answers[3] == {"ok": False, "error": "that is wrong (do it right)", "exit_code": 2, "retryable": False}
 
 
 async def test_a_request_without_end_harms_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_LENGTH_MAX", 1000)
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    assert await ask(tmp_path, b"x" * 100_000) == [{"ok": False, "error": "the request is too long"}]
-    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
-    await server.stop()
+    async with serving(tmp_path):
+        assert await ask(tmp_path, b"x" * 100_000) == [{"ok": False, "error": "the request is too long"}]
+        assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
 
 
 async def test_a_command_that_hangs_is_answered_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.05)
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    (answer,) = await ask(tmp_path, b'{"op": "sleep"}')
-    assert "no answer" in answer["error"]
-    await server.stop()
+    async with serving(tmp_path):
+        (answer,) = await ask(tmp_path, b'{"op": "sleep"}')
+        assert "no answer" in answer["error"]
 
 
 async def test_a_path_longer_than_a_socket_address_works(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
-    server = ControlServer(deep, echo)
-    await server.start()
-    assert (await ask(deep, b'{"op": "ok"}'))[0]["ok"]
-    await server.stop()
-
-
-async def test_the_socket_of_a_dead_service_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / SOCKET_NAME).touch()
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
-    await server.stop()
+    async with serving(deep):
+        assert (await ask(deep, b'{"op": "ok"}'))[0]["ok"]
 
 
 async def test_more_clients_than_allowed_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "CLIENTS_MAX", 1)
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    with socket_address(tmp_path) as address:
-        reader, writer = await asyncio.open_unix_connection(address)
-        writer.write(b'{"op": "first"}\n')
-        assert json.loads(await reader.readline())["ok"]
-        second, closing = await asyncio.open_unix_connection(address)
-        assert await second.read() == b""
-    writer.close()
-    closing.close()
-    await server.stop()
+    async with serving(tmp_path):
+        with socket_address(tmp_path) as address:
+            reader, writer = await asyncio.open_unix_connection(address)
+            writer.write(b'{"op": "first"}\n')
+            assert json.loads(await reader.readline())["ok"]
+            second, closing = await asyncio.open_unix_connection(address)
+            assert await second.read() == b""
+        writer.close()
+        closing.close()
 
 
 async def test_a_missing_directory_for_a_socket_is_named(tmp_path: Path) -> None:
@@ -129,23 +116,21 @@ async def test_a_client_that_takes_nothing_is_hung_up_on_with_one_answer_kept(
         requested.set()
         return {"long": "x" * 1024 * 1024}
 
-    server = ControlServer(tmp_path, talk)
-    await server.start()
-    with socket_address(tmp_path) as address:
-        reader, writer = await asyncio.open_unix_connection(address, limit=1024)
-    writer.write(b'{"op": "one"}\n' * 20)
-    async with asyncio.timeout(20):
-        await requested.wait()
-        await asyncio.wait(set(server._clients))
-    assert answered == [True]
-    assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
-    taken = 0
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            taken += len(data)
-    assert taken < 1024 * 1024, "what it had not taken is not kept for it"
-    writer.close()
-    await server.stop()
+    async with serving(tmp_path, talk) as server:
+        with socket_address(tmp_path) as address:
+            reader, writer = await asyncio.open_unix_connection(address, limit=1024)
+        writer.write(b'{"op": "one"}\n' * 20)
+        async with asyncio.timeout(20):
+            await requested.wait()
+            await asyncio.wait(set(server._clients))
+        assert answered == [True]
+        assert (await ask(tmp_path, b'{"op": "ok"}'))[0]["ok"]
+        taken = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                taken += len(data)
+        assert taken < 1024 * 1024, "what it had not taken is not kept for it"
+        writer.close()
 
 
 @pytest.mark.parametrize("said", [b"", b'{"op": ', b'{"op": "one"}\n'])
@@ -153,13 +138,11 @@ async def test_a_client_that_asks_nothing_does_not_keep_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
-    server = ControlServer(tmp_path, echo)
-    await server.start()
-    with socket_address(tmp_path) as address:
-        reader, writer = await asyncio.open_unix_connection(address)
-    writer.write(said)
-    async with asyncio.timeout(20):
-        answered = await reader.read()
-    assert answered.count(b"\n") == said.count(b"\n"), "hung up, after the requests were answered"
-    writer.close()
-    await server.stop()
+    async with serving(tmp_path):
+        with socket_address(tmp_path) as address:
+            reader, writer = await asyncio.open_unix_connection(address)
+        writer.write(said)
+        async with asyncio.timeout(20):
+            answered = await reader.read()
+        assert answered.count(b"\n") == said.count(b"\n"), "hung up, after the requests were answered"
+        writer.close()

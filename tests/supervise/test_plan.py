@@ -5,14 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirror.supervise.processes.plan import (
+    PROVEN_MS,
+    RESTART_FIRST_MS,
+    RESTART_LIMIT_MS,
     Action,
+    Heartbeat,
     KillProcess,
     ProcessPhase,
     StartProcess,
     StopProcess,
     WorkerFacts,
     assign,
+    failures_after,
     plan,
+    restart_delay_ms,
 )
 
 GRACE_MS = 1_000
@@ -104,3 +110,32 @@ def test_doing_what_is_said_arrives_where_it_should(group_count: int, before: in
                 actual[action.slot] = WorkerFacts(action.slot, (), ProcessPhase.ABSENT)
     assert {slot: worker.groups for slot, worker in actual.items() if worker.alive} == desired
     assert decide(desired, list(actual.values())) == []
+
+
+def test_the_pause_doubles_up_to_its_limit() -> None:
+    pauses = [restart_delay_ms(failures) for failures in range(40)]
+    assert pauses[:3] == [0, RESTART_FIRST_MS, 2 * RESTART_FIRST_MS]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == RESTART_LIMIT_MS
+
+
+def test_a_crash_loop_is_counted_and_a_long_life_forgives() -> None:
+    assert failures_after(0, lived_ms=5) == 1
+    assert failures_after(3, lived_ms=PROVEN_MS - 1) == 4
+    assert failures_after(3, lived_ms=PROVEN_MS) == 1
+
+
+def test_silence_is_measured_from_the_last_beat() -> None:
+    heartbeat = Heartbeat(1_000, deadline_ms=100, start_deadline_ms=500)
+    heartbeat.beat(2_000)
+    assert heartbeat.age_ms(2_050) == 50
+    assert not heartbeat.overdue(2_100)
+    assert heartbeat.overdue(2_101)
+    heartbeat.beat(2_200)
+    assert not heartbeat.overdue(2_300)
+
+
+def test_starting_may_take_longer_than_running() -> None:
+    heartbeat = Heartbeat(1_000, deadline_ms=100, start_deadline_ms=500)
+    assert not heartbeat.overdue(1_500)
+    assert heartbeat.overdue(1_501)

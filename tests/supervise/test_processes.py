@@ -54,15 +54,12 @@ async def test_a_crash_loop_is_slowed_down_and_the_others_go_on(
         await eventually(running(service))
 
 
-@pytest.mark.parametrize(("script", "words"), [("bug", "ZeroDivisionError: a bug"), ("refused", "wrong password")])
-async def test_what_a_worker_says_before_it_dies_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
-) -> None:
-    monkeypatch.setenv("SCRIPT", script)
+async def test_what_a_worker_says_before_it_dies_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRIPT", "bug")
     async with serving(service_of(tmp_path)) as service:
         await eventually(lambda: any(worker["last_error"] for worker in service.status_document()["workers"]))
         errors = [worker["last_error"] for worker in service.status_document()["workers"] if worker["last_error"]]
-        assert words in errors[0]
+        assert "ZeroDivisionError: a bug" in errors[0]
 
 
 async def test_a_worker_that_will_not_stop_is_killed_in_the_end(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from mirror.client import SOCKET_NAME
 from mirror.errors import ExitCode, MirrorError
-from mirror.health import SILENT_S
+from mirror.health import SILENT_S, assess
 from mirror.messages import Turned
 from mirror.supervise.processes.life import Send
 from mirror.supervise.reports import collector as reports
@@ -19,7 +21,7 @@ from storage.env import directory
 from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
-from tests.supervise.in_process import vbids_of, vbucket
+from tests.supervise.in_process import Report, vbids_of, vbucket
 from tests.supervise.service import ask, phases, pids, running, service_of, serving
 
 
@@ -93,3 +95,25 @@ async def test_a_stopped_worker_is_neither_ready_nor_waited_for(tmp_path: Path) 
         finally:
             os.kill(stopped, signal.SIGCONT)
         await eventually(lambda: service.status_document()["state"] == "following")
+
+
+async def test_state_and_figures_of_an_answer_are_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer said `following` and `lag unknown`: figures of now with the judgement of the report before."""
+    positions = itertools.cycle([(5, 5), (5, None), (0, 9)])
+
+    def reports(groups: Sequence[int]) -> Report:
+        published, high = next(positions)
+        return {"vbuckets": [vbucket(vbid, published, high) for vbid in vbids_of(groups)], "counters": {}}
+
+    in_process.use(monkeypatch, reports)
+    async with in_process.serving(tmp_path) as service:
+        await eventually(lambda: service.status_document()["vbuckets"])
+        seen: set[str] = set()
+        while len(seen) < 3:
+            document = (await ask(tmp_path, {"op": "status"}))["status"]
+            seen.add(document["state"])
+            health = assess(document["vbuckets"], 8, lag_limit_s=30)
+            assert (document["state"], document["reasons"]) == (health.state, health.reasons)
+        assert seen == {"following", "source unreachable", "catching up"}

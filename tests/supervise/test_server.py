@@ -280,7 +280,7 @@ async def test_dcp_processes_serve_streams_and_say_what_they_sent(data: Path) ->
 async def test_a_server_without_data_or_with_a_taken_address_says_so(tmp_path: Path, data: Path) -> None:
     settings = to_wire(settings_for(data))
     start = StartServer(slot=1000, settings=settings, kind="kv", revision=1, listeners=[], login_secret="00")
-    with pytest.raises(ConfigError, match="without data"):
+    with pytest.raises(ConfigError, match="no data directory is given"):
         await open_server(replace(start, settings=settings | {"data": None}), lambda _message: None)
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]

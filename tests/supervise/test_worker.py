@@ -1,14 +1,17 @@
-"""How worker and server processes are started, and what they load."""
+"""How worker and server processes are started, what they load, and what their garbage collector leaves alone."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from mirror.supervise.processes.child import worker_command
-from mirror.supervise.processes.worker import BEHIND_S, News
+from mirror.supervise.processes.worker import BEHIND_S, NEW_CONTAINERS_MAX, News, settle_collector
 
 
 def loaded_by(module: str) -> set[str]:
@@ -46,3 +49,45 @@ def test_the_report_is_news_when_streams_open_or_end_and_after_a_while_behind() 
 
 def test_the_command_line_holds_no_secret() -> None:
     assert worker_command(5) == [sys.executable, "-P", "-m", "mirror.supervise.processes.worker", "5"]
+
+
+class Node:
+    def __init__(self) -> None:
+        self.other: Node | None = None
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+def collections() -> int:
+    return sum(int(each["collections"]) for each in gc.get_stats())
+
+
+def collections_of(count: int) -> int:
+    before = collections()
+    rows = [(b"key", b"frame", [number]) for number in range(count)]
+    assert len(rows) == count
+    return collections() - before
+
+
+def test_rows_of_a_batch_cause_no_collection() -> None:
+    assert collections_of(20_000) > 20
+    settle_collector()
+    assert gc.get_freeze_count() > 0
+    assert collections_of(20_000) == 0
+
+
+def test_cycles_are_found_before_they_are_more_than_the_policy_says() -> None:
+    settle_collector()
+    first, second = Node(), Node()
+    first.other, second.other = second, first
+    gone = weakref.ref(first)
+    del first, second
+    assert gone() is not None
+    assert collections_of(NEW_CONTAINERS_MAX) >= 1
+    assert gone() is None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import resource
 import shutil
@@ -26,10 +25,10 @@ from tests.cli.conftest import call
 from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
+from tests.processes import without_rootly_powers
 
 VBUCKETS = GROUPS = 12
 FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 LOCKS = ("lock.mdb", "service.lock", "writer.lock", "control.sock")
 
 
@@ -86,13 +85,6 @@ def wait_progress(service: Service, what: str, vbids: range = range(VBUCKETS)) -
         lambda: all(now > then for now, then in zip(published(service.data, vbids), before, strict=True)),
         poll_s=0.1,
     )
-
-
-def without_rootly_powers() -> None:
-    """Let permissions bind root too."""
-    if os.geteuid() == 0:
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
 
 
 # -- what cannot start ----------------------------------------------------------------------------------------------

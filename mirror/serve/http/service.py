@@ -23,8 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mirror.clock import Clock
-from mirror.config import Settings
-from mirror.errors import ConfigError
+from mirror.config import Settings, required_data
 from mirror.serve.access.admission import Slot
 from mirror.serve.access.auth import RIGHTS_CHANGED, Reader, Users, current, users_of
 from mirror.serve.access.logins import Logins
@@ -157,13 +156,11 @@ class Service:
         users: Users | None = None,
     ) -> None:
         """`stored` makes a status from the store alone; `name` is this process in the metrics."""
-        if settings.data is None:
-            raise ConfigError("no data directory is given", hint="give --data DIR", setting="data")
         self.clock = clock
         self.users = users_of(settings) if users is None else users
         self.logins = Logins(self.users, clock)
         self.requests = Requests(name)
-        self.mirror = Mirror(settings.data, verify_reads=settings.verify_reads)
+        self.mirror = Mirror(required_data(settings), verify_reads=settings.verify_reads)
         self.status = StatusReporter(self.mirror, stored, clock, lag_limit_s=settings.ready_lag_limit_s)
         self.stale_reads = settings.resync_reads == "stale"
         self.turns = Turns()

@@ -51,12 +51,11 @@ class ControlServer:
                 finally:
                     os.umask(mask)
             self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=REQUEST_LENGTH_MAX)
-        except OSError as error:
+        except (OSError, SupervisionError) as error:
             listener.close()
+            if isinstance(error, SupervisionError):
+                raise
             raise SupervisionError(f"cannot listen on {self._directory / SOCKET_NAME}: {error.strerror}") from error
-        except SupervisionError:
-            listener.close()
-            raise
 
     async def stop(self) -> None:
         if self._server is None:

@@ -1,25 +1,30 @@
 """A child process from the supervisor's side: spawns it, sends it messages, kills and reaps it.
 
 The child opens the store itself: an LMDB environment must not cross a fork. Invariants: its messages, and its death
-after them, become events in one queue; its command line contains no secrets.
+after them, become events in one queue; its command line contains no secrets; no decision depends on its figures, which
+are None once it is gone, or on a system without /proc.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, ExitReport, PipeMessage, ProcessCommand, ProcessReport, Reply, Request
 from mirror.supervise.processes.channel import Channel
-from mirror.supervise.processes.figures import Gauge
 from mirror.supervise.processes.plan import Heartbeat, ProcessPhase, WorkerFacts
 from mirror.supervise.processes.quarantine import GroupMark
+from mirror.supervise.status import ProcessFigures
 
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 """A child that lets commands queue up to here is stuck; its heartbeat will say so."""
@@ -159,3 +164,40 @@ async def spawn(
         ours.close()
         raise
     return Child(slot, groups, process, await Channel.open(ours), heartbeat)
+
+
+UNKNOWN = ProcessFigures(cpu_percent=None, private_bytes=None, resident_bytes=None, threads=None, open_files=None)
+
+
+class Gauge:
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        try:
+            self._process: psutil.Process | None = psutil.Process(pid)
+            self._process.cpu_percent()
+        except psutil.Error:
+            self._process = None
+
+    def read(self) -> ProcessFigures:
+        if self._process is None:
+            return UNKNOWN
+        try:
+            with self._process.oneshot():
+                return ProcessFigures(
+                    cpu_percent=round(self._process.cpu_percent(), 1),
+                    private_bytes=private_bytes(self._pid),
+                    resident_bytes=self._process.memory_info().rss,
+                    threads=self._process.num_threads(),
+                    open_files=self._process.num_fds(),
+                )
+        except (psutil.Error, OSError):  # no descriptor may be left to look with
+            return UNKNOWN
+
+
+def private_bytes(pid: int) -> int | None:
+    """Return RssAnon: the memory without the pages of the mapped store, which the kernel can take back."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from mirror.clock import SystemClock
-from mirror.config import Settings, from_wire
+from mirror.config import Settings, from_wire, required_data
 from mirror.errors import ConfigError
 from mirror.log import get_logger, set_up_logs
 from mirror.messages import NoteContact, ProcessCommand, ProcessReport, Reply, StartMessage, StartServer, UseKvNodes
@@ -41,7 +41,7 @@ class KvServing:
         self._tls = server_tls(settings)
         self._users = users_of(settings, login_secret)
         self._bucket = KvBucket(
-            str(settings.data),
+            str(required_data(settings)),
             clock,
             stale_allowed=settings.resync_reads == "stale",
             verify_reads=settings.verify_reads,
@@ -111,8 +111,6 @@ async def open_server(start: StartMessage, _send: Send) -> Work:
     settings = from_wire(start.settings)
     kind, number = start.kind, start.slot % SLOTS_PER_KIND
     set_up_logs(settings.log_level, json=settings.log_json, process=f"{kind} {number}")
-    if settings.data is None:
-        raise ConfigError("a server was started without data")
     sockets: Sockets = []
     for text, inherited in start.listeners:
         address = parse_addresses(text, kind)[0]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mirror.clock import SystemClock
-from mirror.config import from_wire
+from mirror.config import from_wire, required_data, required_source
 from mirror.errors import ConfigError
 from mirror.feed.connection.connection_string import parse
 from mirror.feed.follow import commands
@@ -198,10 +198,8 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     assert isinstance(start, StartWorker), "a server is another program"
     settings = from_wire(start.settings)
     set_up_logs(settings.log_level, json=settings.log_json, process=f"worker {start.slot}")
-    if settings.data is None or settings.source is None:
-        raise ConfigError("a worker was started without data or source")
     clock = SystemClock()
-    data = str(settings.data)
+    data = str(required_data(settings))
     identity = directory.load(data)
     writers: list[GroupWriter] = []
     failures: dict[int, tuple[range, StorageError]] = {}
@@ -244,7 +242,7 @@ async def open_stores(start: StartMessage, send: Send) -> Work:
     newest, floor = start.cluster_map, start.map_floor
     consumer = Consumer(
         settings,
-        source=parse(settings.source),
+        source=parse(required_source(settings)),
         writers=writers,
         identity=identity,
         worker=str(start.slot),

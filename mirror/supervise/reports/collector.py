@@ -18,14 +18,13 @@ from mirror.messages import GetStatus, NoteContact, ProcessReport, Status
 from mirror.supervise.context import ServiceContext
 from mirror.supervise.events.log import EventLog
 from mirror.supervise.listeners.addresses import Listeners, kind_of, process_name
-from mirror.supervise.processes.child import Child
-from mirror.supervise.processes.figures import UNKNOWN, Gauge
+from mirror.supervise.processes.child import UNKNOWN, Child, Gauge
 from mirror.supervise.processes.plan import ProcessPhase
 from mirror.supervise.processes.table import Processes, ProcessSlot
 from mirror.supervise.reports.observer import Observer
 from mirror.supervise.reports.progress import CatchUp, Trend
 from mirror.supervise.reports.systemd import Notifier
-from mirror.supervise.status import VbucketRow, bucket_fields, reported_row, totals
+from mirror.supervise.status import VbucketRow, reported_row, status_document, totals
 
 REPORT_INTERVAL_S = 1.0
 """Shortest interval between full reports."""
@@ -282,20 +281,19 @@ class Reports:
         slots = sorted(self._processes.slots.items())
         desired = self._processes.desired
         leases = context.leases.active(clock.wall_ms()) if context.leases is not None else ()
-        return {
+        found = status_document(context.data, context.identity, self._health, rows, clock.wall_ms())
+        found["totals"] |= {
+            "documents_per_s": self._trend.counter_rate("received_documents"),
+            "bytes_per_s": self._trend.counter_rate("received_bytes"),
+        }
+        return found | {
             "service": "up",
-            "state": self._health.state,
             "message": self._message,
-            "reasons": self._health.reasons,
-            "troubles": [trouble.row() for trouble in self._health.troubles],
             "since_ms": self._since_ms,
             "pid": os.getpid(),
             "uptime_s": round(clock.monotonic() - self._started, 1),
-            "time_ms": clock.wall_ms(),
-            "data": str(context.data),
             "source": context.settings.source,
             "source_error": self._source_error,
-            **bucket_fields(context.identity),
             "sync": context.settings.sync,
             "warnings": self._warnings(),
             "supervisor": self._gauge.read(),
@@ -311,14 +309,8 @@ class Reports:
                 for lease in leases
             ],
             "readers": [row for child in self._processes.alive() for row in child.status.get("readers") or ()],
-            "totals": totals(rows)
-            | {
-                "documents_per_s": self._trend.counter_rate("received_documents"),
-                "bytes_per_s": self._trend.counter_rate("received_bytes"),
-            },
             "catch_up": self._catch_up.progress() if self._catch_up is not None else None,
             "events": self._event_log.newest(),
-            "vbuckets": rows,
         }
 
     def _warnings(self) -> list[str]:

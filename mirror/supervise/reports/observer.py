@@ -7,7 +7,7 @@ than a second (a moving vbucket) is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from mirror.supervise.events.kinds import (
     VbucketsRolledBack,
 )
 from mirror.supervise.status import VbucketRow
+
+VbucketNews = VbucketsRolledBack | ResyncBegun | ResyncDone | SourceLost | SourceBack | DamageFound
 
 VBIDS_NAMED = 10
 """Vbuckets that an event names; it counts the others."""
@@ -68,7 +70,7 @@ class _News:
 class Observer:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._news: dict[type[Event], _News] = {}
+        self._news: dict[type[VbucketNews], _News] = {}
         self._full: set[int] = set()
         self._unreachable_since_ms: int | None = None
         self._filling: bool | None = None
@@ -166,7 +168,7 @@ class Observer:
             known.lost_since_ms = known.silent_since_ms
             self._add(SourceLost, row["vbid"], now_ms, row["last_error"] or "").nodes[known.node] = None
 
-    def _add(self, kind: type[Event], vbid: int, now_ms: int, why: str = "") -> _News:
+    def _add(self, kind: type[VbucketNews], vbid: int, now_ms: int, why: str = "") -> _News:
         news = self._news.setdefault(kind, _News(now_ms))
         news.vbids.append(vbid)
         news.why = news.why or why
@@ -195,20 +197,23 @@ class Observer:
         return [*found, DiskFree(groups=tuple(free))] if free else found
 
 
-def _event(kind: type[Event], news: _News) -> Event:
-    vbids = tuple(sorted(set(news.vbids)))
-    count, named = len(vbids), vbids[:VBIDS_NAMED]
-    if kind is VbucketsRolledBack:
-        seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in news.rollbacks)
-        one = news.rollbacks[0] if len(news.rollbacks) == 1 else (None, None)
-        return VbucketsRolledBack(vbuckets=count, vbids=named, seqnos=seqnos, from_seqno=one[0], to_seqno=one[1])
-    if kind is ResyncBegun:
-        return ResyncBegun(vbuckets=count, vbids=named, why=news.why)
-    if kind is ResyncDone:
-        return ResyncDone(vbuckets=count, vbids=named)
-    if kind is SourceLost:
-        return SourceLost(vbuckets=count, vbids=named, nodes=tuple(news.nodes), why=news.why)
-    if kind is SourceBack:
-        return SourceBack(vbuckets=count, vbids=named, away_s=news.away_ms / 1000)
-    assert kind is DamageFound, f"{kind.__name__} is no news of vbuckets"
-    return DamageFound(vbuckets=count, vbids=named, why=news.why)
+def _seqnos(news: _News) -> dict[str, Any]:
+    one = news.rollbacks[0] if len(news.rollbacks) == 1 else (None, None)
+    seqnos = sum(from_seqno - to_seqno for from_seqno, to_seqno in news.rollbacks)
+    return {"seqnos": seqnos, "from_seqno": one[0], "to_seqno": one[1]}
+
+
+_FIELDS: Mapping[type[VbucketNews], Callable[[_News], dict[str, Any]]] = {
+    VbucketsRolledBack: _seqnos,
+    ResyncBegun: lambda news: {"why": news.why},
+    ResyncDone: lambda _: {},
+    SourceLost: lambda news: {"nodes": tuple(news.nodes), "why": news.why},
+    SourceBack: lambda news: {"away_s": news.away_ms / 1000},
+    DamageFound: lambda news: {"why": news.why},
+}
+"""Kind of news about vbuckets -> the fields of its event besides the vbuckets."""
+
+
+def _event(kind: type[VbucketNews], news: _News) -> Event:
+    vbids = sorted(set(news.vbids))
+    return kind(vbuckets=len(vbids), vbids=tuple(vbids[:VBIDS_NAMED]), **_FIELDS[kind](news))
