@@ -163,8 +163,8 @@ class Settings:
     reader_connections_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 1024)
     """Connections of a listening process; it closes further ones at once."""
     reader_connections_per_peer_max: Annotated[int, Field(ge=1, le=65_536)] = takes(Effect.SERVERS, 256)
-    """The same from one peer: an IPv4 address, IPv6 /64, loopback, or user of a Unix socket. Raise it for clients
-    behind a proxy."""
+    """`reader_connections_max` for one peer: an IPv4 address, IPv6 /64, loopback, or user of a Unix socket. Raise it
+    for clients behind a proxy."""
     reader_login_timeout_s: Annotated[float, Field(ge=0.1, le=600)] = takes(Effect.SERVERS, 10.0)
     """Time for a login, TLS handshake included; then the client is disconnected."""
     reader_idle_timeout_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.SERVERS, 600.0)

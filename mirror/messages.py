@@ -241,7 +241,7 @@ class ProcessReport(TypedDict, total=False):
     groups: Rows
     nodes: Rows
     counters: dict[str, int]
-    """They only rise."""
+    """Counters only rise."""
     map: dict[str, int | None]
     """`rev_epoch`, `rev` and number of `nodes` of the followed map."""
     error: str | None

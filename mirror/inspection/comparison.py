@@ -40,7 +40,7 @@ class Verdict(Enum):
     MISSING_THERE = "missing_there"
     DIFFERENT = "different"
     MOVED = "moved"
-    """It changed between the two moments."""
+    """The key changed between the two moments."""
     REV_ONLY = "rev_only"
     PURGED_HERE = "purged_here"
     PURGED_THERE = "purged_there"

@@ -52,7 +52,7 @@ SCANS_MAX = 5
 WAIT_S = 60.0
 """Time for the mirror to publish what was read from the source."""
 IMPATIENT_S = 0.5
-"""The same after a wait without success."""
+"""`WAIT_S` after a wait without success."""
 
 Progress = Callable[[int, int, int], None]
 

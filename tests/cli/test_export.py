@@ -77,7 +77,7 @@ def test_what_is_exported_is_its_users_alone_unless_a_file_or_directory_says_mor
 
 
 def test_a_cursor_of_changes_is_not_replaced(mirrored: Path, tmp_path: Path) -> None:
-    """What `changes` had still to give was skipped without a word."""
+    """Events that `changes` had still to print were skipped silently."""
     file = tmp_path / "cursor"
     call("changes", "--data", mirrored, "--since", "now", "--cursor", file)
     before = file.read_text()

@@ -126,7 +126,6 @@ class Site:
     """A shell with the README's source and mirror in it."""
 
     def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
-        """Nothing is started yet."""
         self.folder = folder
         self.shell = Shell(folder, more)
         self._places = {port: str(free_port()) for port in PORTS} | {FOLDER: str(folder / "orders")}

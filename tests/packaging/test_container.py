@@ -113,7 +113,7 @@ def flow(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Containers:
-    """What the two containers of the compose file run, with ports and folders of a test in place of theirs."""
+    """The commands of the compose file's two containers, with ports and folders of a test in place of theirs."""
 
     source: list[str]
     source_check: list[str]
@@ -171,7 +171,7 @@ def filled_in(text: str, variables: dict[str, str]) -> str:
 
 @pytest.mark.ci
 def test_the_commands_of_image_and_compose_file_do_what_they_are_for(tmp_path: Path) -> None:
-    """Those of source, mirror and both health checks, with the variables of image and compose file and no others."""
+    """Source, mirror and both health checks run with the variables of image and compose file and no others."""
     http, source_port, kv = (str(free_port()) for _ in range(3))
     given = given_to_compose(tmp_path)
     there = {"8080": http, "11310": source_port, "11410": kv, "/data": f"{tmp_path}/mirror"}

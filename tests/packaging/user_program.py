@@ -1,4 +1,4 @@
-"""What a user writes: reads of every kind, each error that it handles, and types that mypy --strict follows."""
+"""A user's program: reads of every kind, each error that it handles, and types that mypy --strict follows."""
 
 from __future__ import annotations
 

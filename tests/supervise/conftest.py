@@ -24,7 +24,7 @@ async def eventually(look: Callable[[], T]) -> T:
 
 
 def eventually_now(look: Callable[[], T]) -> T:
-    """The same, without a loop."""
+    """Like `eventually`, without an event loop."""
     until = time.monotonic() + LIMIT_S
     while not (answer := look()):
         assert time.monotonic() < until, "it never came true"

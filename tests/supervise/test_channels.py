@@ -62,7 +62,7 @@ async def nobody_answers(settings: Settings, bucket_uuid: str | None = None) -> 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is reported, and what is to be shown."""
+    """Reports of workers, and what every channel must show for them."""
 
     reports: Callable[[Any], Report] | None
     """None: no service runs."""
@@ -71,7 +71,7 @@ class Situation:
     """Of the message; a regular expression."""
     ready: bool = False
     reached: bool = True
-    """Whether the source was reached at the start."""
+    """False if the source did not answer at the start."""
     lag_limit_s: float = 3600.0
 
 

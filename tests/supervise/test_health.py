@@ -77,7 +77,7 @@ def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
 
 
 def test_a_damaged_vbucket_is_named_once() -> None:
-    """Nothing of it is published either, and the headline said the same error twice."""
+    """It is not published either, so the headline named the same error twice."""
     damaged = row(1, 0, None, None, state="damaged", detail="page not found")
     found = assess([GOOD, damaged], 2, lag_limit_s=30)
     assert found.reasons == ["1 of 2 vbuckets damaged: 1 (page not found)"]

@@ -29,7 +29,7 @@ def logged(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def texts(folder: Path, pattern: str) -> list[str]:
-    """What is in the files that are written already."""
+    """Return the contents of the files that are written already."""
     return [text for path in folder.glob(pattern) if (text := path.read_text())]
 
 

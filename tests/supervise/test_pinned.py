@@ -1,4 +1,4 @@
-"""Who holds pages of a group's file is named, and for how long: real readers in processes of their own."""
+"""A report names the processes that hold pages of a group's file, and for how long. The readers are real processes."""
 
 from __future__ import annotations
 

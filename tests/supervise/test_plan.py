@@ -85,7 +85,7 @@ def situations(draw: st.DrawFn) -> tuple[int, int, list[WorkerFacts], bool]:
 
 @given(situations())
 def test_no_group_is_ever_given_to_two(situation: tuple[int, int, list[WorkerFacts], bool]) -> None:
-    """Whatever the situation: groups of the living and of the started never overlap, and no slot gets two orders."""
+    """The groups of living and started workers never overlap, and no slot gets two orders."""
     group_count, worker_count, actual, stopping = situation
     actions = decide(assign(group_count, worker_count), actual, 5_000, stopping=stopping)
     held = [group for worker in actual if worker.alive for group in worker.groups]

@@ -1,4 +1,4 @@
-"""What code and documents refer to is there: documents, their sections, recordings. Nothing is outside the checkout."""
+"""Documents, sections and recordings that code and documents name exist. No path leaves the checkout."""
 
 from __future__ import annotations
 

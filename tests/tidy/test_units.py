@@ -1,4 +1,4 @@
-"""What systemd says about the units. `.ci/run` installs systemd, so there it always runs."""
+"""The units pass systemd's own check. `.ci/run` installs systemd, so there it always runs."""
 
 from __future__ import annotations
 

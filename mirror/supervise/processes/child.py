@@ -73,7 +73,7 @@ class Child:
         self.phase = ProcessPhase.STARTING
         self.stopping_since_ms = 0
         self.outdated = False
-        """It runs with settings that are no longer in force."""
+        """True if it runs with settings that are no longer in force."""
         self.exit_report: ExitReport | None = None
         """Its last report before it exited."""
         self.status: ProcessReport = {}
