@@ -21,7 +21,7 @@ import typer
 from cli import options, output
 from mirror.errors import ConfigError, SupervisionError
 from mirror.ownership import private_file
-from mirror.serve.objects import change_object
+from mirror.serve.objects import change_parts
 from storage.errors import UnknownCollection, ViewInvalidated
 from storage.model import Kind
 from storage.read.view import Change, Token, View, open_view
@@ -62,7 +62,7 @@ def start(view: View, vbid: int | None, since: list[str], file: Path | None) -> 
 
 def print_change(change: Change, *, as_json: bool) -> None:
     if as_json:
-        output.print_json(change_object(change))
+        output.print_parts(change_parts(change))
         return
     if change.rollback is not None:
         rollback = change.rollback

@@ -15,7 +15,7 @@ from cli import options, output, render
 from cli.exits import Absent
 from mirror import units
 from mirror.errors import ConfigError
-from mirror.serve.objects import document_object
+from mirror.serve.objects import document_parts
 from storage.model import JSON_FIELDS, Boundary, Document, Kind
 from storage.read.view import AsOf, Time, View, open_view
 
@@ -84,7 +84,7 @@ def get(
     if document is None or document.kind is not Kind.MUTATION:
         raise Absent(f"no document {output.for_people(key_bytes)!r}" + (f" in {collection}" if collection else ""))
     if as_json:
-        output.print_json(document_object(document))
+        output.print_parts(document_parts(document))
     elif meta:
         render.show(render.fact_table(meta_facts(document)))
     else:
@@ -122,7 +122,7 @@ def scan(
             deletions=deletions,
         ):
             if as_json:
-                output.print_json(document_object(document))
+                output.print_parts(document_parts(document))
             else:
                 value = "(deleted)" if document.deleted else output.for_people(document.value)
                 key = output.for_people(document.key)

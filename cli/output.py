@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 DASH = "-"
@@ -16,6 +16,12 @@ DASH = "-"
 
 def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def print_parts(parts: Iterable[bytes]) -> None:
+    """Print a JSON object that `mirror.serve.objects` made, on one line."""
+    sys.stdout.buffer.writelines(parts)
+    sys.stdout.buffer.write(b"\n")
 
 
 def for_people(data: bytes, limit: int = 200) -> str:

@@ -22,7 +22,7 @@ from mirror.clock import SystemClock
 from mirror.config import Settings
 from mirror.errors import ConfigError
 from mirror.messages import Reply, RollBack
-from mirror.serve.objects import document_object
+from mirror.serve.objects import document_json, dumps
 from storage.env import directory
 from storage.model import Document
 from storage.read.view import View, open_view
@@ -112,8 +112,8 @@ def rollback(
         "since": str(since),
     }
     if as_json:
-        documents = [{"kind": kind, "document": document_object(document)} for kind, document in shown]
-        output.print_json(facts | {"documents": documents})
+        documents = (b'{"kind":"%b","document":%b}' % (kind.encode(), document_json(each)) for kind, each in shown)
+        output.print_parts([dumps(facts)[:-1], b',"documents":[', b",".join(documents), b"]}"])
     else:
         say(facts, shown, boundary.time_ms)
 

@@ -38,20 +38,6 @@ def key_fields(key: bytes) -> dict[str, object]:
         return {"key_b64": base64.b64encode(key).decode()}
 
 
-def value_fields(document: Document) -> dict[str, Any]:
-    """`value` if the datatype says JSON and the bytes are, else `value_b64`; a tombstone has a null `value`."""
-    if document.deleted and not document.value:
-        return {"value": None}
-    if document.datatype & _ALL_BITS == DATATYPE_JSON:
-        try:
-            return {"value": json.loads(document.value)}
-        except ValueError:
-            pass
-    found = {"value_b64": base64.b64encode(document.value).decode()}
-    problem = value_problem(document)
-    return found if problem is None else found | {"problem": problem}
-
-
 _numbers = attrgetter(*JSON_FIELDS)
 
 
@@ -60,11 +46,6 @@ def _head(document: Document) -> dict[str, object]:
         return {"vbid": document.vbid, "seqno": document.seqno, "kind": "system_event"} | key_fields(document.key)
     named = {"vbid": document.vbid, "collection_id": document.collection_id} | key_fields(document.key)
     return named | dict(zip(JSON_FIELDS, _numbers(document), strict=True)) | {"deleted": document.deleted}
-
-
-def document_object(document: Document) -> dict[str, Any]:
-    head = _head(document)
-    return head if document.kind is Kind.SYSTEM_EVENT else head | value_fields(document)
 
 
 def _no_number(word: str) -> NoReturn:
@@ -127,11 +108,6 @@ def _event(change: Change) -> dict[str, Any]:
     """Return a change without its document."""
     event: dict[str, Any] = {"kind": change.kind, "token": str(change.token), "vbid": change.token.vbid}
     return event if change.rollback is None else event | {"rollback": rollback_object(change.rollback)}
-
-
-def change_object(change: Change) -> dict[str, Any]:
-    event = _event(change)
-    return event if change.document is None else event | {"document": document_object(change.document)}
 
 
 def change_parts(change: Change) -> list[bytes]:

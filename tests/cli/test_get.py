@@ -9,6 +9,7 @@ from cli.get import as_of_from
 from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import Time
+from tests.bench import stores
 from tests.cli.conftest import call
 from tests.sandbox.past import state_at
 
@@ -38,6 +39,37 @@ def test_every_field_is_that_of_the_source(mirrored: Path, source: SandboxThread
 
     expected = source.call(at_source)
     assert {name: found[name] for name in expected} == expected
+
+
+ODD = {
+    b"digits": b'{"total":12345678901234567890.50}',
+    b"surrogate": b'{"half":"\\ud800"}',
+    b"NaN": b"NaN",
+    b"deep": b"[" * 1500 + b"]" * 1500,
+}
+"""Values that Python's own reader of JSON changes, accepts or fails on, though the datatype says JSON."""
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("odd") / "data")
+    stores.store(path, stores.rows_of(ODD.items(), 1))
+    return path
+
+
+@pytest.mark.parametrize("command", ["get", "scan", "changes"])
+def test_a_value_that_json_readers_change_is_printed_as_it_is_or_as_bytes(odd: str, command: str) -> None:
+    if command == "get":
+        results = [call("get", "--data", odd, key.decode(), "--json") for key in ODD]
+    else:
+        results = [call(command, "--data", odd, "--json")]
+    assert [(each.code, each.err) for each in results] == [(0, "")] * len(results)
+    printed = b"".join(each.raw for each in results)
+    assert printed.count(b"\n") == len(ODD)
+    assert b'"value":' + ODD[b"digits"] in printed
+    assert b'"value":' + ODD[b"surrogate"] in printed
+    assert b'"value_b64":"' + base64.b64encode(ODD[b"NaN"]) in printed
+    assert b'"value_b64":"' + base64.b64encode(ODD[b"deep"]) in printed
 
 
 @pytest.mark.parametrize("key", ["nonesuch", "order::010", "x" * 300, ""], ids=["never", "deleted", "long", "empty"])
