@@ -7,7 +7,7 @@ import pytest
 
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import call
-from tests.cli.test_output import FIELDS
+from tests.serve.test_objects import FIELDS
 
 
 def test_all_documents_one_a_line(mirrored: Path) -> None:

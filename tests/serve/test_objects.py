@@ -63,11 +63,14 @@ def test_each_key_and_value_comes_as_it_is_or_as_base64(key: bytes, value: bytes
                 assert found["value"] is None
 
 
+FIELDS = [
+    "vbid", "collection_id", "key", "seqno", "rev_seqno", "cas", "flags", "expiry", "datatype", "deleted", "value",
+]  # fmt: skip
+
+
 def test_a_document_has_the_promised_fields_in_order() -> None:
     found = json.loads(objects.document_json(document(value=b'{"a": 1}')._replace(cas=2**63)))
-    assert list(found) == [
-        "vbid", "collection_id", "key", "seqno", "rev_seqno", "cas", "flags", "expiry", "datatype", "deleted", "value",
-    ]  # fmt: skip
+    assert list(found) == FIELDS
     assert (found["cas"], found["deleted"], found["value"]) == (2**63, False, {"a": 1})
 
 
