@@ -49,7 +49,7 @@ LOG = log((0xA, 0))
 
 
 def rig_at(*boundaries: int, failover_log: FailoverLog = LOG, **more: Any) -> Rig:
-    """A rig that holds these boundaries and has requested its stream."""
+    """Return a rig that holds these boundaries and has requested its stream."""
     store = ToyStore()
     for boundary in boundaries[:-1]:
         store.holding(boundary)
@@ -60,7 +60,7 @@ def rig_at(*boundaries: int, failover_log: FailoverLog = LOG, **more: Any) -> Ri
 
 
 def streaming_at(*boundaries: int, **more: Any) -> Rig:
-    """The same, with its stream accepted."""
+    """Return the same rig with its stream accepted."""
     rig = rig_at(*boundaries, **more)
     rig.feed(ev.StreamAccepted(rig.opaque_counter, rig.machine.stored.failover_log or LOG))
     return rig
@@ -87,7 +87,7 @@ def ended(rig: Rig, reason: int) -> list[ins.Instruction]:
 
 
 def kinds(done: list[ins.Instruction]) -> list[type]:
-    """What was instructed, reports left out."""
+    """Return the kinds of instructions, without reports."""
     return [type(instruction) for instruction in done if not isinstance(instruction, ins.ReportStatus)]
 
 
@@ -96,7 +96,7 @@ def status_of(rig: Rig) -> ins.VbucketStatus:
 
 
 def requested(rig: Rig) -> tuple[int, int, int, int]:
-    """The newest stream request: start, snapshot start, snapshot end, vbuuid."""
+    """Return start, snapshot start, snapshot end and vbuuid of the newest stream request."""
     offset = rig.last(ins.RequestStream).offset
     return offset.start_seqno, offset.snap_start_seqno, offset.snap_end_seqno, offset.vbuuid
 

@@ -117,7 +117,7 @@ class ToyStore:
     # --- instructions ---
 
     def perform(self, instruction: ins.Instruction) -> Any:
-        """Do it; return the event that answers it, if one does."""
+        """Perform an instruction; return its answer, if it has one."""
         return getattr(self, f"_{type(instruction).__name__}", lambda _instruction: None)(instruction)
 
     def _StageRows(self, instruction: ins.StageRows) -> Any:
@@ -270,7 +270,7 @@ class Rig:
         self._acks_due: list[tuple[int, int]] = []
 
     def restart(self) -> None:
-        """The process dies and comes back: only the store remains."""
+        """Restart the process: only the store remains."""
         self.machine = VbucketMachine(self.store.vbid, self.store.state())
         self.outbox.clear()
         self._acks_due.clear()

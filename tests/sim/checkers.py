@@ -53,12 +53,12 @@ NOTHING = Pub(Branch(1), Seqno(0), Seqno(0))
 
 
 def facts(item: Item) -> tuple[Any, ...]:
-    """What of a version must arrive."""
+    """Return the fields of a version that must arrive."""
     return (item.seqno, item.kind, item.rev_seqno, item.cas, item.flags, item.datatype, item.value)
 
 
 def reported(document: Document) -> tuple[Any, ...]:
-    """The same, as a reader sees it."""
+    """Return the same fields of what a reader sees."""
     return (
         document.seqno,
         int(document.kind),
@@ -72,7 +72,7 @@ def reported(document: Document) -> tuple[Any, ...]:
 
 @dataclass
 class Watched:
-    """What the checker knows of a vbucket of the mirror."""
+    """The checker's knowledge of one vbucket of the mirror."""
 
     pub: Pub = NOTHING
     branch: int = 1
@@ -84,17 +84,17 @@ class Watched:
     dead_removed: list[tuple[int, int]] = field(default_factory=list)
     """(branch, from which seqno) of retracted rows that the purger took."""
     merges: int = 0
-    """Steps in which rows were moved to another branch."""
+    """Steps that moved rows to another branch."""
     rolling_back_to: int | None = None
     shown: str | None = None
-    """What the streams of the copy that is published are filtered to."""
+    """The stream filter of the published copy."""
     recreated: bool = False
     """The source deleted the vbucket since the last publish: what every copy had persisted may be lost."""
 
 
 @dataclass
 class Follower:
-    """Somebody with a copy of a vbucket, and the token up to which it is true."""
+    """A reader of changes: its copy of a vbucket, and the token up to which the copy is true."""
 
     vbid: int
     token: Token | None = None
@@ -117,8 +117,6 @@ class Follower:
 
 
 class Checker:
-    """Watches one mirror of one source."""
-
     def __init__(self, mirror: Mirror, source: Source, rng: Random, counts: Counter[str]) -> None:
         self.mirror = mirror
         self.source = source
@@ -129,12 +127,12 @@ class Checker:
         self.followers = [Follower(vbid) for vbid in self.vbids for _ in range(3)]
         self.readers: list[OpenReader] = []
         self._positions: list[list[Position]] = [[] for _ in self.vbids]
-        """What was served when a reader began."""
+        """The served documents when a reader began."""
         self._proven: dict[int, tuple[int, int, int]] = {}
         self._late: list[GroupWriter] = []
         self._lost_leases: list[HeldLease] = []
         self._before: dict[int, dict[int, Watched]] = {}
-        """Of each group: what was before its last commit, which a power cut may undo."""
+        """By group, the state before the last commit, which a power cut may undo."""
         self._txnids: dict[int, int] = {}
         self._power_was_cut: set[int] = set()
         fate = mirror.fate
@@ -164,14 +162,14 @@ class Checker:
             self.watched[vbid].dead_removed.append((dead.branch, dead.after_seqno))
 
     def on_lease_lost(self, lease: HeldLease) -> None:
-        """What was held cannot be held after a restart. The commit that was under way may say why, once it is seen."""
+        """Note a lease that cannot be resumed. The commit that was under way may explain it later."""
         self._lost_leases.append(lease)
 
     def on_merged(self, vbid: int) -> None:
         self.watched[vbid].merges += 1
 
     def on_commit(self, writer: GroupWriter) -> None:
-        """Every commit, before anything else happens."""
+        """Check a commit before anything else happens."""
         announced, _ = SHARED.open.get(writer.environment.path, (None, 0))
         if writer not in self.mirror.writers or announced is not writer.environment:
             self._late.append(writer)  # it is only just being opened, and no view can be had before that is done
@@ -194,11 +192,10 @@ class Checker:
                 self.verify(vbid)
 
     def power_was_cut(self) -> None:
-        """Each group may have lost its last commit."""
         self._power_was_cut = set(range(len(self.mirror.disks.disks)))
 
     def _after_power_cut(self, writer: GroupWriter, pubs: dict[int, Pub]) -> None:
-        """What was published last may be gone, of all vbuckets of a group or of none; nothing else."""
+        """Accept the loss of a group's last commit as a whole, and of nothing else."""
         if writer.group not in self._power_was_cut:
             return
         self._power_was_cut.discard(writer.group)
@@ -222,7 +219,7 @@ class Checker:
             )
 
     def catch_up(self) -> None:
-        """Look at the commits of writers that were just opened."""
+        """Check the commits of writers that have opened since."""
         late, self._late = self._late, []
         for writer in late:
             if writer in self.mirror.writers:
@@ -280,7 +277,7 @@ class Checker:
             self.counts["published once persisted"] += 1
 
     def _deferred(self, vbid: int, base: int, seqno: int) -> None:
-        """Readers went over to another history in one step: back only where that history is shorter."""
+        """Check a rollback and publish in one step: readers go back only if the other history is shorter."""
         watched = self.watched[vbid]
         self._is_persisted(vbid, seqno)
         high = self.source.vbucket(vbid).high_seqno
@@ -296,7 +293,7 @@ class Checker:
     # --- what readers see
 
     def verify(self, vbid: int, *, every: bool = False) -> None:
-        """The newest boundary, one or all of the older ones, and what is below the floor."""
+        """Check the newest boundary, one or all of the older ones, and a read below the floor."""
         watched = self.watched[vbid]
         view = self.mirror.view
         state = view.state(vbid)
@@ -323,7 +320,7 @@ class Checker:
             self._below_floor(view, vbid, watched.floor)
 
     def _between(self, view: View, vbid: int, expected: list[int]) -> None:
-        """As of any seqno means: as of the newest boundary not above it. So does a time."""
+        """Check that a seqno or a time between boundaries reads the newest boundary not above it."""
         requested = self.rng.randint(expected[0], expected[-1])
         seqno = max(each for each in expected if each <= requested)
         state = self._expected(vbid, seqno, view)
@@ -358,11 +355,11 @@ class Checker:
         return self.seen(vbid, self.source.line(vbid, seqno, boundary.vbuuid), seqno)
 
     def seen(self, vbid: int, line: list[Item], seqno: int) -> State:
-        """What the mirror holds of a history's state, if it is right."""
+        """Return the part of a history's state that the mirror must show."""
         return self.source.seen(self.source.state(line, seqno), line, self.watched[vbid].shown)
 
     def compare(self, view: View, vbid: int, seqno: int, vbuuid: int, as_of: int | None) -> None:
-        """Everything of a vbucket against the source's state at a seqno of a history."""
+        """Compare all documents of a vbucket with the source's state at a seqno of a history."""
         line = self.source.line(vbid, seqno, vbuuid) if seqno else []
         expected = self.seen(vbid, line, seqno)
         if self.rng.random() < 0.01 and seqno and self.source.collections and self.watched[vbid].shown is None:
@@ -401,7 +398,7 @@ class Checker:
                 self._check_line(vbid, machine.opaque)
 
     def _check_line(self, vbid: int, opaque: int) -> None:
-        """Under an accepted stream nothing is published that is not of its history."""
+        """Check that the published state is part of the history of the accepted stream."""
         watched = self.watched[vbid]
         if self.mirror.actors[vbid].machine.resyncing or not watched.seqno:  # type: ignore[union-attr]
             return
@@ -424,7 +421,6 @@ class Checker:
     # --- followers
 
     def follow(self, follower: Follower, *, stop_after: int | None = None) -> None:
-        """Read the changes since the token; perhaps give up in the middle."""
         vbid = follower.vbid
         watched = self.watched[vbid]
         view = self.mirror.view
@@ -478,16 +474,15 @@ class Checker:
             self.counts["followers refused after tombstones were purged"] += 1
 
     def lease_of(self, follower: Follower) -> HeldLease | None:
-        """The lease that a follower has."""
         name = self.name_of(follower)
         return next((lease for lease in self.mirror.active_leases(follower.vbid) if lease.name == name), None)
 
     def name_of(self, follower: Follower) -> str:
-        """Under which it asks for leases."""
+        """Return the name of a follower's leases."""
         return next((f"follower {at}" for at, each in enumerate(self.followers) if each is follower), "none")
 
     def lease(self, follower: Follower, seconds: float) -> None:
-        """A follower asks for its position to be held, or to be held on."""
+        """Grant or renew a lease on a follower's position."""
         token, watched = follower.token, self.watched[follower.vbid]
         assert token is not None
         held = self.lease_of(follower)
@@ -531,7 +526,7 @@ class Checker:
     # --- readers that stay open
 
     def read_slowly(self) -> None:
-        """A reader begins, or some go on by a little."""
+        """Begin a reader, or let some read on a little."""
         vbid = self.rng.choice(self.vbids)
         watched = self.watched[vbid]
         if watched.seqno and len(self.readers) < READERS_MAX and self.rng.random() < 0.6:
@@ -557,7 +552,6 @@ class Checker:
     # --- the whole
 
     def check_store(self) -> None:
-        """The integrity walk over everything."""
         report = check(self.mirror.path)
         assert report.clean, report.problems[:SHOWN]
         self.counts["integrity walks"] += 1
@@ -574,7 +568,7 @@ class Checker:
             self.follow(fresh)
 
     def _check_selection(self) -> None:
-        """What is published is what the source holds of the names that are mirrored, and nothing else."""
+        """Compare the published documents with the source's documents of the selected names."""
         shown = self.mirror.consumer.collections.resolved
         if shown.missing and not shown.streams:  # what it held of a collection that is gone, it may hold
             return

@@ -20,7 +20,7 @@ SECTOR = 512
 
 
 class Disk:
-    """Of one file, which is read as often as it may have changed."""
+    """The disk of one file, which is read again after each possible change."""
 
     def __init__(self, path: str, rng: Random) -> None:
         self.path = Path(path, "data.mdb")
@@ -30,10 +30,10 @@ class Disk:
         self._dirty: set[int] = set()
         """Pages that were written and not synced."""
         self.txnid = 0
-        """Of the newest commit. One that changes nothing is none."""
+        """The id of the newest commit. A transaction without changes has none."""
 
     def _look(self) -> set[int]:
-        """The pages that were written since the last look."""
+        """Return the pages that were written since the last look."""
         before, now = self._file, self.path.read_bytes()
         self._file = now
         return {at // PAGE for at in range(0, len(now), PAGE) if now[at : at + PAGE] != before[at : at + PAGE]}
@@ -47,23 +47,21 @@ class Disk:
     # --- what happens
 
     def written(self, offset: int, length: int) -> None:
-        """Something was written past LMDB, perhaps what was there already."""
+        """Note a write past LMDB, perhaps of equal bytes."""
         self._dirty |= self._look() | set(range(offset // PAGE, (offset + length + PAGE - 1) // PAGE))
 
     def synced(self) -> None:
-        """A sync succeeded."""
         self._dirty |= self._look()
         for page in self._dirty:
             self._put(page)
         self._dirty.clear()
 
     def sync_failed(self) -> None:
-        """A sync failed: nothing of what was to be synced will ever be."""
+        """Note a failed sync: its pages will never be synced."""
         self._look()
         self._dirty.clear()
 
     def committed(self, env: Any) -> None:
-        """One or more transactions were committed."""
         flags = env.flags()
         self._dirty |= self._look()
         self.txnid = env.info()["last_txnid"]
@@ -77,7 +75,7 @@ class Disk:
             self.synced()
 
     def cut_in_commit(self, env: Any) -> None:
-        """A transaction was committed, but the power fails before its pages are synced, and its meta page written."""
+        """Note a commit whose pages were not synced and whose meta page was not written when the power failed."""
         newest = env.info()["last_txnid"] & 1
         self._dirty |= self._look() - {newest}
 
@@ -100,7 +98,7 @@ class Disk:
         self.sync_failed()
 
     def cut(self) -> None:
-        """The power fails: the file is what is on the disk."""
+        """Cut the power: the file becomes the contents of the disk."""
         mode = self.rng.choice(("all", "none", "some", "some", "some"))
         image = self._durable
         for page in sorted(self._dirty):

@@ -16,8 +16,6 @@ from tests.manual_clock import ManualClock
 
 
 class Timer:
-    """What `call_later` returns."""
-
     __slots__ = ("args", "callback", "cancelled")
 
     def __init__(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -64,7 +62,7 @@ class SimLoop:
     # --- for the simulation
 
     def run_due(self) -> int:
-        """Run what is due now; how many that were."""
+        """Run the timers that are due; return their number."""
         count = 0
         while self._timers and self._timers[0][0] <= self.clock.monotonic():
             _, _, timer = heapq.heappop(self._timers)
@@ -74,18 +72,16 @@ class SimLoop:
         return count
 
     def next_due_in(self) -> float | None:
-        """Seconds until the next timer."""
         while self._timers and self._timers[0][2].cancelled:
             heapq.heappop(self._timers)
         return max(0.0, self._timers[0][0] - self.clock.monotonic()) if self._timers else None
 
     def forget(self) -> None:
-        """The process that had set them is gone."""
+        """Drop the timers of a process that is gone."""
         self._timers.clear()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be the running loop of this thread."""
         asyncio._set_running_loop(self)  # type: ignore[arg-type]
         try:
             yield

@@ -51,15 +51,15 @@ GROUPS = 2
 
 
 class MirrorDied(BaseException):
-    """The process is gone: nothing of it may run any more."""
+    """The process was killed."""
 
 
 class PowerCut(MirrorDied):
-    """The power failed: what was not synced may be gone as well."""
+    """The power failed: bytes that were not synced may be gone, too."""
 
 
 class Fate:
-    """When the process dies or its disk fails: counted in commits."""
+    """The next failures of the process and its disk, counted in commits."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts
@@ -67,7 +67,7 @@ class Fate:
         self.die_after = False
         self.cut_in = 0
         self.failed_sync = False
-        """The next error of the disk is that of a sync."""
+        """True if the next disk error is that of a sync."""
         self.idle_sync_fails = False
         self.fail_in = 0
         self.error: Callable[[], Exception] = lambda: OSError(errno.EIO, "I/O error")
@@ -98,15 +98,15 @@ class HeldLease:
     boundary: int | None
     """The newest kept boundary at or below it, where that is on the branch that was served then."""
     undone: bool
-    """A power cut had undone what it is ahead of, and nothing below it was kept: the first publish may pass it."""
+    """True if a power cut undid the position and no boundary below is kept: the first publish may pass it."""
     resyncs: int
     until_wall_ms: int
     until_ms: int = 0
-    """By the clock that is never set."""
+    """By the monotonic clock."""
 
 
 class SimPurger(Purger):
-    """Tells which dead rows it removes, where it merges branches, and what leases keep from it."""
+    """Reports the dead rows that it removes, its merges, and the floors that leases hold."""
 
     fate: Fate
 
@@ -134,7 +134,7 @@ class SimPurger(Purger):
 
 
 class SimOwner(GroupOwner):
-    """Commits that can fail, and die, as the fate has it."""
+    """Commits that fail or die as the fate has it."""
 
     writer: SimWriter
 
@@ -214,8 +214,6 @@ class SimOwner(GroupOwner):
 
 
 class SimBackground(Background):
-    """Has a purger that is watched."""
-
     fate: Fate
 
     def new_purger(self) -> Purger:
@@ -225,8 +223,6 @@ class SimBackground(Background):
 
 
 class SimVbucketWriter(VbucketWriter):
-    """A writer whose rollbacks are watched and whose jobs are counted."""
-
     fate: Fate
 
     def begin_job(self) -> None:
@@ -242,8 +238,6 @@ class SimVbucketWriter(VbucketWriter):
 
 
 class SimWriter(GroupWriter):
-    """A writer whose commits are watched."""
-
     fate: Fate
     disk: Disk | None
 
@@ -264,8 +258,6 @@ class SimWriter(GroupWriter):
 
 
 class Keeper:
-    """Stands for the keeper of a node's session."""
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.address = NodeAddress("node", 10_000 + number)
@@ -279,8 +271,6 @@ class Keeper:
 
 
 class SimConsumer(Consumer):
-    """Maps come from the simulation."""
-
     map_news: set[int]
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
@@ -390,15 +380,13 @@ class Mirror:
         return writer
 
     def monotonic_ms(self) -> int:
-        """A clock that nobody sets."""
         return int(self.clock.monotonic() * 1000)
 
     def wall_ms(self) -> int:
-        """The wall clock of the machine, which somebody may set."""
         return self.clock.wall_ms() + self.wall_offset_ms
 
     def die(self) -> None:
-        """SIGKILL: memory is gone, connections break, what is committed stays."""
+        """Kill the process: memory is gone, connections break, commits stay."""
         self.alive = False
         self.drop_view()
         self.fate.die_in = self.fate.fail_in = self.fate.cut_in = 0
@@ -422,13 +410,13 @@ class Mirror:
         self.writers = []
 
     def lose_power(self) -> None:
-        """The process is gone, and what was not synced, or part of it. The system starts again."""
+        """Kill the process and lose some of the bytes that were not synced."""
         self.die()
         for disk in self.disks.disks.values():
             disk.cut()
 
     def stop(self) -> None:
-        """As SIGTERM does: commit what is complete, close."""
+        """Stop as SIGTERM does: commit complete snapshots, then close."""
         for actor in self.actors.values():
             actor.drop_machine()
         for wire in self.wires:
@@ -448,11 +436,10 @@ class Mirror:
     # --- leases
 
     def writer_of(self, vbid: int) -> SimWriter:
-        """The writer of a vbucket's group."""
         return self.writers[vbid % GROUPS]
 
     def lease(self, lease: HeldLease) -> None:
-        """Hold a position, or hold it on. Raises NoSuchBoundary when it is not kept any more."""
+        """Grant or renew a lease. Raises NoSuchBoundary if its position is no longer kept."""
         positions = {lease.vbid: lease.position}
         writer = self.writer_of(lease.vbid)
         if not writer.background.renew_lease(lease.name, positions, lease.until_wall_ms):
@@ -461,13 +448,12 @@ class Mirror:
         self.leases[lease.name] = lease
 
     def release(self, name: str) -> None:
-        """Hold no longer."""
         lease = self.leases.pop(name, None)
         if lease is not None:
             self.writer_of(lease.vbid).background.leases.release(name)
 
     def active_leases(self, vbid: int) -> list[HeldLease]:
-        """Those that hold something of a vbucket now."""
+        """Return a vbucket's leases that have not ended."""
         now_ms = self.monotonic_ms()
         for lease in list(self.leases.values()):
             if lease.until_ms <= now_ms:
@@ -476,7 +462,7 @@ class Mirror:
         return [lease for lease in self.leases.values() if lease.vbid == vbid]
 
     def _resume_lease(self, lease: HeldLease) -> None:
-        """What the service grants to a worker that it has started again, before that may purge."""
+        """Grant a lease again after a restart, before the writer may purge."""
         del self.leases[lease.name]
         if lease.until_wall_ms <= self.wall_ms() or lease.until_ms <= self.monotonic_ms():
             return
@@ -490,7 +476,7 @@ class Mirror:
     # --- collections
 
     def look_at_collections(self) -> None:
-        """The source's manifest arrives, if there is somebody to ask."""
+        """Receive the source's manifest if a node is connected."""
         if self.source.collections and any(keeper.ready for keeper in self.keepers):
             watch = self.consumer.collections
             watch.take(SourceManifest.parse(self.source.bucket.manifest.to_json()))
@@ -500,7 +486,6 @@ class Mirror:
     # --- connections
 
     def connect(self, number: int) -> None:
-        """Log in to a node."""
         keeper = self.keepers[number]
         if keeper.ready:
             return
@@ -525,21 +510,21 @@ class Mirror:
         consumer.on_node_ready(keeper)  # type: ignore[arg-type]
 
     def lost(self) -> None:
-        """Keepers notice that their sessions are over."""
+        """Let the keepers notice that their sessions are over."""
         for number, keeper in enumerate(self.keepers):
             if keeper.session is not None and not keeper.session.ready:
                 keeper.session = None
                 self.wires[number] = None
 
     def follow_map(self, vbid: int) -> None:
-        """The mirror hears where a vbucket is now."""
+        """Tell the mirror the node of a vbucket."""
         self.consumer.map_news.discard(vbid)
         address = self.keepers[self.source.bucket.map.owners[vbid]].address
         if self.consumer._node_of[vbid] != address:
             self.consumer._move(vbid, address)
 
     def poll(self, vbid: int) -> None:
-        """The source's high seqno."""
+        """Tell the mirror the source's high seqno."""
         actor = self.actors[vbid]
         vbucket = self.source.vbucket(vbid)
         polled = self.consumer.collections.polled_collections
@@ -551,7 +536,7 @@ class Mirror:
         actor.guarded(lambda: actor.handle(machine_events.HighSeqno(high)))
 
     def ask_persistence(self, vbid: int) -> None:
-        """Every copy says how much of the open stream's history it has persisted."""
+        """Tell the mirror the seqno that every copy has persisted of the stream's history."""
         actor = self.actors[vbid]
         vbuuid = actor.observed_vbuuid
         if vbuuid is None:
@@ -561,20 +546,20 @@ class Mirror:
             actor.guarded(lambda: actor.persisted(vbuuid, seqno))
 
     def step_writer(self, group: int) -> bool:
-        """A turn of background work, as the consumer gives it."""
+        """Give a turn of background work as the consumer does."""
         entry = self.consumer.commits.groups[group]
         if entry.error is not None:
             return False
         return entry.step()
 
     def roll_back(self, vbid: int, to_seqno: int) -> int:
-        """The operator's command."""
+        """Roll back as the operator's command does."""
         result = commands.execute(self.consumer, RollBack(vbid, to_seqno))
         return int(result["boundary_seqno"])
 
     @property
     def refused(self) -> bool:
-        """A group waits for people: its disk failed in a way that waiting does not fix."""
+        """True if a group waits for people: its disk failed for good."""
         return any(group.error is not None and group.retry_timer is None for group in self.consumer.commits.groups)
 
     # --- reading

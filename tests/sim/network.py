@@ -38,7 +38,7 @@ class Wire:
             self.client.data_received(data)
 
     def cut(self) -> None:
-        """Break it: what is under way is lost, and both ends notice."""
+        """Break the connection: bytes under way are lost, and both ends notice."""
         if not self.open:
             return
         self.open = False

@@ -41,7 +41,7 @@ NODES = 2
 
 
 class SimReader:
-    """The reader of a process: its connections, the read that is under way, and what was handed out of each vbucket."""
+    """A bounded reader: its connections, its current read, and its copy of each vbucket."""
 
     def __init__(self, source: Source, rng: Random, clock: ManualClock, counts: Counter[str], *, vbuckets: int) -> None:
         self.source = source
@@ -74,7 +74,7 @@ class SimReader:
         return session if session is not None and session.ready else None
 
     def refresh_map(self, config: bytes, vbid: int) -> None:
-        """The map is followed at each step."""
+        pass
 
     def hold_acks(self) -> None:
         self.counts["acknowledgements held for a reader"] += 1
@@ -123,7 +123,7 @@ class SimReader:
         assert waiting or not self.acks_held, "the source waits, and nothing that is taken lets it go on"
 
     def finish(self, life: int, vbuckets: int) -> bool:
-        """Without faults, one read of everything to the end; True once it is done."""
+        """Read everything without faults; return True once it is done."""
         self.lives(life)
         if self.read is None:
             self.begin(bounded=True, vbids=list(range(vbuckets)))
@@ -135,7 +135,7 @@ class SimReader:
         return self.read is None
 
     def lives(self, life: int) -> None:
-        """The process was killed if this is another life of it: memory is gone, what was handed out is kept."""
+        """Forget memory and connections if the process was killed since; the copies stay."""
         if self.life != life:
             self.life = life
             self.read = None
@@ -147,7 +147,7 @@ class SimReader:
             self.acks_held = False
 
     def begin(self, *, bounded: bool, vbids: list[int] | None = None) -> None:
-        """Read some vbuckets on from what was handed out of them."""
+        """Begin a read of some vbuckets after their last positions."""
         everything = range(len(self.positions))
         chosen = vbids or sorted(self.rng.sample(everything, self.rng.randint(1, len(everything))))
         self.until = {vbid: self.source.vbucket(vbid).high_seqno for vbid in chosen} if bounded else None
@@ -166,14 +166,12 @@ class SimReader:
         self.read.fill_up()
 
     def end(self) -> None:
-        """Close the read, as its caller may at any time."""
         if self.read is not None:
             self.read.end()
             self.read = None
             self.release_acks()
 
     def connect(self, number: int) -> None:
-        """Log in to a node."""
         session = self.sessions[number]
         if session is not None and session.ready:
             return
@@ -217,7 +215,7 @@ class SimReader:
     # --- what is handed out
 
     def take(self) -> None:
-        """Take some of what is complete, and compare."""
+        """Take some complete snapshots, and compare."""
         read = self.read
         for _ in range(self.rng.choice((1, 3, 100))):
             if read is None or not read.outbox._items:

@@ -57,12 +57,11 @@ MEMORY_FOLDER = Path("/dev/shm")
 
 
 def folder() -> Path:
-    """A folder in memory where there is one: what is simulated here is the process, not the disk."""
+    """Return a folder in memory if there is one: the disk is simulated."""
     return Path(tempfile.mkdtemp(prefix="sim-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None))
 
 
 def all_keys() -> list[list[str]]:
-    """Keys of each vbucket, by the hash that every client uses."""
     found: list[list[str]] = [[] for _ in range(VBUCKETS)]
     number = 0
     while min(map(len, found)) < KEYS:
@@ -79,7 +78,7 @@ NAMES = all_keys()
 
 @contextmanager
 def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
-    """Limits that a few rows reach."""
+    """Set limits that a few rows reach."""
     patch = pytest.MonkeyPatch()
     patch.setattr("storage.write.pending.INLINE_INDEX_ROWS", rng.choice((0, 1, 3, 10, 20_000)))
     patch.setattr(background, "PURGE_INTERVAL_MS", rng.choice((0, 10, 300)))
@@ -106,7 +105,7 @@ def small_limits(rng: Random) -> Iterator[pytest.MonkeyPatch]:
 
 
 class World:
-    """A source, its mirror, and all that may happen."""
+    """A source, its mirror, and the events that may happen."""
 
     def __init__(self, seed: int, path: Path, counts: Counter[str]) -> None:
         self.seed = seed
@@ -207,7 +206,7 @@ class World:
         self.checker.after_step()
 
     def guarded(self, action: Callable[[], None]) -> None:
-        """A process that dies in the middle of an action is started again."""
+        """Do an action; start the process again if it dies."""
         try:
             if not self.mirror.alive:
                 self.mirror.start()
@@ -245,7 +244,7 @@ class World:
             self.checker.on_commit(each)
 
     def calm_down(self) -> None:
-        """No more faults: what is left must arrive."""
+        """End all faults, and check that the mirror catches up."""
         self.fate.die_in = self.fate.fail_in = self.fate.cut_in = 0
         self.fate.idle_sync_fails = False
         self.source.refuse_next.clear()
@@ -280,7 +279,7 @@ class World:
                 self.mirror.consumer.reopen(actor, "stalled")
 
     def read_the_rest(self) -> None:
-        """The bounded reader reads all that it has not read yet. The read before it may wait for what is lost."""
+        """Let the bounded reader read the rest. Its previous read may wait for lost changes."""
         self.reader.end()
         for _ in range(3000):
             self.steps += 1
@@ -306,7 +305,7 @@ class World:
         )
 
     def caught_up(self) -> bool:
-        """Everything that the source shows is published."""
+        """True if everything that the source shows is published."""
         for vbid in range(VBUCKETS):
             vbucket = self.source.vbucket(vbid)
             high = vbucket.high_seqno
@@ -403,7 +402,7 @@ class World:
                 self._set(vbid, key, path)
 
     def free_keys(self, vbid: int, path: str = "_default._default") -> list[str]:
-        """Of which no durable write is under way."""
+        """Return the keys without a durable write under way."""
         bucket, prepared = self.source.bucket, self.source.vbucket(vbid).prepared
         return [key for key in NAMES[vbid] if bucket.wire_key(key, path) not in prepared]
 
@@ -509,7 +508,7 @@ class World:
         self.counts["source purges"] += self.source.vbucket(vbid).purge_seqno > before
 
     def fail_over(self) -> None:
-        """Another copy takes over, perhaps with the loss of a tail; now and then several times in a row."""
+        """Fail over to another copy, perhaps with a loss; sometimes several times in a row."""
         vbid = self.vbid()
         for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
             beyond = self.source.vbucket(vbid).high_seqno - self.checker.watched[vbid].seqno
@@ -524,7 +523,7 @@ class World:
         self._heal_manifest(vbid)
 
     def promote(self) -> None:
-        """A replica that had persisted part of a snapshot takes over; nothing is lost."""
+        """Fail over without a loss to a replica that had persisted part of a snapshot."""
         vbid = self.vbid()
         kept = [seqno for seqno in self.checker.watched[vbid].boundaries if seqno >= self.checker.watched[vbid].floor]
         begin = self.rng.choice(kept or [0]) + self.rng.choice((0, 0, 1))
@@ -533,7 +532,6 @@ class World:
         self.counts["replicas promoted with part of a snapshot"] += 1
 
     def persist(self) -> None:
-        """The copies write some more down."""
         for vbid in range(VBUCKETS):
             high = self.source.vbucket(vbid).high_seqno
             known = self.source.persisted[vbid]
@@ -616,7 +614,7 @@ class World:
             wire.deliver_up(self._piece(len(wire.up)))
 
     def go_on(self) -> None:
-        """What would happen if nothing went wrong, for a moment."""
+        """Let everything work for a moment."""
         number = self.rng.randrange(2)
         self.mirror.connect(number)
         for _ in range(self.rng.randint(1, 3)):
@@ -692,7 +690,7 @@ class World:
         self.mirror.consumer._source_watch.judge()
 
     def pass_time(self) -> None:
-        """Time goes on, mostly to the next timer."""
+        """Move the clock, mostly to the next timer."""
         due = self.loop.next_due_in()
         self.clock.advance(self.rng.choice((0.001, 0.03, 0.5, due or 0.01, due or 0.01, due or 0.01, 3.0)))
         self.loop.run_due()
@@ -746,7 +744,6 @@ class World:
         self.counts["groups taken over"] += 1
 
     def set_clock(self) -> None:
-        """Somebody sets the wall clock."""
         self.mirror.wall_offset_ms = self.rng.choice((0, 3_600_000, -3_600_000, 86_400_000 * 400, -86_400_000 * 400))
         self.counts["clocks set"] += 1
 
@@ -781,7 +778,7 @@ class World:
             self.counts["rollbacks by command"] += boundary > 0
 
     def break_protocol(self) -> None:
-        """The source repeats something that it has sent: a row, a marker, out of its place."""
+        """Let the source repeat a message that it has sent."""
         number = self.rng.randrange(2)
         producer, wire = self.producer(number), self.mirror.wires[number]
         if producer is None or wire is None or not producer.streams:
@@ -807,15 +804,12 @@ class World:
         self.checker.follow(follower, stop_after=stop_after)
 
     def read_slowly(self) -> None:
-        """Readers that stay open while everything else happens."""
         self.checker.read_slowly()
 
     def read_source(self) -> None:
-        """The bounded reader gets a turn."""
         self.reader.step(self.mirror.lives)
 
     def lease(self) -> None:
-        """Somebody who reads changes has its place in them held for a while."""
         follower = self.rng.choice([each for each in self.checker.followers if each.token is not None] or [None])
         if follower is not None and not self.mirror.writer_of(follower.vbid).owner.lost:
             self.checker.lease(follower, self.rng.choice((1, 5, 20, 3600)))
@@ -833,11 +827,11 @@ class World:
 
 
 class Failed(AssertionError):
-    """A world went wrong; says how to see it again."""
+    """A world went wrong; the text tells how to repeat it."""
 
 
 def live_through(seed: int, steps: int, counts: Counter[str]) -> int:
-    """One world; the steps it took. Raises Failed with what is needed to repeat it."""
+    """Run one world; return its steps. Raises Failed with the command that repeats it."""
     path = folder()
     rng = Random(seed)
     world = None

@@ -50,7 +50,7 @@ DOUBLE = int(SnapshotFlag.DISK | SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICA
 
 
 class Extra(Item):
-    """A message between items: its frame is sent as it is."""
+    """A message between items, sent as its frame is."""
 
 
 class SimEncoder(ItemEncoder):
@@ -122,7 +122,7 @@ class SimStream(ProducerStream):
 
 
 class SimProducer(SandboxProducer):
-    """A producer whose rounds are given to it."""
+    """A producer whose rounds the simulation runs."""
 
     def __init__(self, source: Source, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -222,9 +222,8 @@ class Source:
         self.shapes: tuple[str, ...] = ("plain", "plain")
         if self.collections:
             self.shapes = rng.choice((("plain",), ("plain", "advances", "double"), ("advances",), ("double",)))
-        """Both halves of durable writes are sent."""
         self.selection = ""
-        """What of the bucket is mirrored, as a mirror's identity has it; empty: all."""
+        """The selection of the mirror's identity; empty: the whole bucket."""
         if self.collections and rng.random() < 0.5:
             self.selection = rng.choice(SELECTIONS)
         self.bucket = Bucket(
@@ -241,14 +240,14 @@ class Source:
             self.bucket.map.owners[vbid] = vbid % 2
         self.refuse_next: list[Status] = []
         self.filters: dict[int, bytes] = {}
-        """What of a vbucket was requested the last time."""
+        """By vbucket, the newest requested filter."""
         self.lines: dict[int, list[Item]] = {}
-        """Opaque of an accepted stream of the mirror as it runs now -> the history it is of."""
+        """By opaque of an accepted stream of the running mirror, the stream's history."""
         self.purged: dict[int, int] = {}
-        """id of a history -> the highest purge seqno it ever had."""
+        """By id of a history, its highest purge seqno."""
         self.keeps_persisted = False
         self.persisted = [0] * vbuckets
-        """Up to where every copy has persisted the history of the vbucket as it is: no failover loses that."""
+        """By vbucket, the seqno that every copy has persisted: no failover loses it."""
         self._states: dict[int, tuple[list[Item], list[int], list[State]]] = {}
         self._past: list[list[tuple[list[Item], int, FailoverLog]]] = [[] for _ in range(vbuckets)]
 
@@ -270,7 +269,7 @@ class Source:
         self.purged[id(vbucket.log)] = max(self.purged.get(id(vbucket.log), 0), vbucket.purge_seqno)
 
     def persisted_of(self, vbid: int, vbuuid: int) -> int | None:
-        """What every copy answers to OBSERVE_SEQNO; None: a history that they do not know."""
+        """Return every copy's answer to OBSERVE_SEQNO; None if they do not know the history."""
         return self._upper(vbid, vbuuid, self.persisted[vbid])
 
     def _upper(self, vbid: int, vbuuid: int, seqno: int) -> int | None:
@@ -307,7 +306,7 @@ class Source:
         return high - base
 
     def start_over(self, vbid: int) -> None:
-        """The vbucket is deleted and recreated."""
+        """Delete and recreate the vbucket."""
         vbucket = self.vbucket(vbid)
         self._past[vbid].append((vbucket.log, vbucket.high_seqno, vbucket.failover_log))
         reset(vbucket)
@@ -331,13 +330,11 @@ class Source:
                 upper = entry.seqno
 
     def line(self, vbid: int, seqno: int, vbuuid: int) -> list[Item]:
-        """The newest of `lines_with`."""
         found = next(self.lines_with(vbid, seqno, vbuuid), None)
         assert found is not None, f"vb {vbid}: the source never had seqno {seqno} under {vbuuid:#x}"
         return found
 
     def past_count(self, vbid: int) -> int:
-        """How many histories the source has lost until now."""
         return len(self._past[vbid])
 
     def state(self, line: list[Item], seqno: int) -> State:
@@ -361,7 +358,7 @@ class Source:
         return state
 
     def seen(self, state: State, line: list[Item], shown: str | None) -> State:
-        """What of a state of a history is shown to streams that are filtered to `shown`."""
+        """Return the part of a history's state that streams filtered to `shown` show."""
         if not self.collections:
             return {key: item for key, item in state.items() if key[0] == 0}
         if shown is None:
@@ -379,7 +376,7 @@ class Source:
         return set(range(FIRST_ID, manifest._next_collection_id)) - manifest.collections.keys()
 
     def scope_of(self, vbid: int, collection_id: int) -> int:
-        """The scope in which a vbucket has been sent a collection."""
+        """Return the scope in which a vbucket was sent a collection."""
         for item in reversed(self.vbucket(vbid).log):
             begins = item.kind == SYSTEM_EVENT and item.event == SystemEventId.COLLECTION_BEGIN
             if begins and system_id(item) == collection_id:

@@ -142,7 +142,7 @@ Remember = Callable[[str, object], None]
 
 
 def simulate(first_seed: int, steps_min: int) -> tuple[int, int, Counter[str]]:
-    """Worlds until there were so many steps."""
+    """Run worlds until there were so many steps."""
     counts: Counter[str] = Counter()
     seeds = Random(first_seed)
     steps = worlds = 0
