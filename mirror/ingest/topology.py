@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from mirror.errors import BucketChanged
 from storage.model import Identity
@@ -32,6 +32,9 @@ VIEWS = "couchapi"
 """The capability of buckets that have views, as only persistent ones have."""
 SYSTEM_CAPABILITIES = frozenset(("querySystemCollection", "mobileSystemCollection"))
 """Capabilities of buckets that have a scope `_system`, as all have since 7.6."""
+
+_T = TypeVar("_T")
+_NOUNS: dict[type, str] = {dict: "an object", list: "a list", int: "a whole number", str: "a text"}
 
 VBUCKET_COUNT_MAX = 65_536
 """A vbucket id has 16 bits on the wire; more rows than that cannot be a map."""
@@ -217,16 +220,16 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
     `network` picks alternate addresses by name ("external"); a node without that network keeps its own address.
     """
     config = _load(text)
-    nodes_ext = [_NodeExt.parse(item, host, network) for item in _list(config.get("nodesExt", []), "nodesExt")]
+    nodes_ext = [_NodeExt.parse(item, host, network) for item in _checked(config.get("nodesExt", []), list, "nodesExt")]
     server_map = config.get("vBucketServerMap")
     nodes = tuple(ext.node for ext in nodes_ext if ext.serves_kv)
     active: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
     if server_map is not None:
-        nodes, active, replicas = _parse_server_map(_dict(server_map, "vBucketServerMap"), nodes_ext, host)
+        nodes, active, replicas = _parse_server_map(_checked(server_map, dict, "vBucketServerMap"), nodes_ext, host)
     return ClusterMap(
-        rev_epoch=_int(config.get("revEpoch", 0), "revEpoch"),
-        rev=_int(config.get("rev", 0), "rev"),
+        rev_epoch=_checked(config.get("revEpoch", 0), int, "revEpoch"),
+        rev=_checked(config.get("rev", 0), int, "rev"),
         bucket_name=_text_or_none(config.get("name"), "name"),
         bucket_uuid=_text_or_none(config.get("uuid"), "uuid"),
         nodes=nodes,
@@ -251,7 +254,7 @@ def _is_ephemeral(config: Mapping[str, object]) -> bool:
         return bool(config["bucketType"] == "ephemeral")
     if config.get("nodeLocator") != "vbucket" or "bucketCapabilities" not in config:
         return False
-    return VIEWS not in _list(config["bucketCapabilities"], "bucketCapabilities")
+    return VIEWS not in _checked(config["bucketCapabilities"], list, "bucketCapabilities")
 
 
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
@@ -262,15 +265,15 @@ def network_of(text: bytes | str, contacted_host: str, contacted_port: int | Non
     """
     config = _load(text)
     found: list[tuple[bool, str]] = []
-    for item in _list(config.get("nodesExt", []), "nodesExt"):
-        row = _dict(item, "nodesExt")
-        services = _dict(row.get("services", {}), "nodesExt.services")
+    for item in _checked(config.get("nodesExt", []), list, "nodesExt"):
+        row = _checked(item, dict, "nodesExt")
+        services = _checked(row.get("services", {}), dict, "nodesExt.services")
         known: dict[str, dict[str, Any]] = {"default": {"hostname": row.get("hostname"), "ports": services}}
-        known |= _dict(row.get("alternateAddresses", {}), "alternateAddresses")
+        known |= _checked(row.get("alternateAddresses", {}), dict, "alternateAddresses")
         for network, value in known.items():
-            address = _dict(value, f"alternateAddresses.{network}")
+            address = _checked(value, dict, f"alternateAddresses.{network}")
             if address.get("hostname") == contacted_host:
-                ports = _dict(address.get("ports", services), "ports")
+                ports = _checked(address.get("ports", services), dict, "ports")
                 found.append((contacted_port in (ports.get("kv"), ports.get("kvSSL")), network))
     exact = [network for whole, network in found if whole]
     return next(iter(exact or [network for _, network in found]), "default")
@@ -287,17 +290,17 @@ class _NodeExt:
 
     @staticmethod
     def parse(item: Any, contacted_host: str, network: str) -> _NodeExt:
-        row = _dict(item, "nodesExt")
-        services = _dict(row.get("services", {}), "nodesExt.services")
+        row = _checked(item, dict, "nodesExt")
+        services = _checked(row.get("services", {}), dict, "nodesExt.services")
         own_host = _host(row.get("hostname", contacted_host), contacted_host, "nodesExt.hostname")
         own = _node(own_host, services)
-        alternates = _dict(row.get("alternateAddresses", {}), "alternateAddresses")
+        alternates = _checked(row.get("alternateAddresses", {}), dict, "alternateAddresses")
         node = own
         if network in alternates:
-            alternate = _dict(alternates[network], f"alternateAddresses.{network}")
+            alternate = _checked(alternates[network], dict, f"alternateAddresses.{network}")
             alternate_host = _host(alternate.get("hostname", own_host), contacted_host, "alternateAddresses.hostname")
             # A network without ports of its own uses the same ones.
-            ports = _dict(alternate["ports"], "alternateAddresses.ports") if "ports" in alternate else services
+            ports = _checked(alternate["ports"], dict, "alternateAddresses.ports") if "ports" in alternate else services
             node = _node(alternate_host, ports)
         serves_kv = "kv" in services or "kvSSL" in services
         return _NodeExt(node, (own_host, own.kv_port), serves_kv, network in alternates)
@@ -312,19 +315,19 @@ def _parse_server_map(
         if ext.serves_kv:
             by_address.setdefault(ext.own_address, []).append(ext.node)
     nodes = []
-    for server in _list(server_map.get("serverList"), "serverList"):
+    for server in _checked(server_map.get("serverList"), list, "serverList"):
         host, port = _host_and_port(server, contacted_host)
         found = by_address.get((host, port))
         # If only TLS is offered, serverList still has a port that nodesExt lacks, so host and order decide.
         unported = by_address.get((host, None))
         nodes.append(found[0] if found else unported.pop(0) if unported else Node(host, port))
-    rows = _list(server_map.get("vBucketMap"), "vBucketMap")
+    rows = _checked(server_map.get("vBucketMap"), list, "vBucketMap")
     if len(rows) > VBUCKET_COUNT_MAX:
         raise MalformedClusterMap(f"vBucketMap has {len(rows)} rows")
     active = []
     replicas = []
     for vbid, row in enumerate(rows):
-        chain = [_int(index, "vBucketMap") for index in _list(row, "vBucketMap")]
+        chain = [_checked(index, int, "vBucketMap") for index in _checked(row, list, "vBucketMap")]
         for index in chain:
             if not NO_NODE <= index < len(nodes):
                 raise MalformedClusterMap(f"vBucketMap: vbucket {vbid} is on node {index} of {len(nodes)}")
@@ -335,11 +338,10 @@ def _parse_server_map(
 
 def _load(text: bytes | str) -> dict[str, Any]:
     try:
-        return _dict(json.loads(text), "the cluster map")
-    except MalformedClusterMap:
-        raise
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedClusterMap(f"the cluster map is not JSON: {error}") from None
+    return _checked(parsed, dict, "the cluster map")
 
 
 def _node(host: str, ports: Mapping[str, object]) -> Node:
@@ -364,31 +366,17 @@ def _host_and_port(value: Any, contacted_host: str) -> tuple[str, int]:
 def _port(ports: Mapping[str, object], service: str) -> int | None:
     if service not in ports:
         return None
-    port = _int(ports[service], f"services.{service}")
+    port = _checked(ports[service], int, f"services.{service}")
     if not 0 < port < 65_536:
         raise MalformedClusterMap(f"services.{service}: {port} is not a port")
     return port
 
 
-def _dict(value: Any, field: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise MalformedClusterMap(f"{field} is not an object: {value!r:.100}")
-    return value
-
-
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise MalformedClusterMap(f"{field} is not a list: {value!r:.100}")
-    return value
-
-
-def _int(value: Any, field: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise MalformedClusterMap(f"{field} is not a whole number: {value!r:.100}")
+def _checked(value: Any, kind: type[_T], field: str) -> _T:
+    if type(value) is not kind:
+        raise MalformedClusterMap(f"{field} is not {_NOUNS[kind]}: {value!r:.100}")
     return value
 
 
 def _text_or_none(value: Any, field: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise MalformedClusterMap(f"{field} is not a text: {value!r:.100}")
-    return value
+    return None if value is None else _checked(value, str, field)
