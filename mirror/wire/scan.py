@@ -26,8 +26,6 @@ from mirror.wire.keys import COLLECTION_ID_BYTES_MAX
 Row = tuple[bytes, bytes]
 """(the owner's prefix and the seqno, the whole frame)."""
 
-PREFIX_SIZE = 4
-
 _PEEK = struct.Struct(">HHBxHII8x8s")
 """magic and opcode, key length, extras length, vbucket, body length, opaque, seqno (the extras' first eight bytes)."""
 assert _PEEK.size == HEADER_SIZE + 8
@@ -55,17 +53,6 @@ class Run:
         self.vbid = vbid
         self.rows = rows
         self.byte_count = byte_count
-
-    @property
-    def first_seqno(self) -> int:
-        return int.from_bytes(self.rows[0][0][PREFIX_SIZE : PREFIX_SIZE + 8])
-
-    @property
-    def last_seqno(self) -> int:
-        return int.from_bytes(self.rows[-1][0][PREFIX_SIZE : PREFIX_SIZE + 8])
-
-    def __repr__(self) -> str:
-        return f"Run(opaque={self.opaque:#x}, vbid={self.vbid}, rows={len(self.rows)}, byte_count={self.byte_count})"
 
 
 def scan(

@@ -241,12 +241,16 @@ def test_a_failover_log_that_did_not_change_is_not_saved_again() -> None:
     assert kinds(rig.feed(ev.StreamAccepted(rig.opaque_counter, LOG))) == []
 
 
+def streaming_from_zero() -> VbucketMachine:
+    """Return a machine whose stream has opaque 7 and whose publishes wait for the test."""
+    machine = VbucketMachine(0, ToyStore().state())
+    for event in (ev.Start(), ev.StreamRequested(7), ev.StreamAccepted(7, LOG)):
+        machine.handle(event)
+    return machine
+
+
 def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and_not_before() -> None:
-    store = ToyStore()
-    machine = VbucketMachine(0, store.state())
-    machine.handle(ev.Start())
-    machine.handle(ev.StreamRequested(7))
-    machine.handle(ev.StreamAccepted(7, LOG))
+    machine = streaming_from_zero()
     machine.handle(SnapshotMarker(0, 0, 5, ACK | DISK, opaque=7))
     published = machine.handle_run(7, [row(5, b"k", b"v")], 50)
     assert ins.PublishSnapshot in kinds(published)
@@ -257,10 +261,7 @@ def test_a_marker_that_asks_for_it_is_answered_after_its_snapshot_is_durable_and
 
 
 def test_a_marker_of_a_snapshot_that_is_on_its_way_to_the_disk_waits_for_it() -> None:
-    machine = VbucketMachine(0, ToyStore().state())
-    machine.handle(ev.Start())
-    machine.handle(ev.StreamRequested(7))
-    machine.handle(ev.StreamAccepted(7, LOG))
+    machine = streaming_from_zero()
     machine.handle(SnapshotMarker(0, 0, 5, DISK, opaque=7))
     machine.handle_run(7, [row(5, b"k", b"v")], 50)
     assert kinds(machine.handle(SnapshotMarker(0, 0, 5, ACK, opaque=7))) == []

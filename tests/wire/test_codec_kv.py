@@ -105,24 +105,6 @@ def test_requests_of_a_session_say_what_they_are_given() -> None:
     assert kv.decode_cluster_config_request(kv.get_cluster_config()) is None
     assert kv.decode_cluster_config_request(kv.get_cluster_config((-1, 7))) == (-1, 7)
     assert kv.decode_observe_seqno_request(kv.observe_seqno(3, 2**60)) == 2**60
-    made = [
-        sent,
-        kv_client.sasl_list_mechs(opaque=1),
-        kv.sasl_auth(b"PLAIN", b"", opaque=1),
-        kv_client.sasl_step(b"SCRAM-SHA1", b"x", opaque=1),
-        kv.select_bucket(b"demo", opaque=1),
-        kv_client.noop(opaque=1),
-        kv_client.get_error_map(opaque=1),
-        kv.get_cluster_config((1, 2), opaque=1),
-        kv_client.get_meta(3, b"key", opaque=1),
-        kv_client.get_collections_manifest(opaque=1),
-        kv_client.get_collection_id(b"s.c", opaque=1),
-        kv_client.get_scope_id(b"s", opaque=1),
-        kv.observe_seqno(3, 4, opaque=1),
-    ]
-    for frame in made:
-        assert kv.check_request(frame) is frame
-        assert frame.opaque == 1
 
 
 @given(i64, i64, blobs, blobs, u32)

@@ -127,7 +127,9 @@ def runs(data: bytes) -> list[tuple[int, int, int, int] | int]:
     items, pos = scan(data, 0, PREFIXES, MAX)
     assert pos == len(data)
     return [
-        item.opcode if isinstance(item, Frame) else (item.opaque, item.vbid, item.first_seqno, item.last_seqno)
+        item.opcode
+        if isinstance(item, Frame)
+        else (item.opaque, item.vbid, *(int.from_bytes(item.rows[at][0][4:]) for at in (0, -1)))
         for item in items
     ]
 
@@ -164,7 +166,6 @@ def test_a_row_is_prefix_and_seqno_and_the_whole_message() -> None:
     assert isinstance(items[0], Run)
     assert items[0].rows == [(b"pre1" + (258).to_bytes(8), data)]
     assert items[0].byte_count == len(data)
-    assert "opaque=0x1, vbid=5, rows=1" in repr(items[0])
 
 
 def test_what_is_not_routed_comes_as_a_frame() -> None:
