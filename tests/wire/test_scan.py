@@ -129,7 +129,7 @@ def runs(data: bytes) -> list[tuple[int, int, int, int] | int]:
     return [
         item.opcode
         if isinstance(item, Frame)
-        else (item.opaque, item.vbid, *(int.from_bytes(item.rows[at][0][4:]) for at in (0, -1)))
+        else (item.opaque, item.vbid, int.from_bytes(item.rows[0][0][4:]), int.from_bytes(item.rows[-1][0][4:]))
         for item in items
     ]
 
