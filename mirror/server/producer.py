@@ -12,7 +12,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from mirror.ingest.rollback import OutOfRange, ProducerAnswer, RollbackAnswer, producer_answer
@@ -21,7 +21,14 @@ from mirror.server.errors import Refused, rolled_back, unknown_collection
 from mirror.wire import codec_dcp
 from mirror.wire.constants import Status, StreamEndReason, StreamRequestFlag
 from mirror.wire.errors import RemoteProtocolError
-from mirror.wire.events import DcpNoop, StreamRequest
+from mirror.wire.events import (
+    CollectionDropped,
+    DcpNoop,
+    ScopeCreated,
+    ScopeDropped,
+    StreamRequest,
+    SystemEventContent,
+)
 from mirror.wire.flow_control import ProducerWindow
 from mirror.wire.stream_filter import KEYS, parse_filter
 from storage.model import FailoverLog
@@ -92,6 +99,35 @@ class ProducerFilter:
     purge_seqno: int | None = None
     legacy: bool = False
     """The client knows no collections: it gets no system events."""
+    _ended: set[int] = field(default_factory=set, init=False)
+    _scope_ended: bool = field(default=False, init=False)
+
+    @property
+    def all(self) -> bool:
+        return self.collections is None and self.scope_id is None
+
+    @property
+    def empty(self) -> bool:
+        """True if no change can pass any more: the end of everything requested was sent."""
+        if self.scope_id is not None:
+            return self._scope_ended
+        return self.collections is not None and self.collections <= self._ended
+
+    def shows(self, content: SystemEventContent) -> bool:
+        """Return True if a system event passes; remember the end of a collection and of the scope."""
+        if self.all:
+            return True
+        if self.legacy:
+            return False
+        if isinstance(content, (ScopeCreated, ScopeDropped)):
+            shown = content.scope_id == self.scope_id
+            self._scope_ended |= shown and isinstance(content, ScopeDropped)
+            return shown
+        if self.collections is None:
+            return content.scope_id == self.scope_id
+        if isinstance(content, CollectionDropped):
+            self._ended.add(content.collection_id)
+        return content.collection_id in self.collections
 
 
 FilterT = TypeVar("FilterT", bound=ProducerFilter)

@@ -25,7 +25,7 @@ from storage.model import Collection, Seqno
 from tests.cli.conftest import environment
 from tests.crash.service import LIMIT_S, Service, until
 from tests.serve.http_site import make_certificate
-from tests.serve.kv_rig import DEFAULT, Store
+from tests.serve.kv_rig import DEFAULT, Store, free_ports
 
 USER, PASSWORD = "ann", "a good password"
 VALUE = b'{"small": true}'
@@ -166,12 +166,6 @@ def p99_s(read: Callable[[], object], count: int) -> float:
         waits.append(time.perf_counter() - began)
         time.sleep(PAUSE_S)
     return sorted(waits)[-1 - count // 100]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        lines = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [line.getsockname()[1] for line in lines]
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def test_a_page_token_of_another_user_or_a_forged_one_gives_nothing(site: Site) 
     forged += [[*each[:7], 9, *each[8:]] for each in list(forged)]
     for token in forged:
         text = to_base64url(json.dumps(token).encode())
-        for collection in ("_default", "0", "9", "hr.salaries"):
+        for collection in ("_default", "9"):
             status, body = bob.get(f"/v1/collections/{collection}/documents?page={text}&limit=1")
             assert status in (200, 400, 403, 404, 410), (status, token)
             shows_nothing(body)

@@ -7,7 +7,7 @@ import pytest
 from mirror.sandbox.data.item import Item, mutation_frame
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import system_key
-from mirror.sandbox.dcp.filter import SandboxFilter, parse
+from mirror.sandbox.dcp.filter import parse
 from mirror.server.errors import Refused
 from mirror.wire import codec_dcp
 from mirror.wire.events import (
@@ -32,7 +32,6 @@ def manifest() -> BucketManifest:
 
 def test_a_client_without_collections_may_say_nothing(manifest: BucketManifest) -> None:
     legacy = parse(b"", manifest, has_collections=False, has_stream_ids=False)
-    assert (legacy.legacy, legacy.collections, legacy.empty) == (True, frozenset({0}), False)
     assert legacy.passes(document(0))
     assert not legacy.passes(document(8))
     assert not legacy.passes(event(CollectionDropped(1, 0, 0)))
@@ -51,7 +50,7 @@ def test_nothing_said_means_everything(manifest: BucketManifest) -> None:
 
 def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketManifest) -> None:
     scope = parse(b'{"scope":"8"}', manifest, has_collections=True, has_stream_ids=False)
-    assert scope.collections == frozenset({8, 9})
+    assert scope.shown == frozenset({8, 9})
     assert not scope.passes(document(11))
     assert scope.passes(event(CollectionCreated(1, 8, 11, "")))
     assert scope.passes(document(11))
@@ -62,17 +61,6 @@ def test_a_scope_takes_in_its_new_collections_and_ends_with_it(manifest: BucketM
     assert not scope.empty
     assert scope.passes(event(ScopeDropped(1, 8)))
     assert scope.empty
-
-
-def test_collections_that_end_leave_an_empty_filter(manifest: BucketManifest) -> None:
-    some = parse(b'{"collections":["8","a"]}', manifest, has_collections=True, has_stream_ids=False)
-    assert some.passes(event(CollectionDropped(1, 8, 8)))
-    assert not some.passes(event(CollectionDropped(1, 8, 9)))
-    assert not some.passes(event(ScopeCreated(1, 8, "")))
-    assert not some.empty
-    assert some.passes(event(CollectionDropped(1, 0, 10)))
-    assert some.empty
-    assert not SandboxFilter().empty
 
 
 def document(collection_id: int) -> Item:

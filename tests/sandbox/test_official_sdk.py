@@ -9,25 +9,16 @@ from typing import Any
 
 import pytest
 from couchbase import subdocument as sd
-from couchbase.auth import PasswordAuthenticator
 from couchbase.cluster import Cluster
 from couchbase.durability import Durability, ServerDurability
 from couchbase.exceptions import (
-    AuthenticationException,
-    BucketNotFoundException,
-    CasMismatchException,
     CouchbaseException,
-    DocumentLockedException,
-    PathExistsException,
 )
 from couchbase.kv_range_scan import RangeScan
 from couchbase.options import (
-    ClusterOptions,
     GetOptions,
     IncrementOptions,
-    MutateInOptions,
     RemoveOptions,
-    ReplaceOptions,
     SignedInt64,
     UpsertOptions,
 )
@@ -36,14 +27,9 @@ from couchbase.transcoder import RawBinaryTranscoder
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.sandbox.data.item import CommitItem
 from tests import recordings
+from tests.serve.test_official_sdk import connect, string_of
 
 DIGITS = re.compile(r"\d+")
-
-
-def plain_string(source: SandboxThread) -> str:
-    """The SDK takes user and bucket elsewhere than in the string."""
-    scheme, _, rest = source.connection_string.partition("://")
-    return f"{scheme}://{rest.partition('@')[2].rpartition('/')[0]}"
 
 
 @pytest.fixture
@@ -56,7 +42,7 @@ def source() -> Iterator[SandboxThread]:
 
 @pytest.fixture
 def sdk(source: SandboxThread) -> Iterator[Cluster]:
-    cluster = Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "demo")))
+    cluster = connect(string_of(source))
     yield cluster
     cluster.close()
 
@@ -150,45 +136,9 @@ def test_each_recorded_call_has_the_recorded_outcome(sdk: Cluster) -> None:
             assert got == text, name
 
 
-def test_wrong_password_and_wrong_bucket_are_reported_as_such(source: SandboxThread) -> None:
-    with pytest.raises(AuthenticationException):
-        Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "wrong")))
-    cluster = Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "demo")))
-    with pytest.raises(BucketNotFoundException):
-        cluster.bucket("elsewhere")
-    cluster.close()
-
-
-def test_what_else_applications_do(sdk: Cluster) -> None:
-    default = sdk.bucket("orders").default_collection()
-    first = default.upsert("k", {"list": [1], "n": 1})
-    default.replace("k", {"list": [1], "n": 2}, ReplaceOptions(cas=first.cas))
-    with pytest.raises(CasMismatchException):
-        default.replace("k", {}, ReplaceOptions(cas=first.cas))
-    default.mutate_in("k", [sd.array_append("list", 2, 3), sd.increment("n", 5), sd.upsert("x", 1)])
-    assert default.get("k").content_as[dict] == {"list": [1, 2, 3], "n": 7, "x": 1}
-    with pytest.raises(PathExistsException):
-        default.mutate_in("k", [sd.insert("n", 0)])
-    default.mutate_in(
-        "made", [sd.upsert("a.b", 1, create_parents=True)], MutateInOptions(store_semantics=sd.StoreSemantics.UPSERT)
-    )
-    assert default.get("made").content_as[dict] == {"a": {"b": 1}}
-    locked = default.get_and_lock("k", timedelta(seconds=10))
-    with pytest.raises(DocumentLockedException):
-        default.upsert("k", {}, UpsertOptions(timeout=timedelta(milliseconds=300)))
-    with pytest.raises(CasMismatchException):
-        default.unlock("k", 12345)
-    default.unlock("k", locked.cas)
-    default.upsert("k", "text")
-    default.upsert("raw", b"12", UpsertOptions(transcoder=RawBinaryTranscoder()))
-    default.binary().append("raw", b"3")
-    assert default.get("raw", GetOptions(transcoder=RawBinaryTranscoder())).value == b"123"
-    assert default.binary().increment("raw").content == 124
-
-
 def test_a_client_finds_its_way_after_a_failover(source: SandboxThread) -> None:
     with SandboxThread(SandboxCluster(nodes=3, vbuckets=16)) as three:
-        cluster = Cluster(plain_string(three), ClusterOptions(PasswordAuthenticator("demo", "demo")))
+        cluster = connect(string_of(three))
         default = cluster.bucket("demo").default_collection()
         for index in range(50):
             default.upsert(f"k{index}", {"n": index})
@@ -208,7 +158,7 @@ def test_a_client_of_today_reads_and_writes_at_servers_of_every_age(profile: str
     """Durable writes, too, where the server has them: they are prepares and commits in the vbucket's log."""
     durable = ServerDurability(Durability.MAJORITY)
     with SandboxThread(SandboxCluster(nodes=2, vbuckets=16, replicas=1, profile=profile)) as source:
-        with_sdk = Cluster(plain_string(source), ClusterOptions(PasswordAuthenticator("demo", "demo")))
+        with_sdk = connect(string_of(source))
         try:
             default = with_sdk.bucket("demo").default_collection()
             for index in range(8):

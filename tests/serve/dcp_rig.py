@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mirror.clock import SystemClock
-from mirror.config import Settings
-from mirror.serve.access.auth import Users
 from mirror.serve.dcp.server import DcpServer
-from mirror.serve.kv.bucket import KvBucket
-from mirror.serve.kv.map import ServedMap, own_node
-from mirror.serve.listener import Address, reserve
 from mirror.wire import codec_dcp, codec_kv
 from mirror.wire import events as ev
 from mirror.wire import frame as fr
@@ -22,7 +15,7 @@ from mirror.wire.flow_control import counted_size
 from mirror.wire.frame import Frame
 from mirror.wire.system_events import encode_system_event
 from storage.model import Collection, Manifest, ManifestUid, Seqno, SnapshotRange
-from tests.serve.kv_rig import WAIT_S, Client, Hosted, Store, users
+from tests.serve.kv_rig import WAIT_S, Client, Hosted, Store
 
 ALL = (Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET, Feature.SNAPPY, Feature.JSON, Feature.COLLECTIONS)
 XATTRS = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
@@ -148,6 +141,7 @@ class DcpClient(Client):
 
 class DcpEndpoint(Hosted[DcpServer, DcpClient]):
     client_type = DcpClient
+    server_type = DcpServer
 
     @property
     def url(self) -> str:
@@ -159,18 +153,7 @@ class DcpEndpoint(Hosted[DcpServer, DcpClient]):
         return await (await self.connect()).open(self.bucket.name, **options)
 
 
-@asynccontextmanager
-async def serving_dcp(
-    path: str, *, readers: Users | None = None, addresses: Sequence[Address] = (Address(),),
-    tls: Any = None, publishes_persisted: bool = False, **settings: Any,
-) -> AsyncIterator[DcpEndpoint]:  # fmt: skip
-    bucket = KvBucket(path, SystemClock(), stale_allowed=False, publishes_persisted=publishes_persisted)
-    held = [reserve(address, "dcp") for address in addresses]
-    served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
-    server = DcpServer(bucket, readers or users(), served, SystemClock(), Settings(**settings))
-    endpoint = DcpEndpoint(held, server, bucket)
-    async with endpoint.running(tls):
-        yield endpoint
+serving_dcp = DcpEndpoint.serving
 
 
 def system_event(store: Store, seqno: int, content: ev.SystemEventContent, *collections: Collection) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from mirror.clock import SystemClock
 from mirror.config import Settings
@@ -67,6 +68,11 @@ def with_users(file: Path, entries: Mapping[str, Any], anonymous: Sequence[str] 
     users = {name: entry_of(entry) if isinstance(entry, str) else entry for name, entry in entries.items()}
     file.write_text(json.dumps({"users": users} | ({"anonymous": {"read": anonymous}} if anonymous else {})))
     return file
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def session_of(bucket: KvBucket, reader: Reader | None = None) -> KvSession:
@@ -231,12 +237,34 @@ class Hosted(Generic[S, C]):
     """A server of a mirror on free ports, or on Unix sockets, in the running loop, and its clients."""
 
     client_type: type[C]
+    server_type: type[S]
 
     def __init__(self, held: Sequence[Reserved], server: S, bucket: KvBucket) -> None:
         self.held = held
         self.server = server
         self.bucket = bucket
         self.clients: list[C] = []
+
+    @classmethod
+    @asynccontextmanager
+    async def serving(
+        cls,
+        path: str,
+        *,
+        readers: Users | None = None,
+        addresses: Sequence[Address] = (Address(),),
+        stale_allowed: bool = False,
+        publishes_persisted: bool = False,
+        tls: Any = None,
+        **settings: Any,
+    ) -> AsyncIterator[Self]:
+        clock = SystemClock()
+        bucket = KvBucket(path, clock, stale_allowed=stale_allowed, publishes_persisted=publishes_persisted)
+        held = [reserve(address, "kv") for address in addresses]
+        served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
+        made = cls(held, cls.server_type(bucket, readers or users(), served, clock, Settings(**settings)), bucket)
+        async with made.running(tls):
+            yield made
 
     @property
     def port(self) -> int:
@@ -272,6 +300,7 @@ class Hosted(Generic[S, C]):
 
 class Endpoint(Hosted[KvServer, Client]):
     client_type = Client
+    server_type = KvServer
 
     async def sdk(self) -> Client:
         """A client as an SDK is one: features, login, bucket."""
@@ -282,23 +311,7 @@ class Endpoint(Hosted[KvServer, Client]):
         return client
 
 
-@asynccontextmanager
-async def serving(
-    path: str,
-    *,
-    readers: Users | None = None,
-    addresses: Sequence[Address] = (Address(),),
-    stale_allowed: bool = False,
-    tls: Any = None,
-    **settings: Any,
-) -> AsyncIterator[Endpoint]:
-    bucket = KvBucket(path, SystemClock(), stale_allowed=stale_allowed)
-    held = [reserve(address, "kv") for address in addresses]
-    served = ServedMap(bucket.identity, [own_node([each.address for each in held])], 5)
-    server = KvServer(bucket, readers or users(), served, SystemClock(), Settings(**settings))
-    endpoint = Endpoint(held, server, bucket)
-    async with endpoint.running(tls):
-        yield endpoint
+serving = Endpoint.serving
 
 
 class MirrorThread:

@@ -135,30 +135,6 @@ async def test_a_cascade_is_filled_and_follows(cluster: SandboxCluster, tmp_path
         assert endpoint.server.status()["dcp_rollbacks"] == 0
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(4, marks=pytest.mark.ci)])
-async def test_a_failover_with_loss_cascades_exactly(cluster: SandboxCluster, tmp_path: Path, rounds: int) -> None:
-    write(cluster, 200)
-    async with cascade(cluster, tmp_path) as (first, endpoint, second):
-        await level(cluster, first, second)
-        for round_ in range(rounds):
-            for vbid in range(VBUCKETS):
-                for number in range(3):
-                    cluster.set(f"lost-{round_}-{number}", {"round": round_}, vbid=vbid)
-                    await asyncio.sleep(0.002)
-            await level(cluster, first, second)
-            for vbid in range(0, VBUCKETS, 2):
-                cluster.failover(vbid, lose=2)
-                cluster.set(f"instead-{round_}", {"new": "history"}, vbid=vbid)
-            await level(cluster, first, second)
-            assert_equal(cluster, first, second)
-        with open_view(first.path) as a, open_view(second.path) as b:
-            for vbid in range(0, VBUCKETS, 2):
-                assert len(a.rollbacks(vbid)) == rounds
-                assert len(b.rollbacks(vbid)) >= rounds
-                assert not b.history(vbid).resyncs_ms, "no rollback cost more than an undo"
-        assert endpoint.server.status()["dcp_rollbacks"] >= rounds * VBUCKETS // 2
-
-
 async def test_collections_that_come_and_go_cascade(cluster: SandboxCluster, tmp_path: Path) -> None:
     bucket = cluster.bucket
     bucket.create_scope("shop")
@@ -232,36 +208,6 @@ def assert_still_equal(cluster: SandboxCluster, first: Mirror, second: Mirror) -
             older = {(each.collection_id, each.key): each.seqno for each in view.scan(vbid, as_of=at[vbid], now=0)}
             assert older == {key: found[0] for key, found in two[vbid].items()}
     assert one.keys() == two.keys()
-
-
-async def test_the_bounded_reader_reads_a_mirror_as_it_reads_a_cluster(cluster: SandboxCluster, tmp_path: Path) -> None:
-    write(cluster, 300)
-    async with cascade(cluster, tmp_path) as (first, endpoint, second):
-        await level(cluster, first, second)
-
-        def read() -> tuple[int, Position]:
-            count = 0
-            with SourceReader(endpoint.url, password="demo") as reader:
-                until = reader.high_seqnos()
-                for item in reader.read(dict.fromkeys(until, Position()), until):
-                    if isinstance(item, Snapshot):
-                        count += sum(1 for _ in item.documents())
-                        if item.vbid == 0:
-                            position = item.position
-            return count, position
-
-        def read_lost(position: Position) -> list[int]:
-            with SourceReader(endpoint.url, password="demo") as reader:
-                items = list(reader.read({0: position}, {0: position.seqno}))
-            return [item.seqno for item in items if isinstance(item, SourceRolledBack)]
-
-        count, position = await asyncio.to_thread(read)
-        assert count == 300
-        cluster.failover(0)
-        cluster.set("after", {}, vbid=0)
-        await level(cluster, first, second)
-        lost = Position(position.vbuuid, position.seqno + 5)
-        assert await asyncio.to_thread(read_lost, lost) == [position.seqno]
 
 
 async def test_verify_takes_a_mirror_for_a_source(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from this one.
 
 from __future__ import annotations
 
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from mirror import open_view
 from mirror.sandbox import SandboxCluster, SandboxThread
 from storage.format.keys import vbid_of
 from tests.crash.service import Service, until
+from tests.serve.kv_rig import free_ports
 from tests.serve.test_official_sdk import VBUCKETS, connect, listener, string_of
 
 DOCUMENTS: dict[str, dict[str, object]] = {f"doc-{number:03}": {"n": number} for number in range(200)}
@@ -152,11 +152,6 @@ def test_a_mirror_is_its_own_replica(reading: Any) -> None:
 
 
 # Several mirrors of one bucket, each with its own vbuckets.
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def read_all(collection: Any, names: Sequence[str], timeout: timedelta = timedelta(seconds=60)) -> None:

@@ -18,7 +18,7 @@ from mirror.sandbox.data.manifest import FIRST_ID
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
 from mirror.sandbox.data.vbucket import Vbucket, system_id
 from mirror.sandbox.dcp.encoder import ItemEncoder
-from mirror.sandbox.dcp.filter import SandboxFilter, _scope_of
+from mirror.sandbox.dcp.filter import SandboxFilter, content_of
 from mirror.sandbox.dcp.producer import SandboxProducer
 from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.sandbox.node.node import NodeConnection, SandboxNode
@@ -101,7 +101,7 @@ class SimStream(ProducerStream):
     def _in_two_parts(self, first: int, last: int) -> Iterator[Item]:
         """Deduplicated up to a seqno, then a marker with the same end and every version (MB-52553's shape)."""
         turn = self._rng.randint(first, last)
-        if self._filter.collections is not None and turn == last:
+        if not self._filter.all and turn == last:
             turn = last - 1  # what ends it may be held back, and is sent after the second marker
         purge_seqno = self._purge_seqno
         yield from self._found_on_disk(self.log[first - 1 : turn], last, purge_seqno, last + 1)  # no further: each once
@@ -380,7 +380,7 @@ class Source:
         for item in reversed(self.vbucket(vbid).log):
             begins = item.kind == SYSTEM_EVENT and item.event == SystemEventId.COLLECTION_BEGIN
             if begins and system_id(item) == collection_id:
-                return _scope_of(item)
+                return content_of(item).scope_id
         return 0
 
     def _ids(self, line: list[Item], shown: str) -> set[int]:
@@ -393,6 +393,6 @@ class Source:
             for item in line
             if item.kind == SYSTEM_EVENT
             and item.event == SystemEventId.COLLECTION_BEGIN
-            and _scope_of(item) == scope_id
+            and content_of(item).scope_id == scope_id
         }
         return begun | ({0} if scope_id == 0 else set())

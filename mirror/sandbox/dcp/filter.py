@@ -6,63 +6,51 @@ Invariant: an accepted filter changes only with the collections of its scope, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mirror.sandbox.data.item import SYSTEM_EVENT, EventItem, Item
 from mirror.sandbox.data.manifest import BucketManifest
 from mirror.sandbox.data.vbucket import system_id
 from mirror.server.producer import ProducerFilter, requested_filter
+from mirror.wire import codec_dcp
+from mirror.wire import frame as fr
 from mirror.wire.constants import SystemEventId
+from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEvent, SystemEventContent
 from mirror.wire.stream_filter import KEYS
+from mirror.wire.system_events import decode_system_event
 
 
 @dataclass(kw_only=True)
 class SandboxFilter(ProducerFilter):
     hidden: BucketManifest | None = None
     """The system's collections of this manifest are held back."""
-
-    @property
-    def all(self) -> bool:
-        return self.collections is None and self.hidden is None
-
-    @property
-    def empty(self) -> bool:
-        return self.collections is not None and not self.collections and self.scope_id is None
+    shown: frozenset[int] = field(default=frozenset(), init=False)
+    """The collections of the request, or of its scope as of the last system event."""
 
     def holds_all(self, high_seqnos: Mapping[int, int], seqno: int) -> bool:
         """True if the stream shows no version above a seqno, so that its client misses no purged deletion.
         `high_seqnos` are those of the vbucket's collections. False for a scope, whose collections may have ended.
         """
-        if not self.collections or self.legacy or self.scope_id is not None:
+        if self.collections is None or not self.shown or self.legacy:
             return False
-        return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.collections)
+        return seqno >= max(high_seqnos.get(id_, 0) for id_ in self.shown)
 
     def passes(self, item: Item) -> bool:
-        """True if the stream shows a change. Called once for each in the order of seqnos: system events that pass
-        change the filter (a scope's new collections join, ended ones leave).
+        """True if the stream shows a change. Called once for each in the order of seqnos: a scope's new collections
+        join with their events.
         """
         if self.hidden is not None and _is_system(item, self.hidden):
             return False
-        if self.collections is None:
-            return True
         if item.kind != SYSTEM_EVENT:
-            return item.collection_id in self.collections
-        if self.legacy:
+            return self.all or item.collection_id in self.shown
+        content = content_of(item)
+        if not self.shows(content):
             return False
-        event, id_ = item.event, system_id(item)
-        if event in (SystemEventId.SCOPE_CREATE, SystemEventId.SCOPE_DROP):
-            if self.scope_id != id_:
-                return False
-            if event == SystemEventId.SCOPE_DROP:
-                self.scope_id = None
-                self.collections = frozenset()
-            return True
-        shown = id_ in self.collections if self.scope_id is None else _scope_of(item) == self.scope_id
-        if shown and event == SystemEventId.COLLECTION_BEGIN:
-            self.collections |= {id_}
-        elif shown and event == SystemEventId.COLLECTION_END:
-            self.collections -= {id_}
-        return shown
+        if isinstance(content, CollectionCreated):
+            self.shown |= {content.collection_id}
+        elif isinstance(content, CollectionDropped):
+            self.shown -= {content.collection_id}
+        return True
 
 
 def _is_system(item: Item, manifest: BucketManifest) -> bool:
@@ -71,10 +59,12 @@ def _is_system(item: Item, manifest: BucketManifest) -> bool:
     return (system_id(item) if item.kind == SYSTEM_EVENT else item.collection_id) in manifest.system_collections
 
 
-def _scope_of(item: Item) -> int:
+def content_of(item: Item) -> SystemEventContent:
     if isinstance(item, EventItem):
-        return item.content.scope_id
-    return int.from_bytes(item.value[8:12])
+        return item.content
+    event = codec_dcp.decode(fr.decode(item.frame)[0])
+    assert isinstance(event, SystemEvent)
+    return decode_system_event(event)
 
 
 def parse(
@@ -102,9 +92,8 @@ def parse(
         manifest_uid=manifest.uid,
         known_keys=known,
     )
-    if found.scope_id is not None:
-        inside = (each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id)
-        found.collections = frozenset(inside)
+    inside = (each.collection_id for each in manifest.collections.values() if each.scope_id == found.scope_id)
+    found.shown = frozenset(inside) if found.collections is None else found.collections
     if has_collections:
         found.hidden = hidden
     return found

@@ -277,7 +277,7 @@ class ProducerStream:
 
     def _found_on_disk(self, items: Sequence[Item], as_of: int, purge_seqno: int, history: int) -> Iterator[Item]:
         keeps = self.vbucket.keeps
-        passes = None if self._filter.all else self._filter.passes
+        passes = None if self._filter.all and self._filter.hidden is None else self._filter.passes
         shows = self._encoder.shows
         antilag = self._options.tuning.antilag_items if self._options.seqno_advanced else 0
         left_out = 0

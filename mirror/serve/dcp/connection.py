@@ -171,7 +171,7 @@ class DcpConnection(KvConnection):
         self._answer_bytes = 0
         super().resume_writing()
 
-    # -- what the producer asks
+    # -- for the producer
 
     def write(self, data: bytes) -> None:
         if not (self._ended or self.transport.is_closing()):

@@ -6,39 +6,15 @@ a scope are those of the manifest at each snapshot's end; only collections that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from mirror.serve.access.auth import Reader
 from mirror.server.errors import Refused
 from mirror.server.producer import ProducerFilter, requested_filter
 from mirror.wire.constants import Status
-from mirror.wire.events import (
-    CollectionCreated,
-    CollectionDropped,
-    CollectionModified,
-    ScopeCreated,
-    ScopeDropped,
-    SystemEventContent,
-)
+from mirror.wire.events import CollectionCreated, CollectionModified, ScopeCreated, SystemEventContent
 from storage.model import Manifest
 
 
-@dataclass(kw_only=True)
 class ServedFilter(ProducerFilter):
-    _ended: set[int] = field(default_factory=set, init=False)
-    _scope_ended: bool = field(default=False, init=False)
-
-    @property
-    def all(self) -> bool:
-        return self.collections is None and self.scope_id is None
-
-    @property
-    def empty(self) -> bool:
-        """True if nothing can pass any more: the end of everything requested was sent."""
-        if self.scope_id is not None:
-            return self._scope_ended
-        return self.collections is not None and self.collections <= self._ended
-
     def begins(self, manifest: Manifest) -> dict[int, int] | None:
         """Return the collections that pass as of a manifest, with the seqno that their rows are above; None: all."""
         if self.all:
@@ -48,22 +24,6 @@ class ServedFilter(ProducerFilter):
             for number, entry in manifest.collections.items()
             if (entry.scope_id == self.scope_id if self.collections is None else number in self.collections)
         }
-
-    def shows(self, content: SystemEventContent) -> bool:
-        """Return True if a system event passes; remember the end of a collection."""
-        if self.all:
-            return True
-        if self.legacy:
-            return False
-        if isinstance(content, (ScopeCreated, ScopeDropped)):
-            shown = content.scope_id == self.scope_id
-            self._scope_ended |= shown and isinstance(content, ScopeDropped)
-            return shown
-        if self.collections is None:
-            return content.scope_id == self.scope_id
-        if isinstance(content, CollectionDropped):
-            self._ended.add(content.collection_id)
-        return content.collection_id in self.collections
 
 
 def is_replaced(content: SystemEventContent, seqno: int, manifest: Manifest) -> bool:

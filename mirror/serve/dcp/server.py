@@ -62,7 +62,7 @@ class DcpServer(KvServer):
             "dcp_stream_bytes": counters.sent_bytes,
         }
 
-    # -- what connections ask
+    # -- for connections
 
     def named(self, connection: DcpConnection, name: str) -> None:
         """Register a connection's name; the user's older connection of that name is closed."""

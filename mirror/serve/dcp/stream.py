@@ -65,7 +65,7 @@ class DcpStream:
             self.end_seqno = min(self.end_seqno, served.pub.seqno)
         self.ended = False
         self.waiting = False
-        """Nothing to send until something is published."""
+        """True until the mirror publishes more: there is no message to send."""
         self.snapshot_count = 0
         self.row_count = 0
         self._view = view

@@ -167,7 +167,7 @@ class KvConnection(asyncio.Protocol):
             self._work()
             self._read_on()
 
-    # -- what the host may ask
+    # -- for the host
 
     @property
     def ended(self) -> bool:
@@ -356,7 +356,7 @@ class KvConnection(asyncio.Protocol):
         self._goodbye = self._goodbye or reply.hang_up
         return self._encode(frame, reply, began)
 
-    # -- what takes time
+    # -- answers that take time
 
     def _begin(self, frame: Frame, later: Later, began: float) -> bytes:
         """Return the answer if the first step has it; else it comes by itself."""

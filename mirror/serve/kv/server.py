@@ -124,7 +124,7 @@ class KvServer:
             if frame is not None:
                 connection.push(frame)
 
-    # -- what connections ask
+    # -- for connections
 
     def opened(self, connection: KvConnection) -> None:
         self.connections.add(connection)
