@@ -11,17 +11,18 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from mirror.document import values
 from mirror.document.jsonpath import PathError
-from mirror.document.lookup import LOOKUPS, XATTR_PATH, Content
+from mirror.document.lookup import LOOKUPS, XATTR_PATH, About, Content
 from mirror.server.errors import Refused
 from mirror.server.session import META_READ, READ, Answer, Buffer, Handler, Later, Operation, Reply, Session
 from mirror.wire import codec_kv
 from mirror.wire.constants import Opcode, Status
 from mirror.wire.frame import Frame
 from mirror.wire.keys import KEY_BYTES_MAX, decode_leb128
+from storage.model import Document
 
 SessionT = TypeVar("SessionT", bound=Session)
 
@@ -42,51 +43,37 @@ LookupSteps = Iterator[Reply | None]
 """None after each step of bounded work, at last the answer."""
 
 
-class FoundDocument(Protocol):
-    @property
-    def value(self) -> bytes:
-        """Xattrs and body, perhaps compressed: `datatype` says which."""
-
-    @property
-    def datatype(self) -> int: ...
-
-    @property
-    def flags(self) -> int: ...
-
-    @property
-    def cas(self) -> int: ...
-
-    @property
-    def expiry(self) -> int:
-        """Seconds of Unix time; 0: never."""
-
-    @property
-    def rev_seqno(self) -> int: ...
-
-    @property
-    def deleted(self) -> bool: ...
-
-
 class DocumentSession(Session):
     lookup_flags = ACCESS_DELETED
     """Document flags of a lookup that the server knows."""
 
     @abstractmethod
-    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundDocument:
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
         """Return the document of a request, or with `deletions` its tombstone. Raises Refused."""
 
     @abstractmethod
-    def content_of(self, document: FoundDocument) -> Content: ...
+    def vbuuid_of(self, vbid: int) -> int:
+        """Return the vbuuid of a vbucket's newest history."""
 
-    def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
+    def about(self, document: Document) -> About:
+        return About(
+            document.cas,
+            document.seqno,
+            document.rev_seqno,
+            document.flags,
+            document.expiry,
+            document.datatype,
+            document.deleted,
+            self.vbuuid_of(document.vbid),
+        )
+
+    def whole(self, document: Document, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
         """Return the answer that `reply_with` makes of a document's body and datatype, as this client can take them."""
         return reply_with(*outgoing(self, document.value, document.datatype))
 
-    def lookup(
-        self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
-    ) -> Reply | Later:
+    def lookup(self, document: Document, steps: Callable[[Content], LookupSteps], path_count: int) -> Reply | Later:
         """Return the last value of `steps`. For large documents other clients have turns between the steps."""
-        computed = steps(self.content_of(document))
+        computed = steps(Content.of(document.value, document.datatype, self.about(document)))
         if len(document.value) * path_count > LARGE_BYTES:
             return Later(computed.__next__)
         *_, reply = computed
@@ -111,11 +98,11 @@ def outgoing(session: Session, value: bytes, datatype: int) -> tuple[bytes, int]
     return value, datatype if session.json else datatype & ~values.JSON
 
 
-def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) -> FoundDocument:
+def _find(session: DocumentSession, frame: Frame, *, deletions: bool = False) -> Document:
     return session.find_document(frame, wire_key(session, frame), deletions=deletions)
 
 
-def got(session: DocumentSession, frame: Frame, document: FoundDocument) -> Reply | Later:
+def got(session: DocumentSession, frame: Frame, document: Document) -> Reply | Later:
     key = frame.key if frame.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
 
     def reply_with(value: bytes, datatype: int) -> Reply:
@@ -162,7 +149,7 @@ def _lookup_many(session: DocumentSession, frame: Frame) -> Reply | Later:
     return session.lookup(document, partial(_lookup_steps, specs, document), len(specs))
 
 
-def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: FoundDocument, content: Content) -> LookupSteps:
+def _lookup_steps(specs: Sequence[codec_kv.LookupSpec], document: Document, content: Content) -> LookupSteps:
     failed = False
     answer: list[Buffer] = []
     for spec in specs:
@@ -189,7 +176,7 @@ def _with_values(reply: Reply, values: Sequence[Buffer]) -> Reply:
     return reply
 
 
-def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> FoundDocument:
+def _find_for_lookup(session: DocumentSession, frame: Frame, flags: int) -> Document:
     if flags & ~session.lookup_flags:
         raise Refused(Status.EINVAL, "flags of a change on a lookup")
     return _find(session, frame, deletions=bool(flags & ACCESS_DELETED))

@@ -10,7 +10,7 @@ from mirror.document import values
 from mirror.sandbox.data.documents import DocumentError, Mode
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.kv.session import FoundItem, SandboxHandler, SandboxSession
+from mirror.sandbox.kv.session import SandboxHandler, SandboxSession, document_of
 from mirror.server.document_requests import got, quiet_miss, wire_key
 from mirror.server.session import READ, WRITE, Later, Operation, Reply
 from mirror.wire import codec_kv
@@ -60,7 +60,7 @@ def frame_options(frame: Frame) -> tuple[int, bool]:
 def _got(session: SandboxSession, frame: Frame, vbucket: Vbucket, item: Item, cas: int | None = None) -> Reply | Later:
     if cas is None:
         cas = session.bucket.documents.visible_cas(vbucket, item)
-    return got(session, frame, FoundItem.of(item, cas, vbucket.vbuuid))
+    return got(session, frame, document_of(frame.vbucket, item, cas))
 
 
 def _touched(session: SandboxSession, frame: Frame) -> tuple[Vbucket, Item]:

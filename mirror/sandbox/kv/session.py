@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from mirror.document.lookup import Content
 from mirror.sandbox.data.bucket import Bucket, User
 from mirror.sandbox.data.item import Item
 from mirror.sandbox.data.vbucket import Vbucket
-from mirror.sandbox.kv.subdoc import Draft
-from mirror.server.document_requests import DocumentSession, FoundDocument
+from mirror.server.document_requests import DocumentSession
 from mirror.server.errors import Refused, unknown_collection
 from mirror.server.session import (
     SYSTEM_COLLECTIONS,
@@ -22,10 +20,11 @@ from mirror.server.session import (
     VbucketHistory,
     failover_statistics,
 )
-from mirror.wire import codec_dcp
+from mirror.wire import codec_dcp, leb128
 from mirror.wire.constants import Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
+from storage.model import Document, Kind, Seqno
 
 
 class SessionPort(Protocol):
@@ -38,22 +37,21 @@ class SessionPort(Protocol):
     def open_producer(self, name: str, flags: int) -> None: ...
 
 
-class FoundItem(NamedTuple):
-    """A version as clients see it, with the CAS of a lock."""
-
-    item: Item
-    cas: int
-    vbuuid: int
-    value: bytes
-    datatype: int
-    flags: int
-    expiry: int
-    rev_seqno: int
-    deleted: bool
-
-    @classmethod
-    def of(cls, item: Item, cas: int, vbuuid: int) -> FoundItem:
-        return cls(item, cas, vbuuid, item.value, item.datatype, item.flags, item.expiry, item.rev_seqno, item.deleted)
+def document_of(vbid: int, item: Item, cas: int) -> Document:
+    """Return a version as clients see it; `cas` is that of a lock, or its own."""
+    return Document(
+        vbid,
+        item.collection_id,
+        item.key[leb128.decode(item.key)[1] :],
+        Seqno(item.seqno),
+        item.rev_seqno,
+        cas,
+        item.flags,
+        item.expiry,
+        item.datatype,
+        item.value,
+        Kind.DELETION if item.deleted else Kind.MUTATION,
+    )
 
 
 class SandboxSession(DocumentSession):
@@ -203,7 +201,7 @@ class SandboxSession(DocumentSession):
 
     # -- documents
 
-    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> FoundItem:
+    def find_document(self, frame: Frame, wire_key: bytes, *, deletions: bool = False) -> Document:
         required = VbucketRole.REPLICA if frame.opcode == Opcode.GET_REPLICA else VbucketRole.ACTIVE
         if self.state_of(frame.vbucket) != required:
             raise Refused(Status.NOT_MY_VBUCKET)
@@ -212,11 +210,10 @@ class SandboxSession(DocumentSession):
         item = documents.find_any(vbucket, wire_key) if deletions else documents.find(vbucket, wire_key)
         if item is None:
             raise Refused(Status.KEY_ENOENT)
-        return FoundItem.of(item, documents.visible_cas(vbucket, item), vbucket.vbuuid)
+        return document_of(frame.vbucket, item, documents.visible_cas(vbucket, item))
 
-    def content_of(self, document: FoundDocument) -> Content:
-        assert isinstance(document, FoundItem)
-        return Draft.of_item(document.item, document.vbuuid)
+    def vbuuid_of(self, vbid: int) -> int:
+        return self.bucket.vbuckets[vbid].vbuuid
 
     def open_producer(self, name: str, flags: int) -> None:
         self.port.open_producer(name, flags)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from mirror.document import values
-from mirror.document.lookup import About, Content
+from mirror.document.lookup import Content
 from mirror.document.walk import Buffer
 from mirror.serve.access.admission import LOCAL
 from mirror.serve.access.auth import Reader, Users
@@ -26,7 +26,6 @@ from mirror.server.document_requests import (
     ACCESS_DELETED,
     REPLICA_READ,
     DocumentSession,
-    FoundDocument,
     LookupSteps,
 )
 from mirror.server.errors import Refused
@@ -215,11 +214,10 @@ class KvSession(DocumentSession):
             raise Refused(Status.KEY_ENOENT)
         return UnreadDocument.of(document) if isinstance(document, LargeDocument) else document
 
-    def content_of(self, document: FoundDocument) -> Content:
-        assert isinstance(document, Document)
-        return Content.of(document.value, document.datatype, self._about(document))
+    def vbuuid_of(self, vbid: int) -> int:
+        return self.bucket.state(vbid).failover_log.newest_vbuuid
 
-    def whole(self, document: FoundDocument, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
+    def whole(self, document: Document, reply_with: Callable[[bytes, int], Reply]) -> Reply | Later:
         if not isinstance(document, UnreadDocument):
             return super().whole(document, reply_with)
 
@@ -247,30 +245,15 @@ class KvSession(DocumentSession):
         strips = bool(large.document.datatype & values.XATTR) and not with_xattrs
         return self._large.whole(large, reply, decompress=strips or not self.snappy)
 
-    def lookup(
-        self, document: FoundDocument, steps: Callable[[Content], LookupSteps], path_count: int
-    ) -> Reply | Later:
+    def lookup(self, document: Document, steps: Callable[[Content], LookupSteps], path_count: int) -> Reply | Later:
         if not isinstance(document, UnreadDocument):
             return super().lookup(document, steps, path_count)
-        about = self._about(document)
+        about = self.about(document)
 
         def of_body(section: bytes, body: Buffer) -> LookupSteps:
             return steps(Content.of_large(section, body, about))
 
         return self._large.lookup(document.large, of_body)
-
-    def _about(self, document: Document) -> About:
-        log = self.bucket.state(document.vbid).failover_log
-        return About(
-            document.cas,
-            document.seqno,
-            document.rev_seqno,
-            document.flags,
-            document.expiry,
-            document.datatype,
-            document.deleted,
-            log.newest_vbuuid,
-        )
 
 
 def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Reply | None]:
