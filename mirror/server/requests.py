@@ -170,14 +170,6 @@ def _accept(_session: Session, _frame: Frame) -> Reply:
     return Reply()
 
 
-def _quit(_session: Session, _frame: Frame) -> Reply:
-    return Reply(hang_up=True)
-
-
-def _version(session: Session, _frame: Frame) -> Reply:
-    return Reply(value=session.version)
-
-
 # Seqnos and histories.
 
 
@@ -239,10 +231,9 @@ _EARLY: dict[int, Handler[Session]] = {
     Opcode.SASL_STEP: _step,
     Opcode.GET_ERROR_MAP: _error_map,
     Opcode.NOOP: _accept,
-    Opcode.VERSION: _version,
+    Opcode.VERSION: lambda session, _: Reply(value=session.version),
     Opcode.VERBOSITY: _accept,
-    Opcode.QUIT: _quit,
-    Opcode.QUITQ: _quit,
+    Opcode.QUIT: lambda _, __: Reply(hang_up=True),
 }
 _WITHOUT_BUCKET: dict[int, Handler[Session]] = {
     Opcode.SELECT_BUCKET: _select_bucket,

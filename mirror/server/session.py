@@ -159,7 +159,6 @@ class Session(ABC):
         """The newest cluster map that this client was sent."""
         self.producer: Producer[Any, Any] | None = None
         self.xerror = self.tracing = self.collections = self.snappy = self.json = False
-        self.unordered = self.sync_replication = False
 
     def grant(self, features: frozenset[int]) -> None:
         self.features = features
@@ -168,8 +167,6 @@ class Session(ABC):
         self.collections = Feature.COLLECTIONS in features
         self.snappy = Feature.SNAPPY in features
         self.json = Feature.JSON in features
-        self.unordered = Feature.UNORDERED_EXECUTION in features
-        self.sync_replication = Feature.SYNC_REPLICATION in features
 
     # -- answers
 

@@ -6,6 +6,8 @@ Quiet forms answer failures only; quiet getters answer hits only.
 
 from __future__ import annotations
 
+from functools import partial
+
 from mirror.document import values
 from mirror.sandbox.data.documents import DocumentError, Mode
 from mirror.sandbox.data.item import Item
@@ -88,27 +90,24 @@ def _unlock(session: SandboxSession, frame: Frame) -> Reply:
     return Reply()
 
 
-def _store(mode: Mode) -> SandboxHandler:
-    def handle(session: SandboxSession, frame: Frame) -> Reply:
-        vbucket = session.active_vbucket(frame.vbucket)
-        value, datatype = incoming(session, frame)
-        level, preserve = frame_options(frame)
-        store = codec_kv.decode_store(frame.extras)
-        item = session.bucket.documents.store(
-            vbucket,
-            wire_key(session, frame),
-            value,
-            datatype=datatype,
-            flags=store.flags,
-            expiry=store.expiry,
-            cas=frame.cas,
-            mode=mode,
-            preserve_expiry=preserve,
-            durability=level,
-        )
-        return changed(session, vbucket, item)
-
-    return handle
+def _store(mode: Mode, session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
+    value, datatype = incoming(session, frame)
+    level, preserve = frame_options(frame)
+    store = codec_kv.decode_store(frame.extras)
+    item = session.bucket.documents.store(
+        vbucket,
+        wire_key(session, frame),
+        value,
+        datatype=datatype,
+        flags=store.flags,
+        expiry=store.expiry,
+        cas=frame.cas,
+        mode=mode,
+        preserve_expiry=preserve,
+        durability=level,
+    )
+    return changed(session, vbucket, item)
 
 
 def _delete(session: SandboxSession, frame: Frame) -> Reply:
@@ -118,71 +117,67 @@ def _delete(session: SandboxSession, frame: Frame) -> Reply:
     return changed(session, vbucket, item)
 
 
-def _extend(*, behind: bool) -> SandboxHandler:
-    def handle(session: SandboxSession, frame: Frame) -> Reply:
-        vbucket = session.active_vbucket(frame.vbucket)
-        documents = session.bucket.documents
-        key = wire_key(session, frame)
-        more, _ = values.inflate(*incoming(session, frame))
-        old = documents.find(vbucket, key)
-        if old is None:
-            raise DocumentError(Status.NOT_STORED)
+def _append(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
+    documents = session.bucket.documents
+    key = wire_key(session, frame)
+    more, _ = values.inflate(*incoming(session, frame))
+    old = documents.find(vbucket, key)
+    if old is None:
+        raise DocumentError(Status.NOT_STORED)
+    xattrs, body = values.split(old.value, old.datatype)
+    body = more + body if frame.opcode in _PREPENDS else body + more
+    if len(body) > VALUE_BYTES_MAX:
+        raise DocumentError(Status.E2BIG)
+    value, datatype = values.join(xattrs, body, values.datatype_of(body))
+    level, _ = frame_options(frame)
+    item = documents.store(
+        vbucket,
+        key,
+        value,
+        datatype=datatype,
+        flags=old.flags,
+        cas=frame.cas,
+        preserve_expiry=True,
+        durability=level,
+    )
+    return changed(session, vbucket, item)
+
+
+def _count(session: SandboxSession, frame: Frame) -> Reply:
+    vbucket = session.active_vbucket(frame.vbucket)
+    documents = session.bucket.documents
+    key = wire_key(session, frame)
+    counter = codec_kv.decode_counter(frame.extras)
+    old = documents.find(vbucket, key)
+    xattrs: values.Xattrs = {}
+    if old is None:
+        if counter.expiry == NO_CREATE_EXPIRY:
+            raise DocumentError(Status.KEY_ENOENT)
+        number, flags, expiry, mode = counter.initial, 0, counter.expiry, Mode.ADD
+    else:
         xattrs, body = values.split(old.value, old.datatype)
-        body = body + more if behind else more + body
-        if len(body) > VALUE_BYTES_MAX:
-            raise DocumentError(Status.E2BIG)
-        value, datatype = values.join(xattrs, body, values.datatype_of(body))
-        level, _ = frame_options(frame)
-        item = documents.store(
-            vbucket,
-            key,
-            value,
-            datatype=datatype,
-            flags=old.flags,
-            cas=frame.cas,
-            preserve_expiry=True,
-            durability=level,
-        )
-        return changed(session, vbucket, item)
-
-    return handle
-
-
-def _count(sign: int) -> SandboxHandler:
-    def handle(session: SandboxSession, frame: Frame) -> Reply:
-        vbucket = session.active_vbucket(frame.vbucket)
-        documents = session.bucket.documents
-        key = wire_key(session, frame)
-        counter = codec_kv.decode_counter(frame.extras)
-        old = documents.find(vbucket, key)
-        xattrs: values.Xattrs = {}
-        if old is None:
-            if counter.expiry == NO_CREATE_EXPIRY:
-                raise DocumentError(Status.KEY_ENOENT)
-            number, flags, expiry, mode = counter.initial, 0, counter.expiry, Mode.ADD
+        if not (body.isdigit() and len(body) <= 20):
+            raise DocumentError(Status.DELTA_BADVAL)
+        if frame.opcode in _DECREMENTS:
+            number = max(int(body) - counter.delta, 0)
         else:
-            xattrs, body = values.split(old.value, old.datatype)
-            if not (body.isdigit() and len(body) <= 20):
-                raise DocumentError(Status.DELTA_BADVAL)
-            number = int(body) + sign * counter.delta
-            number = number % COUNTER_MAX if sign > 0 else max(number, 0)
-            flags, expiry, mode = old.flags, old.expiry, Mode.REPLACE
-        value, datatype = values.join(xattrs, str(number).encode(), values.JSON)
-        item = documents.store(
-            vbucket,
-            key,
-            value,
-            datatype=datatype,
-            flags=flags,
-            expiry=expiry,
-            cas=frame.cas,
-            mode=mode,
-            preserve_expiry=old is not None,
-            durability=frame_options(frame)[0],
-        )
-        return changed(session, vbucket, item, number.to_bytes(8))
-
-    return handle
+            number = (int(body) + counter.delta) % COUNTER_MAX
+        flags, expiry, mode = old.flags, old.expiry, Mode.REPLACE
+    value, datatype = values.join(xattrs, str(number).encode(), values.JSON)
+    item = documents.store(
+        vbucket,
+        key,
+        value,
+        datatype=datatype,
+        flags=flags,
+        expiry=expiry,
+        cas=frame.cas,
+        mode=mode,
+        preserve_expiry=old is not None,
+        durability=frame_options(frame)[0],
+    )
+    return changed(session, vbucket, item, number.to_bytes(8))
 
 
 def _quiet(handle: SandboxHandler) -> SandboxHandler:
@@ -193,9 +188,9 @@ def _quiet(handle: SandboxHandler) -> SandboxHandler:
     return handle_quietly
 
 
-_SET, _ADD, _REPLACE = _store(Mode.SET), _store(Mode.ADD), _store(Mode.REPLACE)
-_APPEND, _PREPEND = _extend(behind=True), _extend(behind=False)
-_INCREMENT, _DECREMENT = _count(1), _count(-1)
+_SET, _ADD, _REPLACE = (partial(_store, mode) for mode in (Mode.SET, Mode.ADD, Mode.REPLACE))
+_PREPENDS = (Opcode.PREPEND, Opcode.PREPENDQ)
+_DECREMENTS = (Opcode.DECREMENT, Opcode.DECREMENTQ)
 
 _HANDLERS: dict[int, SandboxHandler] = {
     Opcode.GAT: _get_and_touch,
@@ -211,14 +206,14 @@ _HANDLERS: dict[int, SandboxHandler] = {
     Opcode.REPLACEQ: _quiet(_REPLACE),
     Opcode.DELETE: _delete,
     Opcode.DELETEQ: _quiet(_delete),
-    Opcode.APPEND: _APPEND,
-    Opcode.APPENDQ: _quiet(_APPEND),
-    Opcode.PREPEND: _PREPEND,
-    Opcode.PREPENDQ: _quiet(_PREPEND),
-    Opcode.INCREMENT: _INCREMENT,
-    Opcode.INCREMENTQ: _quiet(_INCREMENT),
-    Opcode.DECREMENT: _DECREMENT,
-    Opcode.DECREMENTQ: _quiet(_DECREMENT),
+    Opcode.APPEND: _append,
+    Opcode.APPENDQ: _quiet(_append),
+    Opcode.PREPEND: _append,
+    Opcode.PREPENDQ: _quiet(_append),
+    Opcode.INCREMENT: _count,
+    Opcode.INCREMENTQ: _quiet(_count),
+    Opcode.DECREMENT: _count,
+    Opcode.DECREMENTQ: _quiet(_count),
 }
 
 _READS = frozenset((Opcode.GET_LOCKED, Opcode.UNLOCK_KEY))

@@ -21,7 +21,7 @@ from mirror.server.session import (
     failover_statistics,
 )
 from mirror.wire import codec_dcp, leb128
-from mirror.wire.constants import Opcode, Status, VbucketRole
+from mirror.wire.constants import Feature, Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
 from mirror.wire.sasl import ScramServer
 from storage.model import Document, Kind, Seqno
@@ -172,7 +172,7 @@ class SandboxSession(DocumentSession):
     def _high_seqno(self, vbucket: Vbucket, collection_id: int | None) -> int:
         if collection_id is not None:
             return vbucket.collection_high_seqno.get(collection_id, 0)
-        return vbucket.high_seqno if self.sync_replication else vbucket.max_visible_seqno()
+        return vbucket.high_seqno if Feature.SYNC_REPLICATION in self.features else vbucket.max_visible_seqno()
 
     def vbucket_history(self, vbid: int) -> VbucketHistory:
         if self.state_of(vbid) == VbucketRole.DEAD:

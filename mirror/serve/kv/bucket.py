@@ -190,10 +190,8 @@ class KvBucket:
     def state(self, vbid: int) -> VbucketState:
         if vbid not in self.view.vbids:
             raise Refused(Status.NOT_MY_VBUCKET)
-        try:
+        with self._reading():
             return self.view.state(vbid)
-        except StorageError as error:
-            raise self.failed(error) from error
 
     def served_state(self, vbid: int) -> VbucketState:
         """Return a state that clients may rely on: something of its source's history is served. Raises Refused."""

@@ -38,7 +38,7 @@ from mirror.server import dispatch, document_requests, requests
 from mirror.server.cluster_config import NO_MANAGEMENT, is_http
 from mirror.server.session import Later, Operation, Reply
 from mirror.wire import frame as fr
-from mirror.wire.constants import HEADER_SIZE, Magic, Opcode, Status
+from mirror.wire.constants import HEADER_SIZE, Feature, Magic, Opcode, Status
 from mirror.wire.errors import ProtocolError, RemoteProtocolError
 from mirror.wire.frame import HEADER, Frame
 
@@ -368,7 +368,7 @@ class KvConnection(asyncio.Protocol):
             return self._count(frame, reply, began)
         self.slot.logging_in = self.slot.pending  # nothing else takes time before a login
         task = self._loop.create_task(self._go_on(frame, later, began, reply, self.session.reader))
-        if later.barrier or not self.session.unordered or reply is not None:
+        if later.barrier or Feature.UNORDERED_EXECUTION not in self.session.features or reply is not None:
             self._held = task
         self._later.add(task)
         task.add_done_callback(self._later_done)
