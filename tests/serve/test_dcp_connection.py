@@ -71,10 +71,10 @@ async def test_a_client_that_takes_nothing_is_held_at_the_high_water_mark(store:
     (connection,) = dcp.server.connections
     await until(lambda: connection.paused_s is not None)
     assert connection.unsent.unsent_bytes <= HIGH_WATER_BYTES + PIECE_BYTES + 2 * LARGE
-    sent = dcp.server.dcp_counters.sent_bytes
+    sent = dcp.server.dcp_counters.stream_bytes
     await client.send(kv_client.noop())
     await asyncio.sleep(0.1)
-    assert dcp.server.dcp_counters.sent_bytes == sent
+    assert dcp.server.dcp_counters.stream_bytes == sent
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     await client.until_end(600)
 

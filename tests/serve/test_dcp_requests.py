@@ -48,7 +48,7 @@ async def test_stream_requests_are_counted_by_their_answers(store: Store, dcp: D
     assert (missing.status, json.loads(missing.value)["name"]) == (Status.NOT_MY_VBUCKET, "orders")
     assert (await client.stream(vbid, 5, vbuuid=UUID)).status == Status.SUCCESS
     counters = dcp.server.dcp_counters
-    assert (counters.opened_streams, counters.rollbacks, counters.refused_streams) == (1, 1, 2)
+    assert (counters.streams_opened, counters.rollbacks, counters.streams_refused) == (1, 1, 2)
 
 
 async def test_an_interrupted_first_backfill_goes_on_where_no_tombstone_is_gone(store: Store, dcp: DcpEndpoint) -> None:

@@ -122,4 +122,4 @@ async def test_stopping_lets_go_of_everybody(store: Store) -> None:
         assert (await client.stream(0)).status == 0
         await endpoint.server.stop(0.2)
         assert await client.receive() is None
-        assert endpoint.server.dcp_counters.closed_streams == 1
+        assert endpoint.server.dcp_counters.streams_closed == 1

@@ -46,16 +46,21 @@ class Port(ProducerPort, Protocol):
         """Send a message whose value is `pieces`: each when the client takes it, and has its turn."""
 
 
+@dataclass(slots=True)
 class DcpCounters:
-    __slots__ = ("closed_streams", "opened_streams", "refused_streams", "rollbacks", "rows", "sent_bytes", "snapshots")
+    """Figures of a process by their names in its status."""
 
-    def __init__(self) -> None:
-        self.opened_streams = self.closed_streams = self.refused_streams = self.rollbacks = 0
-        self.snapshots = self.rows = self.sent_bytes = 0
+    streams_opened: int = 0
+    streams_closed: int = 0
+    streams_refused: int = 0
+    rollbacks: int = 0
+    snapshots: int = 0
+    documents: int = 0
+    stream_bytes: int = 0
 
     @property
     def open_streams(self) -> int:
-        return self.opened_streams - self.closed_streams
+        return self.streams_opened - self.streams_closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             if error.status == Status.ROLLBACK:
                 self._counters.rollbacks += 1
             else:
-                self._counters.refused_streams += 1
+                self._counters.streams_refused += 1
             raise
 
     def permit(self, reader: Reader | None) -> None:
@@ -197,7 +202,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         return DcpStream(request, history.served, stream_filter, replace(self.controls), lambda: self._bucket.view)
 
     def _opened(self, stream: DcpStream) -> None:
-        self._counters.opened_streams += 1
+        self._counters.streams_opened += 1
         self._news[stream] = lambda _vbid: self._queue(stream)
         self._watch.follow(stream.vbid, self._news[stream])
         self._queue(stream)
@@ -205,7 +210,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
     def _forget(self, stream: DcpStream) -> None:
         super()._forget(stream)
         self._watch.leave(stream.vbid, self._news.pop(stream))
-        self._counters.closed_streams += 1
+        self._counters.streams_closed += 1
 
     # -- sending
 
@@ -260,7 +265,7 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
         data = stream.take(free_bytes)
         if data:
             self._send(data)
-        self._counters.rows += stream.row_count - rows
+        self._counters.documents += stream.row_count - rows
         self._counters.snapshots += stream.snapshot_count - snapshots
         self._go_on(stream)
 
@@ -280,8 +285,8 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
             stream.sent_large(found)
             sent_bytes = len(head) + sum(map(len, pieces))
             self.window.sent(sent_bytes)
-            self._counters.rows += 1
-            self._counters.sent_bytes += sent_bytes
+            self._counters.documents += 1
+            self._counters.stream_bytes += sent_bytes
             await self._pieces_port.write_in_pieces(head, pieces)
         except StorageError as error:
             if end := stream.end_by(error):
@@ -299,4 +304,4 @@ class DcpProducer(Producer[DcpStream, ServedFilter]):
 
     def _send(self, data: bytes, uncounted_bytes: int = 0) -> None:
         super()._send(data, uncounted_bytes)
-        self._counters.sent_bytes += len(data)
+        self._counters.stream_bytes += len(data)

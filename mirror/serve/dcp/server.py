@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from mirror.clock import Clock
 from mirror.config import Settings
@@ -51,16 +52,7 @@ class DcpServer(KvServer):
 
     def status(self) -> dict[str, int]:
         found = {name.replace("kv_", "dcp_"): number for name, number in super().status().items()}
-        counters = self.dcp_counters
-        return found | {
-            "dcp_streams_opened": counters.opened_streams,
-            "dcp_streams_closed": counters.closed_streams,
-            "dcp_streams_refused": counters.refused_streams,
-            "dcp_rollbacks": counters.rollbacks,
-            "dcp_snapshots": counters.snapshots,
-            "dcp_documents": counters.rows,
-            "dcp_stream_bytes": counters.sent_bytes,
-        }
+        return found | {f"dcp_{name}": number for name, number in asdict(self.dcp_counters).items()}
 
     # -- for connections
 
