@@ -10,9 +10,8 @@ import pytest
 
 from mirror.sandbox import SandboxCluster
 from mirror.sandbox.data.profile import DEFAULT_PROFILE, PROFILES
-from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
-from mirror.sandbox.dcp.stream import ProducerStream, StreamOptions
+from mirror.sandbox.dcp.stream import ProducerStream
 from mirror.server.controls import Controls
 from mirror.wire import events as ev
 from mirror.wire.buffer import FrameBuffer
@@ -222,8 +221,8 @@ async def test_a_backfill_sends_what_was_there_when_it_began(cluster: SandboxClu
     vbucket = cluster.vbucket(0)
     vbucket.to_disk()
     request = ev.StreamRequest(0, 0, 0, 2**64 - 1, 0, 0, 0, opaque=7)
-    encoder = ItemEncoder(Controls(ABILITIES, collections=True))
-    stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, StreamOptions(), random.Random(1))
+    controls = Controls(ABILITIES, collections=True)
+    stream = ProducerStream(vbucket, request, SandboxFilter(), controls, random.Random(1))
     assert stream.take(1)  # the marker
     vbucket.purge()
     assert vbucket.purge_seqno == 5
@@ -296,11 +295,9 @@ def test_durable_writes_are_shown_as_recorded(
     vbucket.newest.setdefault(8, {})
     vbucket.completed = completed
     replica = "k22" in name
-    features = Controls(ABILITIES, collections=True, sync_writes=replica)
+    features = Controls(ABILITIES, collections=True, sync_writes=replica, consumer_name=replica)
     request = ev.StreamRequest(13, 0, 0, ENDLESS, 0, 0, 0)
-    options = StreamOptions(marker_v2=replica)
-    encoder = ItemEncoder(features)
-    stream = ProducerStream(vbucket, request, SandboxFilter(), encoder, options, Counts(*counts))
+    stream = ProducerStream(vbucket, request, SandboxFilter(), features, Counts(*counts))
     sent = stream.take(1 << 20)
     vbucket.open_checkpoint()
     write(cluster, *steps)

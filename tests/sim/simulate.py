@@ -23,7 +23,6 @@ import structlog
 from mirror.sandbox.data.documents import DocumentError
 from mirror.sandbox.data.manifest import ManifestError
 from mirror.sandbox.dcp import stream as sandbox_stream
-from mirror.sandbox.dcp.stream import StreamPhase
 from mirror.wire.constants import Status, StreamEndReason
 from mirror.wire.events import CollectionCreated, CollectionDropped, SystemEventContent
 from mirror.wire.flow_control import counted_size
@@ -786,7 +785,8 @@ class World:
         stream = self.rng.choice(list(producer.streams.values()))
         # Only what was sent before: a row that comes too early hides those before it, and nobody could notice.
         assert isinstance(stream, SimStream)
-        sent = stream._last_sent if stream.phase is StreamPhase.SNAPSHOT else min(stream.seqno, len(stream.log))
+        is_inside = stream.in_snapshot_until and not stream.ended
+        sent = stream._last_sent if is_inside else min(stream.seqno, len(stream.log))
         if not sent:
             return
         item = stream.log[self.rng.randrange(sent)]

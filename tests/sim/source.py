@@ -66,8 +66,8 @@ class SimStream(ProducerStream):
     counts: Counter[str]
     shapes: tuple[str, ...] = ("plain",)
 
-    def __init__(self, vbucket: Vbucket, *args: Any) -> None:
-        super().__init__(vbucket, *args)
+    def __init__(self, vbucket: Vbucket, *args: Any, **options: Any) -> None:
+        super().__init__(vbucket, *args, **options)
         self.log = vbucket.log
 
     def _begin_disk(self, out: bytearray) -> bool:
@@ -148,7 +148,9 @@ class SimProducer(SandboxProducer):
     ) -> ProducerStream:
         source = self.source
         plain = super()._open_stream(request, stream_filter, history)
-        stream = SimStream(plain.vbucket, request, plain._filter, SimEncoder(self.controls), plain._options, source.rng)
+        options = {"disk_flags": plain._disk_flags, "announced_ends": plain._announced_ends}
+        stream = SimStream(plain.vbucket, request, plain._filter, plain._controls, source.rng, plain._tuning, **options)
+        stream._encoder = SimEncoder(self.controls)
         stream.counts, stream.shapes = source.counts, source.shapes
         if not self.of_mirror:
             resumes = request.snap_start_seqno < request.start_seqno < request.snap_end_seqno

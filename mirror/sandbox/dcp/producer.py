@@ -16,14 +16,12 @@ from typing import Protocol
 from mirror.sandbox.data.bucket import Bucket
 from mirror.sandbox.data.streams import AcceptedStream, RefusalFault, Sent
 from mirror.sandbox.dcp import filter as filters
-from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
-from mirror.sandbox.dcp.stream import DISK, ProducerStream, StreamOptions
+from mirror.sandbox.dcp.stream import DISK, ProducerStream
 from mirror.server.controls import Controls
 from mirror.server.errors import Refused, rolled_back, unknown_collection
 from mirror.server.producer import Producer, ProducerPort, StreamHistory
 from mirror.wire.constants import (
-    MarkerVersion,
     SnapshotFlag,
     Status,
     StreamEndReason,
@@ -147,19 +145,18 @@ class SandboxProducer(Producer[ProducerStream, SandboxFilter]):
     def _open_stream(
         self, request: StreamRequest, stream_filter: SandboxFilter, history: StreamHistory
     ) -> ProducerStream:
-        controls, bucket = self.controls, self._port.bucket
+        bucket = self._port.bucket
         vbucket = bucket.vbuckets[request.vbid]
-        options = StreamOptions(
-            marker_v2=controls.sync_writes and controls.consumer_name,
-            marker_v2_2=controls.marker_version is MarkerVersion.V2_2,
-            change_streams=controls.change_streams,
-            tuning=bucket.tuning,
-            seqno_advanced=controls.collections,
+        return ProducerStream(
+            vbucket,
+            request,
+            stream_filter,
+            replace(self.controls),
+            self._rng,
+            bucket.tuning,
             disk_flags=DISK if bucket.profile.checkpoint_in_disk_markers else int(SnapshotFlag.DISK),
             announced_ends=None if vbucket.bounded else bucket.sent[request.vbid].snapshot_ends,
         )
-        encoder = ItemEncoder(replace(controls))
-        return ProducerStream(vbucket, request, stream_filter, encoder, options, self._rng)
 
     def _opened(self, stream: ProducerStream) -> None:
         stream.vbucket.changed.add(self.wake)

@@ -8,8 +8,6 @@ stream has no messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
 from random import Random
 
@@ -18,6 +16,7 @@ from mirror.sandbox.data.streams import StreamTuning
 from mirror.sandbox.data.vbucket import Vbucket
 from mirror.sandbox.dcp.encoder import ItemEncoder
 from mirror.sandbox.dcp.filter import SandboxFilter
+from mirror.server.controls import Controls
 from mirror.wire import codec_dcp
 from mirror.wire.constants import MarkerVersion, SnapshotFlag, StreamEndReason, StreamRequestFlag
 from mirror.wire.events import SeqnoAdvanced, SnapshotMarker, StreamEnd, StreamRequest
@@ -32,36 +31,22 @@ CHECKPOINT = int(SnapshotFlag.CHECKPOINT)
 HISTORY = int(SnapshotFlag.HISTORY | SnapshotFlag.MAY_DUPLICATE_KEYS)
 
 
-class StreamPhase(Enum):
-    NEXT = 1
-    SNAPSHOT = 2
-    ENDED = 3
-
-
-@dataclass(slots=True)
-class StreamOptions:
-    marker_v2: bool = False
-    """V2.0 markers, as replicas get."""
-    marker_v2_2: bool = False
-    seqno_advanced: bool = True
-    """False for clients without collections."""
-    change_streams: bool = False
-    disk_flags: int = DISK
-    tuning: StreamTuning = field(default_factory=StreamTuning)
-    announced_ends: set[int] | None = None
-    """Takes the last seqno of each announced snapshot, for tests."""
-
-
 class ProducerStream:
     def __init__(
         self,
         vbucket: Vbucket,
         request: StreamRequest,
         stream_filter: SandboxFilter,
-        encoder: ItemEncoder,
-        options: StreamOptions,
+        controls: Controls,
         rng: Random,
+        tuning: StreamTuning | None = None,
+        *,
+        disk_flags: int = DISK,
+        announced_ends: set[int] | None = None,
     ) -> None:
+        """`controls` must not change any more. `announced_ends` takes the last seqno of each announced snapshot, for
+        tests.
+        """
         self.vbucket = vbucket
         self.vbid = int(vbucket.vbid)
         self.opaque = request.opaque
@@ -69,19 +54,23 @@ class ProducerStream:
         self.seqno = request.start_seqno
         """The stream has sent or filtered all changes up to here."""
         self.end_seqno = request.end_seqno
-        self.phase = StreamPhase.NEXT
+        self.ended = False
         self.frames_sent = 0
         self.bytes_sent = 0
         self.uncounted_bytes = 0
         """Bytes that flow control counts beyond those sent."""
         self.in_snapshot_until = 0
+        """The last seqno of the snapshot that is being sent; 0 between two."""
         self._request = request
         self._filter = stream_filter
-        self._encoder = encoder
-        self._plain = encoder.plain and self.stream_id is None
-        self._unwanted_datatype = encoder.unwanted_datatype
+        self._controls = controls
+        self._encoder = ItemEncoder(controls)
+        self._plain = self._encoder.plain and self.stream_id is None
+        self._unwanted_datatype = self._encoder.unwanted_datatype
         self._opaque_bytes = request.opaque.to_bytes(4)
-        self._options = options
+        self._tuning = tuning or StreamTuning()
+        self._disk_flags = disk_flags
+        self._announced_ends = announced_ends
         self._rng = rng
         self._disk_only = bool(request.flags & StreamRequestFlag.DISK_ONLY)
         if request.flags & (StreamRequestFlag.TO_LATEST | StreamRequestFlag.DISK_ONLY):
@@ -98,26 +87,20 @@ class ProducerStream:
     # --- called by the connection
 
     @property
-    def ended(self) -> bool:
-        return self.phase is StreamPhase.ENDED
-
-    @property
     def sees_system(self) -> bool:
         return self._filter.hidden is None
 
     @property
     def has_more(self) -> bool:
-        if self.phase is StreamPhase.ENDED:
+        if self.ended:
             return False
-        return (
-            self.phase is StreamPhase.SNAPSHOT or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
-        )
+        return bool(self.in_snapshot_until) or self.seqno < self.vbucket.high_seqno or self.seqno >= self.end_seqno
 
     def add_message(self, out: bytearray) -> int:
         """Append the next message. Returns the bytes that flow control counts for it; 0 when there is none now."""
         start, uncounted_bytes = len(out), self.uncounted_bytes
-        while len(out) == start and self.phase is not StreamPhase.ENDED:
-            if self.phase is StreamPhase.NEXT:
+        while len(out) == start and not self.ended:
+            if not self.in_snapshot_until:
                 if not self._begin(out):
                     break
             elif not self._add_item(out):
@@ -134,9 +117,9 @@ class ProducerStream:
         return bytes(out)
 
     def end(self, reason: StreamEndReason) -> bytes:
-        if self.phase is StreamPhase.ENDED:
+        if self.ended:
             return b""
-        self.phase = StreamPhase.ENDED
+        self.ended = True
         self.frames_sent += 1
         return self._message(StreamEnd(self.vbucket.vbid, int(reason), opaque=self.opaque))
 
@@ -172,7 +155,7 @@ class ProducerStream:
             start = min(start, self._request.snap_start_seqno)
         self._visible_seqno = vbucket.max_visible_seqno(high)
         whole_history = self.seqno + 1 >= self._history_start(high)
-        self._marker(out, start, high, self._options.disk_flags | (HISTORY if whole_history else 0))
+        self._marker(out, start, high, self._disk_flags | (HISTORY if whole_history else 0))
         self._open(self._on_disk(self.seqno + 1, high), high, from_disk=True)
         return True
 
@@ -193,7 +176,7 @@ class ProducerStream:
     def _begin_memory(self, out: bytearray) -> bool:
         vbucket = self.vbucket
         backlog = vbucket.high_seqno - self.seqno
-        count = self._rng.randint(1, self._options.tuning.live_snapshot_items)
+        count = self._rng.randint(1, self._tuning.live_snapshot_items)
         if backlog > BACKLOG_FOR_LARGE_SNAPSHOTS or not self._first_marker_sent:
             count = backlog
         first = self.seqno + 1
@@ -216,7 +199,7 @@ class ProducerStream:
             if self._encoder.shows(item):
                 shown.append(item)
                 marker_end = item.seqno
-            elif self._options.seqno_advanced:  # a prepare at the end: SeqnoAdvanced will report it
+            elif self._controls.collections:  # a prepare at the end: SeqnoAdvanced will report it
                 marker_end = item.seqno
         if not shown:
             if not self._ends_resumed_snapshot(last):  # an empty one is not sent (docs/protocol.md 2.7)
@@ -240,17 +223,16 @@ class ProducerStream:
         """True if the client holds a part of a snapshot that ends by `last`; it gets that end even without changes."""
         request = self._request
         is_partial = not self._first_marker_sent and request.start_seqno < request.snap_end_seqno <= last
-        return is_partial and self._options.seqno_advanced
+        return is_partial and self._controls.collections
 
     def _open(self, items: Iterator[Item], end: int, *, from_disk: bool) -> None:
-        if self._options.announced_ends is not None:
-            self._options.announced_ends.add(end)
+        if self._announced_ends is not None:
+            self._announced_ends.add(end)
         self._pending = items
         self._snapshot_end = end
         self._from_disk = from_disk
         self._last_sent = 0
         self.in_snapshot_until = end
-        self.phase = StreamPhase.SNAPSHOT
 
     def _on_disk(self, first: int, last: int) -> Iterator[Item]:
         """The items of a backfill: the newest version of each key as of `last`, even if a purge comes meanwhile. With
@@ -263,13 +245,13 @@ class ProducerStream:
         newest = self._found_on_disk(changes(first, history - 1), last, purge_seqno, history)
         if history > last:
             return newest
-        marker = self._marker_of(self._snapshot_start, last, self._options.disk_flags | HISTORY)
+        marker = self._marker_of(self._snapshot_start, last, self._disk_flags | HISTORY)
         turn = [BetweenItem(history - 1, codec_dcp.encode(marker))]
         return chain(newest, turn, self._found_on_disk(changes(history, last), last, purge_seqno, history))
 
     @property
     def _has_history(self) -> bool:
-        return self._options.change_streams and self.vbucket.history_start_seqno > 0
+        return self._controls.change_streams and self.vbucket.history_start_seqno > 0
 
     def _history_start(self, last: int) -> int:
         """The first seqno from which every version is sent; above `last` if there is none."""
@@ -279,7 +261,7 @@ class ProducerStream:
         keeps = self.vbucket.keeps
         passes = None if self._filter.all and self._filter.hidden is None else self._filter.passes
         shows = self._encoder.shows
-        antilag = self._options.tuning.antilag_items if self._options.seqno_advanced else 0
+        antilag = self._tuning.antilag_items if self._controls.collections else 0
         left_out = 0
         for item in items:
             superseded = item.next_seqno
@@ -321,13 +303,12 @@ class ProducerStream:
     def _finish(self, out: bytearray) -> None:
         end = self._snapshot_end
         vbid = self.vbucket.vbid
-        if self._last_sent < end and self._options.seqno_advanced and not self._filter.empty:
+        if self._last_sent < end and self._controls.collections and not self._filter.empty:
             self._emit(out, SeqnoAdvanced(vbid, end, opaque=self.opaque))
         if self._from_disk:
             self.seqno = max(self.seqno, end)
             self._next_opens_checkpoint = True
         self.in_snapshot_until = 0
-        self.phase = StreamPhase.NEXT
 
     # --- messages
 
@@ -341,11 +322,11 @@ class ProducerStream:
         visible = completed = purge = prepared = 0
         if flags & SnapshotFlag.DISK:
             completed = self.vbucket.high_completed_seqno(end)
-            if self._options.marker_v2_2:
+            if self._controls.marker_version is MarkerVersion.V2_2:
                 purge, prepared = self.vbucket.purge_seqno, self.vbucket.high_prepared_seqno(end)
         if purge or prepared:  # 2.2 is used only from disk, for a seqno above 0 (docs/protocol.md 2.6)
             version, visible = int(MarkerVersion.V2_2), self._visible_seqno
-        elif self._options.marker_v2:
+        elif self._controls.sync_writes and self._controls.consumer_name:  # as replicas get them
             version, visible = int(MarkerVersion.V2_0), self._visible_seqno
         else:
             completed = 0
