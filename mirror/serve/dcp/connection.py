@@ -174,7 +174,7 @@ class DcpConnection(KvConnection):
     # -- for the producer
 
     def write(self, data: bytes) -> None:
-        if not (self._ended or self.transport.is_closing()):
+        if not (self.ended or self.transport.is_closing()):
             self.unsent.write(data)
 
     async def writable(self) -> None:

@@ -114,7 +114,7 @@ class KvConnection(asyncio.Protocol):
         self._later: set[asyncio.Task[None]] = set()
         self._goodbye = False
         """Hang up when all answers are written."""
-        self._ended = False
+        self.ended = False
 
     # -- asyncio
 
@@ -122,13 +122,13 @@ class KvConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self.unsent = Unsent(transport, self._host.turns, self._host.counters)
-        self.session.certified(certified_reader(self.session.users, transport))
+        self.session.reader = certified_reader(self.session.users, transport) or self.session.reader
         self.slot.abort = self.abort
         self._host.opened(self)
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._ended = True
+        self.ended = True
         self._pieces.clear()
         for task in self._later:
             task.cancel()
@@ -137,7 +137,7 @@ class KvConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_received_s = self._host.now_s
-        if self._ended:
+        if self.ended:
             return
         self._pieces.append(data)
         self._size += len(data)
@@ -163,15 +163,11 @@ class KvConnection(asyncio.Protocol):
         self._paused = False
         self.paused_s = None
         self.unsent.resume()
-        if not (self._ended or self._waiting or self._held):
+        if not (self.ended or self._waiting or self._held):
             self._work()
             self._read_on()
 
     # -- for the host
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def rights_changed(self, reader: Reader | None) -> None:
         """Take the client's new rights; None: it has none."""
@@ -184,16 +180,16 @@ class KvConnection(asyncio.Protocol):
             self._goodbye = True
             self.transport.pause_reading()
             return
-        self._ended = True
+        self.ended = True
         self.transport.close()
 
     def abort(self) -> None:
-        self._ended = True
+        self.ended = True
         self.transport.abort()
 
     def push(self, frame: Frame) -> None:
         """Send an unrequested message; a client that takes nothing can request it later."""
-        if not (self._ended or self._paused):
+        if not (self.ended or self._paused):
             self._flush([fr.encode(frame)])
 
     # -- work
@@ -226,7 +222,7 @@ class KvConnection(asyncio.Protocol):
             self.slot.establish()
         if self._goodbye:
             self.hang_up()
-        if self._ended:
+        if self.ended:
             return
         self._size = len(data) - pos
         if self._size:
@@ -243,12 +239,12 @@ class KvConnection(asyncio.Protocol):
 
     def _next_turn(self) -> None:
         self._waiting = False
-        if not (self._paused or self._held or self._ended):
+        if not (self._paused or self._held or self.ended):
             self._work()
             self._read_on()
 
     def _read_on(self) -> None:
-        if not (self._paused or self._waiting or self._held or self._ended):
+        if not (self._paused or self._waiting or self._held or self.ended):
             self.transport.resume_reading()
 
     def _flush(self, out: list[bytes]) -> None:
@@ -296,7 +292,7 @@ class KvConnection(asyncio.Protocol):
             if gathered > BYTES_MAX:
                 self._flush(out)
                 gathered = 0
-            if self._ended or self._paused or self._goodbye or self._held:
+            if self.ended or self._paused or self._goodbye or self._held:
                 return pos
             if perf_counter() > turn_ends:
                 self._is_busy = True
@@ -379,7 +375,7 @@ class KvConnection(asyncio.Protocol):
     ) -> None:
         try:
             while reply is None or reply.more:
-                if reply is not None and not self._ended:
+                if reply is not None and not self.ended:
                     self._flush([self._encode(frame, reply, began)])
                 if later.wait is not None:
                     await later.wait()
@@ -399,9 +395,9 @@ class KvConnection(asyncio.Protocol):
             if reply.pieces:
                 assert isinstance(reply.pieces, list)
                 await self.unsent.write_in_pieces(self._count(frame, reply, began), reply.pieces)
-            elif not self._ended:
+            elif not self.ended:
                 self._flush([self._count(frame, reply, began)])
-            if not self._ended:
+            if not self.ended:
                 if self.session.logged_in:
                     self.slot.establish()
                 if self._goodbye:

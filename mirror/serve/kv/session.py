@@ -137,11 +137,6 @@ class KvSession(DocumentSession):
     def log_in(self, username: str) -> None:
         self.reader = self.users.reader(username)
 
-    def certified(self, reader: Reader | None) -> None:
-        """Log in by certificate; None: none was shown."""
-        if reader is not None:
-            self.reader = reader
-
     def log_out(self) -> None:
         self.reader = None
 
