@@ -1,7 +1,6 @@
-"""Dispatches a request: checks login, bucket, privilege and the request's shape for all operations, and calls the
-operation.
+"""Dispatch of a request: check login, bucket, privilege and shape, and call the operation.
 
-A request that its operation refuses, or cannot decode, is answered with the status, and the connection stays.
+A request that its operation refuses or cannot decode is answered with the status, and the connection stays.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Slot:
     _admission: Admission
     peer: str
     refused: bool = False
-    """True if the connection is open only to be told that there are too many."""
+    """True if the connection is open only for the answer that there are too many."""
     pending: bool = True
     """True before a login."""
     logging_in: bool = False

@@ -194,7 +194,7 @@ class KvBucket:
             return self.view.state(vbid)
 
     def served_state(self, vbid: int) -> VbucketState:
-        """Return a state that clients may rely on: something of its source's history is served. Raises Refused."""
+        """Return the state of a vbucket that serves its source's history. Raises Refused for one that is filled."""
         state = self.state(vbid)
         resyncing = state.staging_branch != state.branch and not self._stale_allowed
         if resyncing or not state.failover_log:

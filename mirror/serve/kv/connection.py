@@ -91,7 +91,7 @@ class KvConnection(asyncio.Protocol):
         self.slot = slot
         self.last_received_s = host.now_s
         self.paused_s: float | None = None
-        """The time since which the client takes nothing."""
+        """The time at which the client stopped taking answers."""
         self.unsent_seen = 0
         """Unsent bytes at the host's last look."""
         self.transport: asyncio.Transport
@@ -102,7 +102,7 @@ class KvConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._size = 0
         self._bytes_needed = HEADER_SIZE
-        """Bytes that must be here before there is something to do."""
+        """Bytes needed before the next request can be read."""
         self._skip = 0
         """Bytes of a refused request that are still to come."""
         self._paused = False

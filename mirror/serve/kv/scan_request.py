@@ -1,8 +1,8 @@
-"""A range scan or a sample, as a client asks for it, and as it stands between its requests.
+"""A client's range scan or sample: its request, and its state between requests.
 
 Knows the JSON of RANGE_SCAN_CREATE (kv_engine docs/range_scans/range_scan_create.md); must never know sessions or how
-documents are read. Invariants: nothing that is not as the document says gets past here; what is kept of a scan is a few
-numbers and keys, never documents.
+documents are read. Invariants: a request that the document does not allow is refused; a scan keeps a few numbers
+and keys, never documents.
 """
 
 from __future__ import annotations

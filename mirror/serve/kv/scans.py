@@ -1,4 +1,4 @@
-"""Range scans and samples of one vbucket, as SDKs ask for them: made, continued, cancelled.
+"""Range scans and samples of one vbucket: create, continue and cancel.
 
 Knows these three requests (kv_engine docs/range_scans/*; couchbase-cxx-client core/crud_component.cxx for what is
 sent); must never know sockets or how documents are kept. Invariants: all answers to one scan are of one moment of its
@@ -41,7 +41,7 @@ STEP_BYTES = 64 * 1024
 COUNT_ITEMS = 2000
 """Keys counted for a sample before other clients have their turn: 1 ms."""
 PEEKS = (1, 16, 256)
-"""Numbers of keys in which a range's first document is looked for: tombstones may lie before it."""
+"""Numbers of keys in which a new scan looks for its first document; tombstones may lie before it."""
 POLL_S = 0.005
 """Interval at which a waiting scan looks for its seqno."""
 _KEYS, _DOCUMENTS = (0).to_bytes(4), (1).to_bytes(4)

@@ -33,7 +33,7 @@ from mirror.serve.turns import Turns
 SWEEP_S = 0.5
 """The first sweep after a change has the users file read, the second sees it, the third hangs up on removed users."""
 CROWDED_SEND_TIMEOUT_S = 3.0
-"""Time until a client that takes nothing is hung up on while others wait for its memory."""
+"""A client that takes no answers for this long is dropped while others wait for its memory."""
 REPLACED_CHECK_S = 5.0
 
 log = get_logger("kv")
@@ -58,7 +58,7 @@ class KvServer:
         self.turns = Turns()
         self.connections: set[KvConnection] = set()
         self.dropped_count = 0
-        """Clients hung up on for silence or for not taking their answers."""
+        """Clients dropped for silence or for not taking their answers."""
         self.bucket = bucket
         self._users = users
         self._map = cluster_map
