@@ -20,9 +20,10 @@ from mirror.server.session import (
     VbucketHistory,
     failover_statistics,
 )
-from mirror.wire import codec_dcp, leb128
+from mirror.wire import codec_dcp
 from mirror.wire.constants import Feature, Opcode, Status, VbucketRole
 from mirror.wire.frame import Frame
+from mirror.wire.keys import decode_leb128
 from mirror.wire.sasl import ScramServer
 from storage.model import Document, Kind, Seqno
 
@@ -42,7 +43,7 @@ def document_of(vbid: int, item: Item, cas: int) -> Document:
     return Document(
         vbid,
         item.collection_id,
-        item.key[leb128.decode(item.key)[1] :],
+        item.key[decode_leb128(item.key)[1] :],
         Seqno(item.seqno),
         item.rev_seqno,
         cas,
