@@ -27,6 +27,7 @@ from mirror.ownership import private_file
 from mirror.serve.objects import document_json, dumps
 from storage.errors import StorageError, UnknownCollection, ViewInvalidated
 from storage.format import records
+from storage.format.tokens import positions_of
 from storage.model import Document
 from storage.read import bulk
 from storage.read.view import Pin, Token, View, open_view
@@ -70,8 +71,7 @@ def export(
         now = time.time() if moment is None else None
         pins = [view.pin(each, moment, now=now) for each in (view.vbids if vbid is None else [vbid])]
         chosen = collection_ids(view, pins, options.collection_from(collection))
-        positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in pins if pin.seqno}
-        with hold(path, positions, name="export"):
+        with hold(path, positions_of(pins), name="export"):
             count = write(view, pins, chosen, to, xattrs=xattrs)
     if file is not None:
         save_cursor(file, (Token(pin.vbid, pin.branch, pin.seqno, pin.history_id) for pin in pins))

@@ -19,8 +19,9 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from mirror.errors import ConfigError, MirrorError
@@ -101,11 +102,11 @@ class LocalFolder(Folder):
         return LocalFolder(self.path / name)
 
     def create(self, name: str) -> Any:
-        return _SyncedFile((self.path / name).open("xb"))
+        return _SyncedFile(FileIO(self.path / name, "xb"))
 
     def discard(self, file: Any, name: str) -> None:
         with contextlib.suppress(Exception):
-            file.discard()
+            file.raw.close()
         self.remove(name)
 
     def open(self, name: str) -> Any:
@@ -127,30 +128,14 @@ class LocalFolder(Folder):
         (self.path / name).unlink(missing_ok=True)
 
 
-class _SyncedFile:
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
+class _SyncedFile(BufferedWriter):
     def close(self) -> None:
         if not self.closed:
-            self.closed = True
-            with self._file:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-    def discard(self) -> None:
-        self.closed = True
-        self._file.close()
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from mirror.lease import Lease
 from mirror.typed.bodies import JSON, Reading
 from mirror.typed.ddl import fields_of
 from mirror.typed.rows import DOCUMENTS, Maker, Shape
-from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
+from storage.errors import Unavailable, ViewInvalidated
 from storage.format import keys, seal
+from storage.format.tokens import positions_of, unknown_collection
 from storage.read import bulk
 from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import AsOf, Pin, View
@@ -56,9 +57,8 @@ class Boundaries:
                     self._pins[vbid] = self._pin(vbid)
             found = [self._pins[vbid] for vbid in vbids]
             if held and self._lease is None:
-                positions = {pin.vbid: (int(pin.branch), int(pin.seqno)) for pin in found if pin.seqno}
                 try:
-                    self._lease = Lease(self.view.path, positions, name=self._name)
+                    self._lease = Lease(self.view.path, positions_of(found), name=self._name)
                 except ServiceSaidNo as error:
                     raise _gone(self.view, error.what) from error
         return found
@@ -156,8 +156,7 @@ def arrow(
     if collection is not None and collection not in view.manifest().ids:
         known = Boundaries(view, as_of, "arrow").collections()
         if collection not in known:
-            hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
-            raise UnknownCollection(f"no collection {collection!r}", path=view.path, hint=hint)
+            raise unknown_collection(collection, known, view.path)
     key_range = KeyRange(prefix=prefix.encode() if isinstance(prefix, str) else prefix or b"")
 
     def batches() -> Iterator[Any]:

@@ -36,122 +36,102 @@ _TOKEN = re.compile(r"\s*(`(?:[^`]|``)+`|[A-Za-z_][A-Za-z_0-9]*|\d+|[<>(),:])")
 DEPTH_MAX = 32
 
 
+def fields_of(text: str) -> pa.Schema:
+    """Return the columns that `text` names. Raises ConfigError."""
+    return pa.schema(_Reader(text).fields(None))
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
         self._token: str | None = None
-        self.take()
+        self._go_on()
 
-    def take(self) -> str | None:
-        """Return this token and go to the next."""
-        taken = self._token
+    def _go_on(self) -> None:
         found = _TOKEN.match(self._text, self._at)
-        if found is None:
-            self._token = None
-            if self._text[self._at :].strip():
-                raise self.wrong("a name or a type", self._text[self._at :].strip()[0])
-        else:
+        rest = self._text[self._at :].strip()
+        self._token = None
+        if found is not None:
             self._at, self._token = found.end(), found[1]
-        return taken
+        elif rest:
+            raise self._wrong("a name or a type", rest[0])
 
-    @property
-    def here(self) -> str | None:
-        return self._token
-
-    def expect(self, token: str) -> None:
-        if self._token != token:
-            raise self.wrong(repr(token), self._token)
-        self.take()
-
-    def wrong(self, expected: str, found: str | None) -> ConfigError:
+    def _wrong(self, expected: str, found: str | None) -> ConfigError:
         where = f"at {self._at}" if found is not None else "at its end"
         return ConfigError(
             f"schema {self._text!r}: expected {expected} {where}, found {found!r}",
             hint="write it as for Spark, for example: total double, items array<struct<sku:string,count:int>>",
         )
 
-    def name(self) -> str:
+    def _skip(self, token: str) -> bool:
+        """Skip a token, in upper or lower case, if it is here; return True if it was."""
+        is_here = self._token is not None and self._token.lower() == token
+        if is_here:
+            self._go_on()
+        return is_here
+
+    def _expect(self, token: str, shown: str = "") -> None:
+        if not self._skip(token):
+            raise self._wrong(shown or repr(token), self._token)
+
+    def _take(self, expected: str, pattern: str) -> str:
+        """Return this token, which must begin as the pattern says, and go to the next."""
         token = self._token
-        if token is None or not (token[0] == "`" or token[0].isalpha() or token[0] == "_"):
-            raise self.wrong("a name", token)
-        self.take()
+        if token is None or not re.match(pattern, token):
+            raise self._wrong(expected, token)
+        self._go_on()
+        return token
+
+    def _name(self) -> str:
+        token = self._take("a name", "[`A-Za-z_]")
         return token[1:-1].replace("``", "`") if token[0] == "`" else token
 
-    def not_null(self) -> bool:
-        """Skip NOT NULL if it is here; return True if it was."""
-        if self._token is None or self._token.lower() != "not":
-            return False
-        self.take()
-        if self._token is None or self._token.lower() != "null":
-            raise self.wrong("NULL", self._token)
-        self.take()
-        return True
+    def fields(self, end: str | None, depth: int = 0) -> list[pa.Field]:
+        found: list[pa.Field] = []
+        while True:
+            name = self._name()
+            self._skip(":")
+            if any(each.name == name for each in found):
+                raise self._wrong("another name: this one is there already", name)
+            kind = self._type(depth)
+            is_nullable = not self._skip("not")
+            if not is_nullable:
+                self._expect("null", "NULL")
+            found.append(pa.field(name, kind, nullable=is_nullable))
+            if self._token == end:
+                return found
+            self._expect(",")
 
-    def number(self) -> int:
+    def _type(self, depth: int) -> pa.DataType:
+        if depth > DEPTH_MAX:
+            raise self._wrong(f"no more than {DEPTH_MAX} types within one another", self._token)
         token = self._token
-        if token is None or not token.isdigit():
-            raise self.wrong("a number", token)
-        self.take()
-        return int(token)
+        word = self._name().lower()
+        if word in WORDS:
+            return WORDS[word]
+        if word in ("decimal", "dec", "numeric"):
+            return self._decimal()
+        if word not in ("array", "map", "struct"):
+            raise self._wrong(f"a type ({', '.join(sorted(WORDS))}, decimal, array, map or struct)", token)
+        self._expect("<")
+        if word == "struct":
+            found = pa.struct(self.fields(">", depth + 1))
+        else:
+            found = self._type(depth + 1)
+            if word == "map":
+                self._expect(",")
+            found = pa.list_(found) if word == "array" else pa.map_(found, self._type(depth + 1))
+        self._expect(">")
+        return found
 
-
-def fields_of(text: str) -> pa.Schema:
-    """Return the columns that `text` names. Raises ConfigError."""
-    reader = _Reader(text)
-    found = _fields(reader, None, 0)
-    return pa.schema(found)
-
-
-def _fields(reader: _Reader, end: str | None, depth: int) -> list[pa.Field]:
-    found: list[pa.Field] = []
-    while True:
-        name = reader.name()
-        if reader.here == ":":
-            reader.take()
-        if any(each.name == name for each in found):
-            raise reader.wrong("another name: this one is there already", name)
-        kind = _type(reader, depth)
-        found.append(pa.field(name, kind, nullable=not reader.not_null()))
-        if reader.here == end:
-            return found
-        reader.expect(",")
-
-
-def _type(reader: _Reader, depth: int) -> pa.DataType:
-    if depth > DEPTH_MAX:
-        raise reader.wrong(f"no more than {DEPTH_MAX} types within one another", reader.here)
-    token = reader.here
-    word = reader.name().lower()
-    if word in WORDS:
-        return WORDS[word]
-    if word in ("decimal", "dec", "numeric"):
+    def _decimal(self) -> pa.DataType:
         precision, scale = 10, 0
-        if reader.here == "(":
-            reader.take()
-            precision = reader.number()
-            if reader.here == ",":
-                reader.take()
-                scale = reader.number()
-            reader.expect(")")
+        if self._skip("("):
+            precision = int(self._take("a number", r"\d"))
+            if self._skip(","):
+                scale = int(self._take("a number", r"\d"))
+            self._expect(")")
         if not 1 <= precision <= 38 or scale > precision:
-            raise reader.wrong("a decimal of at most 38 digits", f"{precision},{scale}")
+            raise self._wrong("a decimal of at most 38 digits", f"{precision},{scale}")
         return pa.decimal128(precision, scale)
-    if word == "array":
-        reader.expect("<")
-        element = _type(reader, depth + 1)
-        reader.expect(">")
-        return pa.list_(element)
-    if word == "map":
-        reader.expect("<")
-        key = _type(reader, depth + 1)
-        reader.expect(",")
-        value = _type(reader, depth + 1)
-        reader.expect(">")
-        return pa.map_(key, value)
-    if word == "struct":
-        reader.expect("<")
-        inner = _fields(reader, ">", depth + 1)
-        reader.expect(">")
-        return pa.struct(inner)
-    raise reader.wrong(f"a type ({', '.join(sorted(WORDS))}, decimal, array, map or struct)", token)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from decimal import ROUND_HALF_UP, Context, Decimal, DecimalException
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -35,8 +37,7 @@ Reader = Callable[[Any, Problems], Any]
 SHOWN_LENGTH_MAX = 40
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _EXACT = Context(prec=200, Emax=10_000, Emin=-10_000)
-_DOUBLES = {"NaN": "nan", "+INF": "inf", "-INF": "-inf"}
-_DOUBLES |= {"Infinity": "inf", "+Infinity": "inf", "-Infinity": "-inf"}
+_DOUBLES = {each: float(each) for each in ("NaN", "+INF", "-INF", "Infinity", "+Infinity", "-Infinity")}
 
 
 class Misfit(Exception):
@@ -104,14 +105,7 @@ def is_variant(kind: pa.DataType) -> bool:
 def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> Reader:
     """Return a reader of these fields of a JSON object into a dict with all of them. Raises ConfigError for a type that
     JSON cannot be read as, and for one that does not take null."""
-    readers = []
-    for field in fields:
-        if not field.nullable:
-            raise ConfigError(
-                f"column {path}{field.name}: NOT NULL cannot be promised, a document may be without it",
-                hint="leave NOT NULL out",
-            )
-        readers.append((field.name, _reader(field.type, f"{path}{field.name}", zone, epoch)))
+    readers = [(field.name, _reader(field, f"{path}{field.name}", zone, epoch)) for field in fields]
 
     def read(value: Any, problems: Problems) -> dict[str, Any]:
         if type(value) is not dict:
@@ -131,41 +125,39 @@ def struct_reader(fields: Any, zone: str, epoch: str | None, path: str = "") -> 
     return read
 
 
-def _reader(kind: pa.DataType, path: str, zone: str, epoch: str | None) -> Reader:
-    types = pa.types
+def _reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
+    if not field.nullable:
+        raise ConfigError(
+            f"column {path}: NOT NULL cannot be promised, a document may be without it", hint="leave NOT NULL out"
+        )
+    kind, types = field.type, pa.types
     if is_variant(kind):
         return _variant
     if types.is_struct(kind):
         return struct_reader(kind, zone, epoch, f"{path}.")
     if types.is_list(kind):
-        return _list_reader(_nullable_reader(kind.value_field, f"{path}[]", zone, epoch))
+        return _list_reader(_reader(kind.value_field, f"{path}[]", zone, epoch))
     if types.is_map(kind):
         if not types.is_string(kind.key_type):
             raise ConfigError(f"column {path}: the names in a JSON object are text, not {kind.key_type}")
-        return _map_reader(_nullable_reader(kind.item_field, f"{path}{{}}", zone, epoch))
+        return _map_reader(_reader(kind.item_field, f"{path}{{}}", zone, epoch))
     if types.is_integer(kind):
         return _integer_reader(kind)
     if types.is_decimal(kind):
         return _decimal_reader(kind)
     if types.is_timestamp(kind):
-        return _local_time if kind.tz is None else _time_reader(zone, epoch)
-    for known, reader in (
-        (types.is_string, _text),
-        (types.is_boolean, _boolean),
-        (types.is_floating, _double),
-        (types.is_date32, _date),
-    ):
-        if known(kind):
-            return reader
+        return _time_reader(kind, zone, epoch)
+    if types.is_string(kind):
+        return _text
+    if types.is_boolean(kind):
+        return _scalar_reader("a boolean", {bool: bool})
+    if types.is_floating(kind):
+        return _scalar_reader("a number", {int: _double, Spelled: _double, str: _DOUBLES.__getitem__})
+    if types.is_date32(kind):
+        return _scalar_reader("a date", {str: day_of})
     if types.is_binary(kind):
         raise ConfigError(f"column {path}: JSON has no binary values", hint="read it as string")
     raise ConfigError(f"column {path}: JSON cannot be read as {kind}", hint="read it as string")
-
-
-def _nullable_reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
-    if not field.nullable:
-        raise ConfigError(f"column {path}: NOT NULL cannot be promised", hint="leave NOT NULL out")
-    return _reader(field.type, path, zone, epoch)
 
 
 def _list_reader(element: Reader) -> Reader:
@@ -219,38 +211,25 @@ def _decimal_reader(kind: Any) -> Reader:
 _EXACT.rounding = ROUND_HALF_UP
 
 
-def _time_reader(zone_name: str, epoch: str | None) -> Reader:
-    zone, unit = zone_of(zone_name), EPOCH_UNITS[epoch or "seconds"]
+def _scalar_reader(expected: str, readers: Mapping[type, Callable[[Any], Any]]) -> Reader:
+    """Return a reader that chooses by the JSON value's type. `readers` raise an error for a value out of range."""
 
-    def read(value: Any, _: Problems) -> int:
-        try:
-            if type(value) is int:
-                return micros_of_number(value, unit)
-            if type(value) is str:
-                return micros_of(value, zone)
-        except (ValueError, OverflowError):
-            pass
-        raise Misfit(f"{_shown(value)} is not a time")
+    def read(value: Any, _: Problems) -> Any:
+        reader = readers.get(type(value))
+        if reader is not None:
+            with suppress(ValueError, OverflowError, LookupError):
+                return reader(value)
+        raise Misfit(f"{_shown(value)} is not {expected}")
 
     return read
 
 
-def _local_time(value: Any, _: Problems) -> int:
-    try:
-        if type(value) is str:
-            return micros_of(value, None)
-    except (ValueError, OverflowError):
-        pass
-    raise Misfit(f"{_shown(value)} is not a time without a zone")
-
-
-def _date(value: Any, _: Problems) -> int:
-    try:
-        if type(value) is str:
-            return day_of(value)
-    except (ValueError, OverflowError):
-        pass
-    raise Misfit(f"{_shown(value)} is not a date")
+def _time_reader(kind: Any, zone_name: str, epoch: str | None) -> Reader:
+    if kind.tz is None:
+        return _scalar_reader("a time without a zone", {str: partial(micros_of, zone=None)})
+    unit = EPOCH_UNITS[epoch or "seconds"]
+    readers = {int: partial(micros_of_number, unit=unit), str: partial(micros_of, zone=zone_of(zone_name))}
+    return _scalar_reader("a time", readers)
 
 
 def _text(value: Any, _: Problems) -> str:
@@ -262,18 +241,8 @@ def _clean(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _boolean(value: Any, _: Problems) -> bool:
-    if type(value) is not bool:
-        raise Misfit(f"{_shown(value)} is not a boolean")
-    return value
-
-
-def _double(value: Any, _: Problems) -> float:
-    if type(value) is int or type(value) is Spelled:
-        return float(str(value))
-    if type(value) is str and value in _DOUBLES:
-        return float(_DOUBLES[value])
-    raise Misfit(f"{_shown(value)} is not a number")
+def _double(value: Any) -> float:
+    return float(str(value))  # an integer out of range becomes infinite
 
 
 def _variant(value: Any, _: Problems) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ a scope is one of `_default`, and no name is `_default._default`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -33,8 +34,12 @@ def collection_id_of(manifest: Manifest, name: CollectionName | None, path: str)
     collection_id = manifest.ids.get(full_name(name))
     if collection_id is not None:
         return collection_id
-    hint = f"known here: {', '.join(sorted(manifest.ids)[:20]) or 'none'}"
-    raise UnknownCollection(f"no collection {name!r}", path=path, hint=hint)
+    raise unknown_collection(name, manifest.ids, path)
+
+
+def unknown_collection(name: str, known: Iterable[str], path: str) -> UnknownCollection:
+    hint = f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
+    return UnknownCollection(f"no collection {name!r}", path=path, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +104,8 @@ class Pin:
 
     def __str__(self) -> str:
         return str(Token(self.vbid, self.branch, self.seqno, self.history_id))
+
+
+def positions_of(pins: Iterable[Pin]) -> dict[int, tuple[int, int]]:
+    """Return branch and seqno by vbid, as a lease holds them. An empty vbucket has no position."""
+    return {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in pins if pin.seqno}

@@ -239,6 +239,12 @@ def test_a_killed_process_costs_its_query_and_nothing_else(site: Site) -> None:
     assert ask(site, "SELECT 2").json()["rows"] == [[2]]
 
 
+@pytest.fixture(scope="module")
+def small_site(source: Source) -> Iterator[Site]:
+    with running(Path(source.path), source, sql=True, sql_processes=1, sql_memory_bytes=64 << 20) as served:
+        yield served
+
+
 @pytest.mark.parametrize(
     "sql",
     [
@@ -250,29 +256,24 @@ def test_a_killed_process_costs_its_query_and_nothing_else(site: Site) -> None:
     ],
     ids=lambda sql: sql[:30],
 )
-def test_a_query_that_needs_too_much_memory_is_refused(sql: str, source: Source) -> None:
-    with running(Path(source.path), source, sql=True, sql_processes=1, sql_memory_bytes=64 << 20) as site:
-        answer = site.client.post("/v1/query", json={"sql": sql})
-        assert answer.status_code in (400, 413, 503), answer.text
-        assert ask(site, "SELECT 1").json()["rows"] == [[1]]
+def test_a_query_that_needs_too_much_memory_is_refused(sql: str, small_site: Site) -> None:
+    answer = small_site.client.post("/v1/query", json={"sql": sql})
+    assert answer.status_code in (400, 413, 503), answer.text
+    assert ask(small_site, "SELECT 1").json()["rows"] == [[1]]
 
 
-def test_the_processes_end_with_their_server(source: Source) -> None:
+def test_processes_have_no_variable_of_the_service_and_end_with_it(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "a secret")
     with running(Path(source.path), source, sql=True, sql_processes=2) as site:
-        ask(site, "SELECT 1")
         line, _ = begun(site)
+        ask(site, "SELECT 1")
         started = processes(OWN_BYTES)
-        assert started
+        assert len(started) == 2
+        assert not [name for each in started for name in each.environ() if name.startswith("DCP_MIRROR")]
     line.close()
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in started)
-
-
-def test_a_query_process_has_no_variable_of_the_service(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "a secret")
-    with running(Path(source.path), source, sql=True) as site:
-        ask(site, "SELECT 1")
-        (process,) = processes(OWN_BYTES)
-        assert not [name for name in process.environ() if name.startswith("DCP_MIRROR")]
 
 
 def write_users(path: Path, **patterns: tuple[str, ...]) -> None:
@@ -280,18 +281,13 @@ def write_users(path: Path, **patterns: tuple[str, ...]) -> None:
     path.write_text(json.dumps({"users": users, "salt_key": new_salt_key()}))
 
 
-def test_only_collections_that_the_user_may_read_exist(source: Source, tmp_path: Path) -> None:
+def test_users_query_what_they_may_read_until_they_are_removed(source: Source, tmp_path: Path) -> None:
     write_users(tmp_path / "users.json", ann=("*",), bob=("_default._default",), eve=("shop.*",))
     with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
         ask(site, "SELECT 1", 401)
         for user, default, orders in (("ann", 200, 200), ("bob", 200, 400), ("eve", 400, 200)):
             ask(site, "SELECT * FROM documents", default, auth=(user, PASSWORD))
             ask(site, "SELECT * FROM shop.orders", orders, auth=(user, PASSWORD))
-
-
-def test_a_user_removed_during_a_query_gets_nothing(source: Source, tmp_path: Path) -> None:
-    write_users(tmp_path / "users.json", bob=("*",), ann=("*",))
-    with running(Path(source.path), source, sql=True, users_file=tmp_path / "users.json") as site:
         sql = "SELECT sum(a % 7) FROM range(400000000) t(a)"
         wait = in_thread(lambda: site.client.post("/v1/query", json={"sql": sql}, auth=("bob", PASSWORD)))
         until("the processes", lambda: bool(busy(OWN_BYTES)))

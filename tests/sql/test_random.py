@@ -154,21 +154,26 @@ class StoreAndSql(Store):
         self.arrows = left
 
 
-def test_queries_show_the_model_after_every_step() -> None:
-    run_state_machine_as_test(StoreAndSql, settings=LIMITS)
+MANY = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_queries_show_the_model_after_every_step_of_many() -> None:
-    run_state_machine_as_test(StoreAndSql, settings=settings(LIMITS, max_examples=1000, stateful_step_count=60))
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param(settings(LIMITS, max_examples=LIMITS.max_examples // 2), id="few"),
+        pytest.param(LIMITS, marks=pytest.mark.ci, id="some"),
+        pytest.param(settings(LIMITS, max_examples=1000, stateful_step_count=60), marks=MANY, id="many"),
+    ],
+)
+def test_queries_show_the_model_after_every_step(limits: settings) -> None:
+    run_state_machine_as_test(StoreAndSql, settings=limits)
 
 
 def facts_of(documents: Iterable[Document]) -> Facts:
     return {each.key: (int(each.seqno), each.value) for each in documents}
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 100))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 100))])
 def test_queries_agree_with_scans_under_drops_and_rollbacks(seed: int, tmp_path: Path) -> None:
     rng = Random(seed)
     mirror = SmallMirror(tmp_path / "mirror")
@@ -236,8 +241,10 @@ QUERIES = st.one_of(
 )
 
 
-def conditions_change_no_answer(folder: Path, examples: int) -> None:
-    mirror = SmallMirror(folder / "mirror")
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.ci), pytest.param(30_000, marks=MANY)])
+def test_conditions_that_go_to_the_store_change_no_answer(examples: int, tmp_path: Path) -> None:
+    """The same queries over the same rows in a table of DuckDB's own, where nothing is left to the store."""
+    mirror = SmallMirror(tmp_path / "mirror")
     put(mirror, {f"k{number}": json.loads(BODIES[number % len(BODIES)] % number) for number in range(30)})
     put(mirror, {"": {"n": 1}, "é": {"n": 2, "g": "ü"}, "K1": {"n": 0.5}})
     with open_view(mirror.path) as view, Session(view, threads=1) as session, duckdb.connect() as plain:
@@ -259,14 +266,3 @@ def conditions_change_no_answer(folder: Path, examples: int) -> None:
         check()
         assert everything.num_rows == 33
     mirror.close()
-
-
-def test_conditions_that_go_to_the_store_change_no_answer(tmp_path: Path) -> None:
-    """The same queries over the same rows in a table of DuckDB's own, where nothing is left to the store."""
-    conditions_change_no_answer(tmp_path, 300)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_conditions_that_go_to_the_store_change_no_answer_of_many(tmp_path: Path) -> None:
-    conditions_change_no_answer(tmp_path, 30_000)

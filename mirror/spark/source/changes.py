@@ -13,6 +13,7 @@ there is the same, as with the source's own deduplication.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class ChangesTask:
-    ways: tuple[Way, ...]
+    ways: tuple[Way, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
     """Collections by id, over a connection."""
     known: frozenset[int] = frozenset()
@@ -59,13 +60,14 @@ class ChangesTask:
     """The driver's newest cluster map, over a connection; tasks follow no older one."""
 
 
-class ChangesDriver:
+class ChangesDriver(ABC):
     """The driver's side of a stream: its offsets, and the tasks between two of them."""
 
-    def __init__(self, options: Options, origin: str, bucket_uuid: str) -> None:
+    def __init__(self, options: Options, origin: str, bucket_uuid: str, group_count: int = 1) -> None:
         self._options = options
         self._origin = origin
         self.bucket_uuid = bucket_uuid
+        self._group_count = group_count
         self._turn = 0
         self._target: Mapping[int, int] | None = None
 
@@ -74,6 +76,23 @@ class ChangesDriver:
 
     def decode(self, given: Mapping[str, Any]) -> Offset:
         return decode(given, self._origin, self.bucket_uuid, self._options.selection)
+
+    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
+        ways: dict[int, Way] = {}
+        for vbid, to in end.at.items():
+            since = start.of(vbid)
+            if to != since and to.seqno and (way := self._way(vbid, since, to)) is not None:
+                ways[vbid] = way
+        shares = dealt(list(ways), self._options.partitions, self._group_count)
+        task = self._task(start, end)
+        return [replace(task, ways=tuple(ways[vbid] for vbid in share)) for share in shares if share]
+
+    @abstractmethod
+    def _way(self, vbid: int, since: At, to: At) -> Way | None:
+        """Return the way between two positions. None: the end is gone, and the next batch begins again."""
+
+    def _task(self, start: Offset, end: Offset) -> ChangesTask:
+        return ChangesTask()
 
     def _refuse(self, vbid: int, lost: str) -> None:
         if not self._options.resync:
@@ -90,7 +109,8 @@ class LocalChanges(ChangesDriver):
         except BaseException:
             self._view.close()
             raise
-        super().__init__(options, "path", self._view.identity.bucket_uuid)
+        identity = self._view.identity
+        super().__init__(options, "path", identity.bucket_uuid, identity.group_count)
         self._known: set[int] = set()
         self._undelivered: set[int] = set()  # vbuckets whose first batch could send no rows: they begin again
         self._lease: Lease | None = None
@@ -220,23 +240,16 @@ class LocalChanges(ChangesDriver):
 
     # -- batches --------------------------------------------------------------------------------------------------
 
-    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        ways: dict[int, Way] = {}
-        for vbid, to in end.at.items():
-            since = start.of(vbid)
-            if to == since or not to.seqno:
-                continue
-            lost = to.fresh == 0 and self._lost_between(vbid, since, to)
-            if lost and not since.seqno:
-                self._undelivered.add(vbid)
-                continue  # the end is gone before anything was sent: the next batch sends all
-            if lost:
-                self._refuse(vbid, lost)
-                if self._lost_between(vbid, BEGINNING, to):
-                    continue  # the end is gone as well: the next batch begins again
-            ways[vbid] = Way(vbid, since, to, bool(lost or to.fresh))
-        shares = dealt(list(ways), self._options.partitions, self._view.identity.group_count)
-        return [ChangesTask(tuple(ways[vbid] for vbid in share)) for share in shares if share]
+    def _way(self, vbid: int, since: At, to: At) -> Way | None:
+        lost = to.fresh == 0 and self._lost_between(vbid, since, to)
+        if lost and not since.seqno:  # nothing was sent: the next batch sends all
+            self._undelivered.add(vbid)
+            return None
+        if lost:
+            self._refuse(vbid, lost)
+            if self._lost_between(vbid, BEGINNING, to):
+                return None
+        return Way(vbid, since, to, bool(lost or to.fresh))
 
     def _lost_between(self, vbid: int, since: At, to: At) -> str:
         try:

@@ -18,8 +18,9 @@ from typing import Any
 from mirror.lease import Lease
 from mirror.spark.source.options import Options
 from mirror.typed.rows import Counts, Maker, Shape
-from storage.errors import Unavailable, UnknownCollection, ViewInvalidated
+from storage.errors import Unavailable, ViewInvalidated
 from storage.format import keys, seal
+from storage.format.tokens import positions_of, unknown_collection
 from storage.read import bulk
 from storage.read.bulk import KeyRange
 from storage.read.view import Pin, Time, View, open_view
@@ -87,9 +88,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
         as_of = None if options.as_of_ms is None else Time(options.as_of_ms)
         now = None if as_of is not None else time.time()
         pins = tuple(view.pin(vbid, as_of, now=now) for vbid in chosen)
-        if options.collections is not None:
-            for name in options.collections:
-                check_collection(view, pins, name)
+        check_collections(view, pins, options.collections or ())
         group_count = view.identity.group_count
     collections = options.collections
     if restriction.collections is not None:
@@ -99,22 +98,23 @@ def plan(options: Options, restriction: Restriction) -> tuple[Job, list[list[int
     return job, dealt(chosen, options.partitions, group_count)
 
 
-def check_collection(view: View, pins: Sequence[Pin], name: str) -> None:
-    """Raise UnknownCollection unless a vbucket knows the collection. Vbuckets learn of one at different times."""
+def check_collections(view: View, pins: Sequence[Pin], names: Sequence[str]) -> None:
+    """Raise UnknownCollection unless some vbucket knows each. Vbuckets learn of a collection at different times."""
     known: set[str] = set()
+    missing = list(names)
     for pin in pins:
         known |= set(bulk.collection_names(view, pin).values())
-        if name in known:
+        missing = [name for name in missing if name not in known]
+        if not missing:
             return
     if pins:
-        raise UnknownCollection(
-            f"no collection {name!r}", path=view.path, hint=f"known here: {', '.join(sorted(known)[:20]) or 'none'}"
-        )
+        raise unknown_collection(missing[0], known, view.path)
 
 
 def hold(job: Job) -> Lease:
-    positions = {int(pin.vbid): (int(pin.branch), int(pin.seqno)) for pin in job.pins if pin.seqno}
-    return Lease(job.path, positions, name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id)
+    return Lease(
+        job.path, positions_of(job.pins), name="spark documents", seconds=job.lease_seconds, lease_id=job.lease_id
+    )
 
 
 def read(job: Job, vbids: Sequence[int], shape: Shape, counts: Counts | None = None) -> Iterator[Any]:

@@ -316,29 +316,21 @@ class RemoteChanges(ChangesDriver):
         self._probed.add(vbid)
         return ""
 
-    def plan(self, start: Offset, end: Offset) -> list[ChangesTask]:
-        ways: dict[int, Way] = {}
-        for vbid, to in end.at.items():
-            since = start.of(vbid)
-            if to == since or not to.seqno:
-                continue
-            log = self._reader.failover_log(vbid)
-            gone = not_on(to, log)
-            if gone:
-                self._refuse(vbid, gone)
-                continue  # the next batch begins again
-            lost = to.fresh == 0 and self._lost(vbid, since, log)
-            if lost:
-                self._refuse(vbid, lost)
-            seqno = _begins(since, to)
-            first = since._replace(seqno=seqno, vbuuid=int(log.vbuuid_at(seqno)))
-            ways[vbid] = Way(vbid, first, to, bool(lost or to.fresh))
-        shares = dealt(list(ways), self._options.partitions, 1)
-        known = frozenset(start.names)
-        followed = self._reader.followed
-        return [
-            ChangesTask(tuple(ways[vbid] for vbid in share), end.names, known, followed) for share in shares if share
-        ]
+    def _way(self, vbid: int, since: At, to: At) -> Way | None:
+        log = self._reader.failover_log(vbid)
+        gone = not_on(to, log)
+        if gone:
+            self._refuse(vbid, gone)
+            return None
+        lost = to.fresh == 0 and self._lost(vbid, since, log)
+        if lost:
+            self._refuse(vbid, lost)
+        seqno = _begins(since, to)
+        first = since._replace(seqno=seqno, vbuuid=int(log.vbuuid_at(seqno)))
+        return Way(vbid, first, to, bool(lost or to.fresh))
+
+    def _task(self, start: Offset, end: Offset) -> ChangesTask:
+        return ChangesTask(names=end.names, known=frozenset(start.names), followed=self._reader.followed)
 
 
 def _begins(since: At, to: At) -> int:

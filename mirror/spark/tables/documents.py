@@ -220,9 +220,8 @@ class DocumentsTable:
 
     def _write_again(self) -> None:
         """Write all rows with the layout's columns, read out of `_value`, in one commit."""
-        paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
         with PartWriter(self.folder.url, f"part-{run_name()}-columns", self._layout.schema) as parts:
-            for path in paths:
+            for path in self._sizes():
                 for batch in batches_of(self.folder, path):
                     state = batch.select(self._layout.state.names).cast(self._layout.state)
                     live = pa.array([True] * len(state))
@@ -423,9 +422,8 @@ class DocumentsTable:
         """
         if self._vbids is None:
             column = f"{self._layout.mark}vbid"
-            paths = pa.table(self.table.get_add_actions()).column("path").to_pylist() if self.table.file_uris() else []
             self._vbids = set()
-            for path in paths:
+            for path in self._sizes():
                 for batch in batches_of(self.folder, path, [column]):
                     self._vbids.update(pc.unique(batch.column(column)).to_pylist())
         return self._vbids
