@@ -1,7 +1,7 @@
 """The rows of an answer as JSON, CSV, Parquet and Arrow's stream.
 
-Invariants: a number keeps all its digits: a decimal of more than a double's is a text; bytes become base64, a time its
-ISO 8601 text, NaN and infinities null.
+Invariants: a number keeps all its digits (a decimal with more than a double keeps becomes text); bytes become base64, a
+time its ISO 8601 text, NaN and infinities null.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DOUBLE_DIGITS = 15
 
 
 def plain(value: Any) -> Any:
-    """Return a value of Arrow's as JSON has it."""
+    """Return an Arrow value as a JSON value."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
 
 
 def rows(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Yield rows of plain values. Raises QueryFailed for a value that Python has not, such as the year 294247."""
+    """Yield rows of plain values. Raises QueryFailed for a value that Python cannot hold, such as the year 294247."""
     try:
         columns = [[plain(value) for value in column.to_pylist()] for column in batch.columns]
     except (ValueError, OverflowError) as error:

@@ -1,7 +1,7 @@
 """Read documents as Arrow batches, at one boundary of each vbucket.
 
 Knows views, pins and leases; never SQL. Invariants: a `Boundaries` chooses the boundary of a vbucket once, at its first
-use, and every later read of it sees that one; its lease holds them until `release`. A batch is all that is in memory.
+use, and every later read sees that one; its lease holds them until `release`. Memory holds one batch.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ def arrow(
 ) -> pa.RecordBatchReader:
     """Return a reader of the documents at one boundary of each vbucket, a batch at a time.
 
-    Columns are those of `mirror.typed.rows.DOCUMENTS`. `schema` names typed columns of JSON documents, as for Spark;
-    there `_key` is the key, and so on. `columns` selects; other columns are not read. A text column (`_value string`)
-    is null if it is not UTF-8. The boundaries are those of the first batch; a lease holds them until the last one or
+    Columns are those of `mirror.typed.rows.DOCUMENTS`, or those of `schema`: fields of JSON documents, as for Spark,
+    and `_key` for the key, and so on. Only the columns in `columns` are read. A text column (`_value string`) is null
+    for bytes that are not UTF-8. The first batch chooses the boundaries; a lease holds them until the last batch or
     until the reader is closed. Errors are those of `View.scan`, and DocumentDoesNotFit for a number that its integer
     column cannot hold.
     """
@@ -223,7 +223,7 @@ def utf8_or_null(column: Any) -> Any:
 
 
 def json_texts(values: Any, datatypes: Any) -> Any:
-    """Return values as JSON: a document that is no JSON becomes a JSON string of its text, an unreadable one null."""
+    """Return values as JSON. A body that is not JSON becomes a JSON string of its text, an unreadable one null."""
     texts = values.view(pa.string())
     try:
         if pc.all(pc.equal(datatypes, JSON)).as_py() is not False:

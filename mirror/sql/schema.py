@@ -24,7 +24,7 @@ from storage.read.view import AsOf, View
 
 SAMPLE_DOCUMENTS = 10_000
 COLUMNS_MAX = 1_000
-"""Rarer fields are found in the document alone."""
+"""Rarer fields get no column."""
 NAMES_MAX = 20_000
 FIELDS_MAX = 200
 """More names within one object are data, not a schema: the object becomes text."""
@@ -129,9 +129,9 @@ def _nameable(name: str) -> bool:
 
 
 def sample(view: View, collection: str, documents: int = SAMPLE_DOCUMENTS, *, as_of: AsOf = None) -> list[Column]:
-    """Return the columns of a collection's JSON objects, in the order in which a sample of `documents` has them.
+    """Return the columns of a collection's JSON objects, in the order of their first appearance in a sample.
 
-    The sample is spread over the vbuckets, and over the newest documents of each. Raises UnknownCollection.
+    The sample takes documents from every vbucket, spread over its newest ones. Raises UnknownCollection.
     """
     found = _Found()
     for body in _bodies(view, collection, documents, as_of):

@@ -31,11 +31,11 @@ BATCH_ROWS = 10_000
 VALUE = "value"
 DEFAULT_TABLE = "documents"
 TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "json_each", "json_tree", "repeat"})
-"""Functions that make tables out of nothing but their arguments."""
+"""Functions that make tables from their arguments alone."""
 _METADATA = [pa.field(f"_{each.name}", each.type) for each in DOCUMENTS if each.name != VALUE]
 _VALUE = pa.field(VALUE, pa.json_())
 _PREFIX_FUNCTIONS = {"~~": r"([^%_\\]+)%.*", "^@": "(.+)", "starts_with": "(.+)", "prefix": "(.+)"}
-"""Functions that compare the beginning of a text, and the part of their pattern that is it."""
+"""Functions that test for a prefix, and the pattern that finds the prefix in their argument."""
 _TERM = re.compile(r'\((_key|_seqno) (>=|>|<=|<|==) (?:"((?:[^"\\]|\\["\\])*)"|(\d+))\)')
 _AMBIGUOUS = re.compile(r'[()"\\]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -88,9 +88,9 @@ class SqlSession:
         self._columns: dict[str, list[Column]] = {}
         self._views: dict[tuple[str, ...], str] = {}
         self.boundaries: Boundaries | None = None
-        """What the running query reads."""
+        """The boundaries of the running query."""
         self.failure: BaseException | None = None
-        """What ended a table's read; DuckDB knows its text alone."""
+        """The error that ended the read of a table. DuckDB passes on its text alone."""
         self._result: Result | None = None
 
     def __enter__(self) -> SqlSession:
@@ -105,7 +105,7 @@ class SqlSession:
         self._connection.close()
 
     def release(self) -> None:
-        """Let go of what the running query reads."""
+        """Release the boundaries of the running query."""
         boundaries, self.boundaries = self.boundaries, None
         if boundaries is not None:
             boundaries.release()
@@ -276,7 +276,7 @@ class Result:
             self.close()
 
     def close(self) -> None:
-        """Release what the query reads."""
+        """Release the boundaries of the query."""
         with suppress(Exception):
             self._reader.close()
         if self._session.boundaries is self._boundaries:
@@ -284,7 +284,7 @@ class Result:
 
 
 class _Table(ds.Dataset):  # type: ignore[misc]
-    """A collection as DuckDB reads it: it asks the `scanner` of a dataset for columns and rows that fit a filter."""
+    """A collection as a dataset: DuckDB asks its `scanner` for columns, and for the rows that pass a filter."""
 
     def __init__(self, session: SqlSession, collection: str, columns: Sequence[Column]) -> None:
         self._session = session
@@ -348,8 +348,8 @@ def _nodes(tree: Any) -> Iterator[Mapping[str, Any]]:
 def _with_ranges(query: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     """Return the query with `AND column >= 'p' AND column < 'q'` beside each test for a prefix of a `_key`.
 
-    DuckDB hands a comparison to the table, a test for a prefix not. The range follows from the test, so the query
-    means the same, unless `_key` has a collation or another type.
+    DuckDB passes comparisons to the table, but no prefix tests. The range follows from the test, so the query means
+    the same, unless `_key` has a collation or another type.
     """
     if any(map(_changes_keys, nodes)):
         return query
@@ -399,9 +399,9 @@ def _following(prefix: str) -> str | None:
 
 
 def _bounds(text: str) -> dict[str, Any]:
-    """Return what a filter leaves of keys and seqnos, or more: the filter itself is applied to what is found.
+    """Return the keys and seqnos that a filter allows, or more of them. The rows pass through the filter as well.
 
-    An Arrow expression shows its parts in its text alone. Its names must have no parenthesis, quote or backslash.
+    An Arrow expression shows its parts only in its text. Its names must have no parenthesis, quote or backslash.
     """
     text = _LIST.sub("", text)
     if "value_set" in text or len(text) > FILTER_LENGTH_MAX:
@@ -425,7 +425,7 @@ def _bounds(text: str) -> dict[str, Any]:
 
 
 def _terms(text: str) -> list[tuple[str, ...]]:
-    """Return comparisons of which all must hold, of an Arrow expression's text whose names are plain words."""
+    """Return the comparisons in an Arrow expression's text that must all hold."""
     if term := _TERM.fullmatch(text):
         return [term.groups()]
     depth = 0

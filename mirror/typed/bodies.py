@@ -49,7 +49,7 @@ MODES: tuple[Mode, ...] = ("failfast", "permissive", "dropmalformed")
 @dataclass(frozen=True, slots=True)
 class Reading:
     mode: Mode = "failfast"
-    """A misfit is an error that names it, nulls in the fields that do not fit, or no row."""
+    """A misfit becomes an error that names it, nulls in the fields that do not fit, or no row."""
     corrupt_record: str = "_corrupt_record"
     """The column, if the schema names it, that holds the text of each misfit."""
     time_zone: str | None = None
@@ -153,8 +153,8 @@ class Bodies:
         return Parsed(found, misfits)
 
     def _pieces(self, objects: Any, enclosed: bool, first: int, problems: dict[int, Problems]) -> Iterator[list[Any]]:
-        """Yield columns of the bodies from row `first` on, some rows at a time. `enclosed`: all begin and end as
-        objects."""
+        """Yield columns of the bodies, some rows at a time; the first body is row `first`. `enclosed`: all begin and
+        end as objects."""
         if self._arrow is not None:
             try:
                 if not enclosed and not _enclosed(objects):

@@ -72,8 +72,8 @@ class Documents:
         return len(self._frames) >= BATCH_ROWS or self._byte_count >= BATCH_BYTES
 
     def add(self, vbid: int, collection: str, prefix_length: int, frames: list[bytes], byte_count: int) -> None:
-        """Take rows of one collection of one vbucket, of `byte_count` bytes; `prefix_length` is that of the
-        collection's id before each key."""
+        """Add rows of one collection in one vbucket. `prefix_length` is the length of the collection id before each
+        key."""
         self._frames += frames
         self._origins.append((vbid, collection, prefix_length, len(frames)))
         self._byte_count += byte_count
@@ -180,7 +180,7 @@ class Documents:
         return self._long(_STORED[name]) if name in _STORED else _COLUMNS[name](self)
 
     def alive(self, now_ms: int) -> Any:
-        """Return which rows have not expired at `now_ms`, or None if none has."""
+        """Return a mask of the rows that are not expired at `now_ms`; None if no row has an expiry."""
         expiries = self._number(_STORED["expiry"])
         if not expiries.tobytes().strip(b"\0"):
             return None

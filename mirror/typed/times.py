@@ -1,8 +1,8 @@
 """Read dates and times in JSON documents as days and microseconds since 1970.
 
-Like Spark's from_json without a pattern it reads a date alone, a time with or without a zone, fractions of a second
-(cut off after microseconds), zones as offsets or names. The caller gives the zone of texts that name none. Spark also
-reads times without a date, and years other than 0001 to 9999.
+Accepted are, as by Spark's from_json without a pattern, a date alone, a time with or without a zone, fractions of a
+second (cut off after microseconds), and zones as offsets or names. The caller gives the zone of texts that name none.
+Unlike Spark it refuses a time without a date, and years other than 0001 to 9999.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ def day_of(text: str) -> int:
 def micros_of(text: str, zone: tzinfo | None) -> int:
     """Return microseconds since 1970 of a time, or of the beginning of a date, in `zone` unless the text names another.
 
-    If `zone` is None, the time is local and counts as if it were UTC; a text with a zone is refused. A time that does
-    not exist, because clocks go forward, moves forward as much; of a time that comes twice the first is taken. Raises
-    ValueError.
+    If `zone` is None, the time is local: it counts as if it were UTC, and a text with a zone is refused. A time that
+    clocks skip moves forward by as much; of a time that comes twice the first is taken. Raises ValueError.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:

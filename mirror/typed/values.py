@@ -1,7 +1,6 @@
-"""Read one JSON document into values of a user's schema, as Spark's from_json does, with a step in Python for each
-value.
+"""Read one JSON document into values of a user's schema, value by value, as Spark's from_json does.
 
-bodies.py uses it if Arrow's reader gives up, and its results define those of Arrow. A value that its type
+bodies.py uses it for documents that Arrow's reader refuses; Arrow must give the same results. A value that its type
 cannot take is a misfit: it becomes null and the rest of the document stays. In an array or map the whole array or map
 becomes null, unless its elements are structs. Numbers keep the spelling of the document.
 

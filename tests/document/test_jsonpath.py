@@ -12,8 +12,6 @@ from mirror.document import jsonpath as jp
 from mirror.document.jsonpath import PathError
 from mirror.wire.constants import Status
 
-DOCUMENT = '{ "n" : 1, "tags": ["x",  "y"], "nested": {"p": {"q": 2}}, "odd.key": {"`": [[]]} }'
-
 
 @pytest.mark.parametrize(
     ("path", "parts"),
@@ -46,36 +44,6 @@ def test_long_and_deep_paths() -> None:
         with pytest.raises(PathError) as error:
             jp.parse_path(path)
         assert error.value.status == Status.SUBDOC_PATH_E2BIG
-
-
-def text_at(path: str) -> str:
-    start, end = jp.find(DOCUMENT, jp.parse_path(path))
-    return DOCUMENT[start:end]
-
-
-def test_values_are_found_as_they_are_written() -> None:
-    assert text_at("tags") == '["x",  "y"]'
-    assert text_at("nested.p") == '{"q": 2}'
-    assert text_at("tags[-1]") == '"y"'
-    assert text_at("`odd.key`.````[0]") == "[]"
-    assert text_at("") == DOCUMENT
-
-
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("zz", Status.SUBDOC_PATH_ENOENT),
-        ("n.x", Status.SUBDOC_PATH_MISMATCH),
-        ("tags.x", Status.SUBDOC_PATH_MISMATCH),
-        ("nested[0]", Status.SUBDOC_PATH_MISMATCH),
-        ("tags[7]", Status.SUBDOC_PATH_ENOENT),
-        ("`odd.key`.````[0][-1]", Status.SUBDOC_PATH_ENOENT),
-    ],
-)
-def test_values_that_are_not_there(path: str, status: Status) -> None:
-    with pytest.raises(PathError) as error:
-        text_at(path)
-    assert error.value.status == status
 
 
 def test_changes_touch_nothing_else() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from storage.env import directory
 from storage.format import keys, records
+from storage.history.purge import Window
 from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
@@ -75,6 +76,12 @@ class SmallMirror:
     def roll_back(self, vbid: int, to_seqno: int) -> None:
         self.writers[vbid % GROUPS].vbuckets[vbid].rollback(to_seqno)
         self.seqnos[vbid] = to_seqno
+
+    def purge(self, **window: int) -> None:
+        for writer in self.writers:
+            writer.background.purger.window = Window(**window)
+            while (vbid := writer.background.purger.plan(self.now_ms)) is not None:
+                writer.background.purge(vbid, self.now_ms)
 
     def close(self) -> None:
         for writer in self.writers:

@@ -4,8 +4,13 @@ allocator's own, which knows about forks; what a worker says when Spark has stop
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from mirror.spark.daemon import work
 
 SCRIPT = """
 import gc, os, sys, threading
@@ -32,26 +37,21 @@ def test_planning_imports_nothing_of_the_network() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"
 
 
-BROKEN = """
-import sys
-from mirror.spark import daemon
-from pyspark import daemon as theirs
-def worker(sock, authenticated):
+def broken(error: Exception | None, _: bool) -> int:
     try:
-        if sock is not None:
-            raise sock
+        if error is not None:
+            raise error
     finally:
         raise BrokenPipeError("nobody listens")
-theirs.worker = worker
-theirs.manager = lambda: theirs.worker(ValueError("a real error") if sys.argv[1:] else None, True)
-daemon.main()
-"""
 
 
-def test_a_query_that_stops_early_leaves_no_trace_but_an_error_does() -> None:
-    early = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
-    assert (early.returncode, early.stderr) == (1, "")
-    failed = subprocess.run([sys.executable, "-c", BROKEN, "fail"], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert "ValueError: a real error" in failed.stderr
-    assert "BrokenPipeError: nobody listens" in failed.stderr
+def test_a_query_that_stops_early_leaves_no_trace_but_an_error_does(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BrokenPipeError) as raised:
+        work(broken, ValueError("a real error"), True)
+    assert str(raised.value.__context__) == "a real error"
+    pid = os.fork()
+    if pid == 0:
+        work(broken, None, True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert capfd.readouterr().err == ""

@@ -24,7 +24,7 @@ from mirror.spark.source.columns import CHANGES
 from mirror.spark.tables.delta import CommitConflict
 from mirror.spark.tables.lake import Lake
 from mirror.spark.tables.parts import PartWriter, run_name
-from tests.cli.conftest import call
+from tests.cli.conftest import call_here
 from tests.spark.events import event, table_of
 from tests.spark.mirrors import SmallMirror, orders, scanned
 from tests.spark.sessions import ObjectStore
@@ -84,12 +84,15 @@ def test_any_other_url_is_refused(text: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("command", "text"), [("export", "hdfs://namenode/x"), ("sync", "dbfs:/x"), ("backfill", "s3://b/x")]
 )
-def test_a_command_refuses_it_in_one_line_and_makes_no_folder(command: str, text: str, tmp_path: Path) -> None:
+def test_a_command_refuses_it_in_one_line_and_makes_no_folder(
+    command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     SmallMirror(tmp_path / "mirror").close()
     work = tmp_path / "work"
     work.mkdir()
+    monkeypatch.chdir(work)
     source = ["--source", "couchbase://demo@127.0.0.1:1/demo"] if command == "backfill" else ["--data", "../mirror"]
-    done = call("pipeline", command, *source, "--to", text, cwd=work, env={"PYTHONPATH": str(Path.cwd())})
+    done = call_here(capfd, "pipeline", command, *source, "--to", text)
     assert done.code == 2
     assert text in done.complaint
     assert list(work.iterdir()) == []
@@ -131,11 +134,18 @@ def small(tmp_path: Path) -> SmallMirror:
     return mirror
 
 
-def test_an_export_to_s3_is_in_s3(small: SmallMirror, s3: ObjectStore, tmp_path: Path) -> None:
+def test_an_export_to_s3_is_in_s3(
+    small: SmallMirror,
+    s3: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Once `./s3:/lake/...` was made, and called a success."""
     url = f"s3://lake/{tmp_path.name}"
     arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json", "--processes", "1"]
-    done = call("pipeline", "export", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd()), **s3.env})
+    monkeypatch.chdir(tmp_path)
+    done = call_here(capfd, "pipeline", "export", *arguments)
     assert done.code == 0, done.err
     assert done.json["target"] == url
     assert in_table(url) == scanned(small.path)

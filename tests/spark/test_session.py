@@ -22,16 +22,13 @@ with session(settings={{"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=
 """
 
 
-def test_a_session_that_is_there_is_used(spark: SparkSession) -> None:
+def test_a_session_that_is_there_is_used_and_outlasts_the_one_that_is_requested(spark: SparkSession) -> None:
     assert session("another") is spark
     conf = spark.sparkContext.getConf()
     assert conf.get("spark.python.daemon.module") == "mirror.spark.daemon"
     assert conf.get("spark.python.unix.domain.socket.enabled") == "true"
     assert conf.get("spark.sql.shuffle.partitions") == "1"  # the caller's own goes before the default
     assert spark.sparkContext.master == "local[2]"
-
-
-def test_a_session_that_was_there_outlasts_the_one_that_is_requested(spark: SparkSession) -> None:
     with lasting("for a while") as found:
         assert found is spark
     assert spark.range(3).count() == 3

@@ -15,7 +15,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.read.view import open_view
 from tests.bench import stores
-from tests.cli.conftest import COMMAND, call
+from tests.cli.conftest import COMMAND
 from tests.crash.load import Load
 from tests.crash.service import until
 from tests.spark.standalone import HOME, LIMIT_S, Standalone, spark_environment
@@ -114,26 +114,3 @@ def test_a_stream_over_a_connection_outlives_an_executor(
     held = sorted((row["key"], row["seqno"], row["cas"]) for row in table)
     current = source.call(documents_of, source.cluster).items()
     assert held == sorted((wire_key_text(key), seqno, cas) for key, (seqno, cas) in current)
-
-
-def test_a_comparison_outlives_an_executor(cluster: Standalone, source: SandboxThread, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    filled = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "4")
-    assert filled.code == 0, filled.err
-
-    def streams() -> int:
-        return sum(len(source.call(source.cluster.sent, vbid).stream_requests) for vbid in range(VBUCKETS))
-
-    before = streams()
-    where = ["--source", source.connection_string, "--data", data, "--master", cluster.url, "--json"]
-    driver = Driver(tmp_path, *COMMAND, "pipeline", "compare", *where)
-    until(
-        "a task to read the source", lambda: streams() > before or not driver.running(), limit_s=LIMIT_S, poll_s=0.002
-    )
-    assert driver.running()
-    cluster.kill_executor()
-    done = json.loads(driver.end())
-    assert done["equal"]
-    assert [row["vbid"] for row in done["vbuckets"]] == list(range(VBUCKETS))
-    expected = len(source.call(documents_of, source.cluster))
-    assert sum(row["documents"] for row in done["vbuckets"]) == expected

@@ -22,7 +22,6 @@ FILES = (
     "test_session.py",
     "pipeline/test_sink.py",
     "pipeline/test_runner.py",
-    "pipeline/test_whole_pipeline.py",
 )
 
 

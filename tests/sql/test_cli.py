@@ -11,11 +11,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from cli.exits import guarded
-from cli.main import application
 from mirror.typed.ddl import fields_of
 from storage.model import Collection, Seqno
-from tests.cli.conftest import Result, call
+from tests.cli.conftest import Result, call, call_here
 from tests.serve.http_site import VBUCKETS, made
 from tests.terminal import Terminal, plain
 
@@ -44,15 +42,8 @@ Ask = Callable[..., Result]
 
 @pytest.fixture
 def ask(data: Path, capfd: pytest.CaptureFixture[str]) -> Ask:
-    """The command without a process of its own, whose imports take seconds."""
 
-    def run(command: str, *arguments: object) -> Result:
-        words = [command, *map(str, arguments), "--data", str(data)]
-        code = guarded(lambda: application(command)(words, prog_name="dcp-mirror", standalone_mode=False))
-        out, err = capfd.readouterr()
-        return Result(code, out, err, out.encode())
-
-    return run
+    return lambda *words: call_here(capfd, *words, "--data", data)
 
 
 def test_an_answer_into_a_pipe_is_csv(data: Path) -> None:

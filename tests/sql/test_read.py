@@ -16,9 +16,8 @@ from mirror.sql import Session, arrow, read
 from mirror.typed import rows as typed_rows
 from mirror.typed.rows import DOCUMENTS, Documents
 from storage.errors import UnknownCollection, ViewInvalidated
-from storage.history.purge import Window
 from storage.read import bulk
-from tests.spark.mirrors import GROUPS, SmallMirror, orders
+from tests.spark.mirrors import SmallMirror, orders
 from tests.sql.rig import collections, put, rows
 
 
@@ -63,17 +62,6 @@ def after_first_chunk(monkeypatch: pytest.MonkeyPatch, action: Callable[[], obje
                 left.pop()()
 
     monkeypatch.setattr(bulk, "documents", with_action)
-
-
-def purge_all(mirror: SmallMirror) -> None:
-    for group in range(GROUPS):
-        background = mirror.writers[group].background
-        background.purger.window = Window(boundaries=1, time_ms=0)
-        for _ in range(1000):
-            now_ms = mirror.writers[group].owner.clock.now_ms()
-            if (vbid := background.purger.plan(now_ms)) is None:
-                break
-            background.purge(vbid, now_ms)
 
 
 def test_columns_are_those_of_the_spark_source(mirror: SmallMirror, view: View) -> None:
@@ -251,7 +239,7 @@ def test_one_query_sees_one_boundary_or_is_refused(
         put(mirror, {f"k{at}": {"n": 9} for at in range(30)})
         if event == "purge":
             mirror.put({f"k{at}": None for at in range(60)})
-            purge_all(mirror)
+            mirror.purge(boundaries=1, time_ms=0)
 
     with Session(view, threads=1) as session:
         session.tables()
@@ -270,7 +258,7 @@ def test_a_reader_whose_history_is_gone_is_refused(mirror: SmallMirror, view: Vi
     reader = arrow(view)
     next(reader)
     mirror.put(dict.fromkeys(orders(0, 60)))
-    purge_all(mirror)
+    mirror.purge(boundaries=1, time_ms=0)
     with pytest.raises(ViewInvalidated, match="run it again"):
         reader.read_all()
 

@@ -38,6 +38,7 @@ from storage.env.directory import MapRecord
 from storage.format import keys
 from storage.format.records import decode_row
 from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno
+from storage.read.bulk import KeyRange
 from storage.read.view import Pin
 
 AGAIN = "start the query again"
@@ -95,8 +96,7 @@ class ReadJob:
     until: Mapping[int, int]
     names: Mapping[int, str]
     selected_names: frozenset[str] | None
-    keys: tuple[bytes, bytes, bytes | None]
-    """start, prefix, end"""
+    keys: KeyRange
     now_ms: int
     followed: MapRecord | None = None
     """The driver's newest cluster map; tasks follow no older one."""
@@ -111,8 +111,7 @@ def plan(options: Options, restriction: Restriction) -> tuple[ReadJob, list[list
         names = reader.collection_names()
         followed = reader.followed
     until = {vbid: high_seqnos[vbid] for vbid in chosen if high_seqnos.get(vbid)}
-    key_range = (restriction.start, restriction.prefix, restriction.end)
-    job = ReadJob(until, names, restriction.collections, key_range, int(time.time() * 1000), followed)
+    job = ReadJob(until, names, restriction.collections, restriction.keys, int(time.time() * 1000), followed)
     return job, dealt(list(until), options.partitions, 1)
 
 

@@ -83,10 +83,6 @@ class ChangesStream(Carried, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._initial: Encoded | None = None
         self._begun = not options.latest
 
-    def __getstate__(self) -> Encoded:
-        """Return the state of a task's reader."""
-        return {"_options": self._options, "_refusal": None, "_opened": None, "_initial": None, "_begun": True}
-
     @property
     def _driver(self) -> LocalChanges | RemoteChanges:
         if self._refusal is not None:

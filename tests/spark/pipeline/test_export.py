@@ -16,7 +16,7 @@ from mirror.spark.pipeline import export as exports
 from mirror.spark.pipeline.export import export
 from mirror.spark.pipeline.runner import LocalRunner
 from mirror.spark.source.columns import DOCUMENTS
-from mirror.spark.tables.delta import RUN, FolderLock
+from mirror.spark.tables.delta import FolderLock
 from mirror.spark.tables.parts import Part
 from mirror.typed.bodies import Reading, TooManyMisfits
 from mirror.typed.ddl import fields_of
@@ -284,9 +284,3 @@ def test_a_schema_that_cannot_be_is_refused_at_once(small: SmallMirror, tmp_path
     with pytest.raises(ConfigError, match="'_seqno', which is a column of every typed export"):
         export(small.path, tmp_path / "out", HERE, fields=fields_of("_seqno bigint"))
     assert not (tmp_path / "out").exists()
-
-
-def test_the_run_is_in_the_names_of_its_files(small: SmallMirror, tmp_path: Path) -> None:
-    export(small.path, tmp_path / "out", HERE, delta_table=True)
-    run = DeltaTable(str(tmp_path / "out")).history(1)[0][RUN]
-    assert all(f"-{run}-" in path.name for path in (tmp_path / "out").glob("*.parquet"))

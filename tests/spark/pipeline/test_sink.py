@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from mirror.errors import MirrorError
 from mirror.spark.pipeline.runner import error_of
@@ -63,8 +62,3 @@ def test_parts_of_a_job_that_failed_are_removed(tmp_path: Path) -> None:
     (tmp_path / "another.parquet").touch()
     sink.abort([written, None, PartsWritten([])])
     assert [path.name for path in tmp_path.iterdir()] == ["another.parquet"]
-
-
-def test_a_writer_needs_its_options(tmp_path: Path) -> None:
-    with pytest.raises(KeyError):
-        PartsSink({"folder": str(tmp_path)}).writer(None, overwrite=False)

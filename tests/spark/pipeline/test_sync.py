@@ -75,17 +75,6 @@ def test_a_batch_without_events_leaves_no_version(tmp_path: Path, executors: lis
         assert lake.done_batch == 1
 
 
-def test_the_same_number_with_other_offsets_is_refused(tmp_path: Path, executors: list[str]) -> None:
-    place = checkpoint(tmp_path / "_checkpoint", b0="0 to 5")
-    with Lake(folder_at(tmp_path), "an-id") as lake:
-        sink = SyncTarget(lake, place, How(), lambda *_: None)
-        sink([event("mutation", "a", (1, 1))], 0)
-        checkpoint(tmp_path / "_checkpoint", b0="0 to 9")
-        with pytest.raises(ConfigError, match="an older copy"):
-            sink([event("mutation", "a", (1, 1))], 0)
-        assert isinstance(sink.failed, ConfigError)
-
-
 def test_a_batch_that_was_put_off_is_merged_when_it_is_due_or_the_stream_ends(
     tmp_path: Path, executors: list[str]
 ) -> None:

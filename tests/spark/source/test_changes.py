@@ -1,23 +1,17 @@
-"""Streams of a path without Spark: random histories with rollbacks, replayed batches, checkpoints, lost history.
-
-`Follower` does with batches what an upsert does: it compares (at_branch, at_seqno) and nothing else.
-"""
+"""Streams of a path without Spark: random histories with rollbacks, replayed batches, checkpoints, lost history."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from mirror.errors import ConfigError
 from mirror.spark.source import changes
-from mirror.spark.source.changes import ChangesTask, LocalChanges, LostHistory, read
+from mirror.spark.source.changes import LostHistory
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.source.offsets import Offset
 from mirror.spark.source.options import Options, parse
@@ -25,84 +19,14 @@ from mirror.spark.tables.fold import fold
 from mirror.supervise.processes.worker import restore_missing
 from storage.env import directory
 from storage.format.keys import vbid_of
-from storage.history.purge import Window
 from storage.model import Collection, FailoverLog, Seqno
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
+from tests.spark.source.follower import Follower
 from tests.storage.one_vbucket import commit, put, system_event
-
-Row = dict[str, Any]
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallMirror]:
-    mirror = SmallMirror(tmp_path / "data")
-    yield mirror
-    mirror.close()
 
 
 def options(small: SmallMirror, **more: str) -> Options:
     return parse({"path": str(small.path), "table": "changes", "partitions": "2"} | more)
-
-
-class Follower:
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.driver = LocalChanges(options)
-        self.start = self.driver.beginning()
-        self.batches: list[tuple[Offset, Offset, list[Row]]] = []
-        self.table: dict[str, Row] = {}
-        self.log: list[Row] = []
-
-    def rows(self, works: list[ChangesTask]) -> list[Row]:
-        assert self.options.path is not None
-        return [dict(zip(CHANGES.names, row, strict=True)) for work in works for row in read(self.options.path, work)]
-
-    def step(self) -> bool:
-        """One batch; False: there was nothing."""
-        end = self.driver.decode(json.loads(json.dumps(self.driver.latest(self.start, True).encode())))
-        if end == self.start:
-            return False
-        found = self.rows(self.driver.plan(self.start, end))
-        self.batches.append((self.start, end, found))
-        self.start = end
-        for row in found:
-            self.apply(row)
-        return True
-
-    def apply(self, row: Row) -> None:
-        self.log.append(row)
-        if row["kind"] == "resync":
-            self.table = {key: held for key, held in self.table.items() if held["vbid"] != row["vbid"]}
-            return
-        key, at = row["key"].decode(), (row["at_branch"], row["at_seqno"])
-        held = self.table.get(key)
-        if held is not None:
-            assert at > (held["at_branch"], held["at_seqno"])  # so an upsert is right, be it strict or by the last
-        self.table[key] = row
-
-    def run(self) -> None:
-        while self.step():
-            pass
-
-    def restart(self) -> None:
-        """Another driver, from the checkpoint."""
-        self.driver.close()
-        self.driver = LocalChanges(self.options)
-
-    @property
-    def state(self) -> dict[str, tuple[int, bytes]]:
-        return {
-            key: (row["seqno"], row["value"])
-            for key, row in self.table.items()
-            if row["kind"] in ("mutation", "restoration")
-        }
-
-
-def purge(small: SmallMirror, window: Window) -> None:
-    for writer in small.writers:
-        writer.background.purger.window = window
-        while (vbid := writer.background.purger.plan(small.now_ms)) is not None:
-            writer.background.purge(vbid, small.now_ms)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -190,28 +114,17 @@ def test_what_is_published_after_available_now_was_requested_is_left(small: Smal
     follower.driver.close()
 
 
-def test_a_stream_from_latest_begins_with_what_comes(small: SmallMirror) -> None:
-    small.put(orders(0, 50))
-    follower = Follower(options(small))
-    follower.start = follower.driver.published()
-    small.put(orders(50, 5))
-    follower.run()
-    assert len(follower.log) == 5
-    follower.driver.close()
-
-
 def test_lost_history_is_refused_or_begun_again(small: SmallMirror) -> None:
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()
     small.put({f"order::{number:06d}": None for number in range(50)})
     small.put(orders(60, 60))
-    purge(small, Window(boundaries=1))
+    small.purge(boundaries=1)
     follower.restart()
     with pytest.raises(LostHistory, match=r"vbucket \d: the checkpoint's position 1:\d+ cannot be followed.*resync"):
         follower.step()
-    follower.options = options(small, onLostHistory="resync")
-    follower.restart()
+    follower.restart(options(small, onLostHistory="resync"))
     follower.run()
     assert {row["vbid"] for row in follower.log if row["kind"] == "resync"} == set(range(VBUCKETS))
     assert follower.state == scanned(small.path)
@@ -228,12 +141,11 @@ def test_a_batch_that_was_planned_before_its_history_went_is_refused_or_made_up_
     for vbid, seqno in first.items():
         small.roll_back(vbid, seqno)
     small.put(orders(200, 100))
-    purge(small, Window(boundaries=1))
+    small.purge(boundaries=1)
     follower.restart()
     with pytest.raises(LostHistory, match="is gone"):
         follower.driver.plan(follower.start, end)
-    follower.options = options(small, onLostHistory="resync")
-    follower.restart()
+    follower.restart(options(small, onLostHistory="resync"))
     assert follower.driver.plan(follower.start, end) == []
     follower.start = end
     follower.run()
@@ -305,18 +217,10 @@ def test_a_group_that_was_filled_again_is_lost_history_though_its_source_is_the_
     follower.restart()
     with pytest.raises(LostHistory, match="of a history that this mirror does not have"):
         follower.step()
-    follower.options = options(small, onLostHistory="resync")
-    follower.restart()
+    follower.restart(options(small, onLostHistory="resync"))
     follower.run()
     assert follower.state == scanned(small.path)
     follower.driver.close()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused(small: SmallMirror) -> None:
-    driver = LocalChanges(options(small))
-    with pytest.raises(ConfigError, match=r"format 1; .*begin with a new checkpoint"):
-        driver.decode({"format": 1, "origin": "path", "bucket_uuid": "bucket-uuid", "vbuckets": {"0": [1, 2, 77]}})
-    driver.close()
 
 
 def test_a_checkpoint_of_another_history_or_bucket_is_refused(small: SmallMirror) -> None:
@@ -346,11 +250,7 @@ def test_dropped_and_flushed_collections_are_reported(small: SmallMirror) -> Non
     commit(writer, 5)
     system_event(writer, 6, default, scopes=scopes)
     commit(writer, 6)
-    end = follower.driver.latest(follower.start, True)
-    reported = [
-        (row["kind"], row["collection"], row["key"]) for row in follower.rows(follower.driver.plan(follower.start, end))
-    ]
-    assert reported == [
+    assert [(row["kind"], row["collection"], row["key"]) for row in follower.next_rows()[1]] == [
         ("mutation", "shop.orders", b"o"),
         ("mutation", "_default._default", b"d"),
         ("collection_flushed", "shop.orders", None),
@@ -376,11 +276,9 @@ def test_a_collection_that_was_dropped_and_recreated_in_the_void_history_is_itse
     put(writer, b"passing", 7, cid=9)
     system_event(writer, 8, default, scopes=scopes)
     commit(writer, 8)
-    end = follower.driver.latest(follower.start, True)
-    reported = follower.rows(follower.driver.plan(follower.start, end))
+    end, reported = follower.next_rows()
     small.roll_back(0, 2)
-    back = follower.driver.latest(end, True)
-    undone = follower.rows(follower.driver.plan(end, back))
+    _, undone = follower.next_rows(end)
     assert [(row["kind"], row["collection"], row["key"], row["seqno"]) for row in undone] == [
         ("retraction", "shop.orders", b"o", 3),
         ("retraction", "shop.orders", b"o", 6),
@@ -410,15 +308,14 @@ def test_what_a_deferred_rollback_does_not_give_again_is_not_reported_by_a_later
 
     common()
     commit(writer, 5)
-    end = follower.driver.latest(follower.start, True)
-    reported = follower.rows(follower.driver.plan(follower.start, end))
+    end, reported = follower.next_rows()
     writer.vbuckets[0].rollback(1, deferred=True)
     put(writer, b"left out", 2, cid=8)
     common()
     put(writer, b"c", 6, cid=9)
     system_event(writer, 7, default, flushed, carts, Collection(10, 8, "more", Seqno(7)), scopes=scopes)
     commit(writer, 7)
-    further = follower.rows(follower.driver.plan(end, follower.driver.latest(end, True)))
+    _, further = follower.next_rows(end)
     assert [(row["kind"], row["collection"], row["key"]) for row in further] == [("mutation", "shop.carts", b"c")]
     binary = pa.schema([each if each.name != "key" else pa.field("key", pa.binary()) for each in CHANGES])
     folded, _ = fold(pa.Table.from_pylist([*reported, *further], binary))
@@ -459,7 +356,7 @@ def test_a_run_to_what_is_there_now_outlives_the_history_also_of_vbuckets_that_i
     then = scanned(small.path)
     while follower.step():
         small.put(orders(0, 200))
-        purge(small, Window(boundaries=1))
+        small.purge(boundaries=1)
     assert len(follower.batches) > VBUCKETS
     assert follower.state == then
     assert set(leased[0]) == set(range(VBUCKETS))
@@ -472,7 +369,7 @@ def test_a_batch_whose_end_was_purged_before_anything_was_sent_is_planned_again(
     follower = Follower(options(small))
     start, end = follower.start, follower.driver.latest(follower.start, True)
     small.put(orders(0, 100))
-    purge(small, Window(boundaries=1))
+    small.purge(boundaries=1)
     follower.restart()
     assert follower.rows(follower.driver.plan(start, end)) == []
     follower.start = end
@@ -486,7 +383,7 @@ def test_an_end_that_was_purged_after_the_run_began_is_replaced_by_the_next(smal
     follower = Follower(options(small))
     follower.driver.stop_at_published()
     small.put(orders(0, 100))
-    purge(small, Window(boundaries=1))
+    small.purge(boundaries=1)
     follower.run()
     assert follower.state == scanned(small.path)
     follower.driver.close()

@@ -12,14 +12,7 @@ from pyspark import cloudpickle
 from mirror.errors import ConfigError
 from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.data_source import DocumentsReader
-from mirror.spark.source.failures import (
-    Carried,
-    MirrorSourceError,
-    clear_errors,
-    hide_tracebacks,
-    show_tracebacks,
-    with_clear_errors,
-)
+from mirror.spark.source.failures import Carried, MirrorSourceError, clear_errors, with_clear_errors
 from mirror.spark.source.options import parse
 from mirror.typed.rows import Shape
 from storage.errors import CorruptedError
@@ -51,13 +44,6 @@ def test_what_nobody_foresaw_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError), clear_errors():
         divmod(1, 0)
     assert not os.environ["SPARK_HIDE_TRACEBACK"]
-
-
-def test_tracebacks_are_hidden_for_as_long_as_an_error_of_pysparks_is_foreseen() -> None:
-    hide_tracebacks()
-    assert os.environ["SPARK_HIDE_TRACEBACK"] == "1"
-    show_tracebacks()
-    assert "SPARK_HIDE_TRACEBACK" not in os.environ
 
 
 def reader() -> DocumentsReader:

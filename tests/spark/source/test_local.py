@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from mirror.spark.source.local import Restriction, dealt, plan, read
 from mirror.spark.source.options import Options, parse
 from mirror.typed.rows import Shape
 from storage.errors import NotAMirror, Unavailable, UnknownCollection, ViewInvalidated
-from storage.history.purge import Window
 from storage.read.view import open_view
 from tests.crash.service import Service, until
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders
@@ -28,12 +26,10 @@ PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallMirror]:
-    mirror = SmallMirror(tmp_path / "data")
-    mirror.put(orders(0, 100))
-    mirror.put({"order::000003": None, "order::000004": order(4444)})
-    yield mirror
-    mirror.close()
+def small(small: SmallMirror) -> SmallMirror:
+    small.put(orders(0, 100))
+    small.put({"order::000003": None, "order::000004": order(4444)})
+    return small
 
 
 def options(small: SmallMirror, **more: str) -> Options:
@@ -89,25 +85,9 @@ def test_what_was_planned_is_read_whatever_is_written_or_rolled_back_meanwhile(s
 def test_history_that_is_gone_fails_the_job_and_says_so(small: SmallMirror) -> None:
     job, shares = plan(options(small), Restriction())
     small.put(orders(0, 100))
-    for writer in small.writers:
-        writer.background.purger.window = Window(boundaries=1)
-        while (vbid := writer.background.purger.plan(small.now_ms)) is not None:
-            writer.background.purge(vbid, small.now_ms)
+    small.purge(boundaries=1)
     with pytest.raises(ViewInvalidated, match=r"no longer kept.*run it again"):
         list(read(job, shares[0], PLAIN))
-
-
-def test_as_of_a_time_everything_is_older(small: SmallMirror) -> None:
-    before = by_key(scanned(small))
-    small.now_ms += 60_000
-    small.put(orders(0, 120))
-    assert by_key(rows(options(small, asOf="2023-11-14T22:13:30+00:00"))) == before
-    assert len(rows(options(small))) == 120
-
-
-def test_expired_documents_are_absent(small: SmallMirror) -> None:
-    small.put({"short": b"{}"}, expiry=1_700_000_000)
-    assert "short" not in {row["key"] for row in rows(options(small))}
 
 
 def test_filters_leave_what_they_should(small: SmallMirror) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,19 +11,19 @@ from mirror.errors import AuthRejected, ConfigError
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.source import remote
 from mirror.spark.source.changes import LostHistory
-from mirror.spark.source.columns import CHANGES, DOCUMENTS
+from mirror.spark.source.columns import DOCUMENTS
 from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
-from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_changes, read_documents
+from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_documents
 from mirror.typed.rows import Shape
 from storage.format.records import encode_mutation
 from storage.model import Manifest
 from tests.sandbox.past import state_at
+from tests.spark.source.follower import Follower, Row
 from tests.storage.frames import encode_deletion
 
 VBUCKETS = 4
 PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
-Row = dict[str, Any]
 
 
 @pytest.fixture
@@ -63,48 +62,6 @@ def documents(options: Options, restriction: Restriction | None = None) -> list[
     return [
         row for vbids in shares for batch in read_documents(options, job, vbids, PLAIN) for row in batch.to_pylist()
     ]
-
-
-class Follower:
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.driver = RemoteChanges(options)
-        self.start = self.driver.beginning()
-        self.table: dict[str, Row] = {}
-        self.log: list[Row] = []
-
-    def restart(self, options: Options | None = None) -> None:
-        self.driver.close()
-        self.options = options or self.options
-        self.driver = RemoteChanges(self.options)
-
-    def step(self) -> bool:
-        end = self.driver.decode(json.loads(json.dumps(self.driver.latest(self.start, True).encode())))
-        if end == self.start:
-            return False
-        for work in self.driver.plan(self.start, end):
-            for row in read_changes(self.options, work):
-                self.apply(dict(zip(CHANGES.names, row, strict=True)))
-        self.start = end
-        return True
-
-    def apply(self, row: Row) -> None:
-        self.log.append(row)
-        if row["kind"] == "resync":
-            self.table = {key: held for key, held in self.table.items() if held["vbid"] != row["vbid"]}
-        elif row["key"] is not None:
-            held = self.table.get(row["key"].decode())
-            at = (row["at_branch"], row["at_seqno"])
-            if held is None or at > (held["at_branch"], held["at_seqno"]):
-                self.table[row["key"].decode()] = row
-
-    def run(self) -> None:
-        while self.step():
-            pass
-
-    @property
-    def state(self) -> dict[str, tuple[int, bytes]]:
-        return {key: (row["seqno"], row["value"]) for key, row in self.table.items() if row["kind"] == "mutation"}
 
 
 def test_documents_are_what_the_source_holds(source: SandboxThread) -> None:
@@ -244,9 +201,8 @@ def test_a_batch_whose_end_was_lost_before_it_ran_is_made_up_for(source: Sandbox
     follower.restart(options(source, onLostHistory="resync"))
     works = follower.driver.plan(follower.start, end)
     assert 0 not in {way.vbid for work in works for way in work.ways}
-    for work in works:
-        for row in read_changes(follower.options, work):
-            follower.apply(dict(zip(CHANGES.names, row, strict=True)))
+    for row in follower.rows(works):
+        follower.apply(row)
     follower.start = end
     write(source, 300, 40)
     follower.run()

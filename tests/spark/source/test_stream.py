@@ -5,7 +5,6 @@ without Spark is in `test_changes.py` and `test_remote.py`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,10 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.spark.source.options import parse
 from mirror.spark.source.stream import ChangesStream
-from storage.history.purge import Window
 from tests.spark.mirrors import SmallMirror, order, orders, scanned
-from tests.spark.source.test_changes import purge
 from tests.spark.source.test_source import message_of
 
 Row = dict[str, Any]
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallMirror]:
-    mirror = SmallMirror(tmp_path / "data")
-    yield mirror
-    mirror.close()
 
 
 class Table:
@@ -119,7 +109,7 @@ def test_what_cannot_be_streamed_is_said_in_one_line(spark: SparkSession, small:
     assert "was made with all collections and vbuckets, not collection=_default._default" in said
     small.put({f"order::{number:06d}": None for number in range(50)})
     small.put(orders(60, 60))
-    purge(small, Window(boundaries=1))
+    small.purge(boundaries=1)
     said = message_of(lambda: run(spark, table, checkpoint, path=path))
     assert "cannot be followed" in said
     assert "onLostHistory=resync" in said

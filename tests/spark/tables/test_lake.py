@@ -15,7 +15,7 @@ from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirror.errors import ConfigError, MirrorError
+from mirror.errors import ConfigError
 from mirror.spark.places import folder_at
 from mirror.spark.source.columns import CHANGES
 from mirror.spark.tables import lake as lakes
@@ -108,24 +108,18 @@ def act(history: History, chance: random.Random) -> None:
         history.resync()
 
 
-SEEDS = (st.integers(0, 2**32), st.booleans())
-ANY_TIME = settings(deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@given(*SEEDS)
-@settings(ANY_TIME, max_examples=6)
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.long)])
 def test_whatever_breaks_off_each_event_is_reported_once_and_the_documents_are_the_sources(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool
+    tmp_path_factory: pytest.TempPathFactory, examples: int
 ) -> None:
     """Batches cut anywhere, even within a rollback; every step may be the last before a restart that replays it."""
-    follow(tmp_path_factory.mktemp("lake"), seed, per_collection)
 
+    @given(st.integers(0, 2**32), st.booleans())
+    @settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples)
+    def check(seed: int, per_collection: bool) -> None:
+        follow(tmp_path_factory.mktemp("lake"), seed, per_collection)
 
-@pytest.mark.long
-@given(*SEEDS)
-@settings(ANY_TIME, max_examples=300)
-def test_the_same_for_more_histories(tmp_path_factory: pytest.TempPathFactory, seed: int, per_collection: bool) -> None:
-    follow(tmp_path_factory.mktemp("lake"), seed, per_collection)
+    check()
 
 
 def follow(folder: Path, seed: int, per_collection: bool) -> None:
@@ -440,11 +434,6 @@ def test_another_selection_is_refused_with_what_works(tmp_path: Path) -> None:
             Lake(folder_at(tmp_path), None, other)
     with Lake(folder_at(tmp_path), None, "collection=s.a"):
         pass
-
-
-def test_two_writers_of_one_folder_are_one_too_many(tmp_path: Path) -> None:
-    with Lake(folder_at(tmp_path), None), pytest.raises(MirrorError, match="another pipeline"):
-        Lake(folder_at(tmp_path), None)
 
 
 def test_a_folder_with_another_table_is_refused(tmp_path: Path) -> None:
