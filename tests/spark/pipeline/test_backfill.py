@@ -64,7 +64,7 @@ def requested_starts(source: SandboxThread) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_the_mirror_is_the_sources_and_run_goes_on_without_a_resync(
     source: SandboxThread, settings: Settings, tmp_path: Path, processes: int
 ) -> None:

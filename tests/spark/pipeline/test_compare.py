@@ -61,7 +61,7 @@ def alter(data: Path, vbid: int) -> bytes:
     return document.key
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_equal_copies_are_equal_vbucket_by_vbucket(
     pair: tuple[SandboxThread, Path], settings: Settings, processes: int
 ) -> None:

@@ -53,7 +53,7 @@ def in_table(folder: Path, version: int | None = None) -> dict[str, tuple[int, b
 def test_parquet_files_hold_what_scan_finds_and_success_says_of_which_boundaries(
     small: SmallMirror, tmp_path: Path
 ) -> None:
-    done = export(small.path, tmp_path / "out", LocalRunner(2))
+    done = export(small.path, tmp_path / "out", HERE)
     assert exported(tmp_path / "out") == scanned(small.path)
     facts = json.loads((tmp_path / "out" / "_SUCCESS").read_text())
     with open_view(str(small.path)) as view:

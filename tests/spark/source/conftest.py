@@ -9,7 +9,13 @@ from tests.spark.mirrors import SmallMirror
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[SmallMirror]:
+def empty(tmp_path: Path) -> Iterator[SmallMirror]:
     mirror = SmallMirror(tmp_path / "data")
     yield mirror
     mirror.close()
+
+
+@pytest.fixture
+def small(empty: SmallMirror) -> SmallMirror:
+    """Modules fill theirs."""
+    return empty

@@ -26,10 +26,10 @@ PLAIN = Shape(DOCUMENTS, (False,) * len(DOCUMENTS))
 
 
 @pytest.fixture
-def small(small: SmallMirror) -> SmallMirror:
-    small.put(orders(0, 100))
-    small.put({"order::000003": None, "order::000004": order(4444)})
-    return small
+def small(empty: SmallMirror) -> SmallMirror:
+    empty.put(orders(0, 100))
+    empty.put({"order::000003": None, "order::000004": order(4444)})
+    return empty
 
 
 def options(small: SmallMirror, **more: str) -> Options:

@@ -58,11 +58,11 @@ def test_a_query_follows_a_mirror_through_rollbacks_and_restarts(
     spark: SparkSession, small: SmallMirror, tmp_path: Path
 ) -> None:
     table, checkpoint, path = Table(), tmp_path / "checkpoint", str(small.path)
-    small.put(orders(0, 200))
+    small.put(orders(0, 120))
     first = dict(small.seqnos)
-    small.put({f"order::{number:06d}": order(number + 1) for number in range(50)})
+    small.put({f"order::{number:06d}": order(number + 1) for number in range(40)})
     run(spark, table, checkpoint, path=path, maxRowsPerBatch="100")
-    assert sum(table.sizes) == 250
+    assert sum(table.sizes) == 160
     assert max(table.sizes) <= 100
     for vbid in (1, 2, 3):
         small.roll_back(vbid, first[vbid])
