@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from decimal import ROUND_HALF_UP, Context, Decimal, DecimalException
 from functools import partial
 from typing import Any
@@ -151,7 +150,7 @@ def _reader(field: Any, path: str, zone: str, epoch: str | None) -> Reader:
     if types.is_boolean(kind):
         return _scalar_reader("a boolean", {bool: bool})
     if types.is_floating(kind):
-        return _scalar_reader("a number", {int: _double, Spelled: _double, str: _DOUBLES.__getitem__})
+        return _scalar_reader("a number", {Spelled: float, int: _double, str: _DOUBLES.__getitem__})
     if types.is_date32(kind):
         return _scalar_reader("a date", {str: day_of})
     if types.is_binary(kind):
@@ -214,11 +213,10 @@ def _scalar_reader(expected: str, readers: Mapping[type, Callable[[Any], Any]]) 
     """Return a reader that chooses by the JSON value's type. `readers` raise an error for a value out of range."""
 
     def read(value: Any, _: Problems) -> Any:
-        reader = readers.get(type(value))
-        if reader is not None:
-            with suppress(ValueError, OverflowError, LookupError):
-                return reader(value)
-        raise Misfit(f"{_shown(value)} is not {expected}")
+        try:
+            return readers[type(value)](value)
+        except (ValueError, OverflowError, LookupError):
+            raise Misfit(f"{_shown(value)} is not {expected}") from None
 
     return read
 
@@ -240,7 +238,7 @@ def _clean(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _double(value: Any) -> float:
+def _double(value: int) -> float:
     return float(str(value))  # an integer out of range becomes infinite
 
 

@@ -1,6 +1,6 @@
 """The stream's half of exactly-once, without Spark: what a batch is by its checkpoint, and what does not go together.
 
-The rest is in test_lake.py (the tables, against a model), test_sync_stream.py (Spark) and test_sync_kill.py.
+The rest is in test_lake.py (the tables, against a model) and test_sync_kill.py.
 """
 
 from __future__ import annotations

@@ -148,16 +148,16 @@ def through_kills(small: SmallMirror, killed: Killed, finish: Callable[[], objec
     `finish` runs the same stream to its end in this process.
     """
     rng = Random(20261123)
-    boundaries = [dict(small.seqnos)]
+    first: dict[int, int] = {}
     for turn in range(2):
         for part in range(3):
             small.put({f"k{rng.randrange(300)}": b'{"turn":%d,"part":%d}' % (turn, part) for _ in range(200)})
+            first = first or dict(small.seqnos)
         small.put({f"k{number}": None for number in rng.sample(range(300), 20)})
-        boundaries.append(dict(small.seqnos))
         if turn == 0:
             finish()
             for vbid in range(4):
-                small.roll_back(vbid, boundaries[0][vbid] or 1)
+                small.roll_back(vbid, first[vbid])
     killed.kill_in_batch()
     finish()
 
