@@ -162,7 +162,7 @@ def test_a_number_keeps_its_digits_and_what_json_has_not_is_text_or_null(site: S
 
 
 def test_a_query_may_be_as_of_an_earlier_time(site: Site, source: Source) -> None:
-    def count(**more: str) -> int:
+    def count(**more: Any) -> int:
         return int(ask(site, "SELECT count(*) FROM documents", **more).json()["rows"][0][0])
 
     as_of, before = datetime.fromtimestamp(source.now_ms / 1000 + 1, UTC).isoformat(), count()
