@@ -85,14 +85,14 @@ def test_any_other_url_is_refused(text: str, what: str) -> None:
     ("command", "text"), [("export", "hdfs://namenode/x"), ("sync", "dbfs:/x"), ("backfill", "s3://b/x")]
 )
 def test_a_command_refuses_it_in_one_line_and_makes_no_folder(
-    command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SmallMirror(tmp_path / "mirror").close()
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     source = ["--source", "couchbase://demo@127.0.0.1:1/demo"] if command == "backfill" else ["--data", "../mirror"]
-    done = call_here(capfd, "pipeline", command, *source, "--to", text)
+    done = call_here("pipeline", command, *source, "--to", text)
     assert done.code == 2
     assert text in done.complaint
     assert list(work.iterdir()) == []
@@ -139,13 +139,12 @@ def test_an_export_to_s3_is_in_s3(
     s3: ObjectStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Once `./s3:/lake/...` was made, and called a success."""
     url = f"s3://lake/{tmp_path.name}"
     arguments = ["--data", f"file://{small.path}", "--to", url, "--format", "delta", "--json", "--processes", "1"]
     monkeypatch.chdir(tmp_path)
-    done = call_here(capfd, "pipeline", "export", *arguments)
+    done = call_here("pipeline", "export", *arguments)
     assert done.code == 0, done.err
     assert done.json["target"] == url
     assert in_table(url) == scanned(small.path)

@@ -41,9 +41,9 @@ Ask = Callable[..., Result]
 
 
 @pytest.fixture
-def ask(data: Path, capfd: pytest.CaptureFixture[str]) -> Ask:
+def ask(data: Path) -> Ask:
 
-    return lambda *words: call_here(capfd, *words, "--data", data)
+    return lambda *words: call_here(*words, "--data", data)
 
 
 def test_an_answer_into_a_pipe_is_csv(data: Path) -> None:
