@@ -64,12 +64,16 @@ def ask(site: Site, sql: str, status: int = 200, headers: Any = None, auth: Any 
 
 
 def processes(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
-    return [
-        each
-        for each in psutil.Process().children()
-        if each.status() != psutil.STATUS_ZOMBIE
-        and each.cmdline()[-2:] == ["mirror.serve.http.query_process", str(memory_bytes)]
-    ]
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it may end meanwhile
+            words = each.cmdline()[-2:]
+            if (
+                words == ["mirror.serve.http.query_process", str(memory_bytes)]
+                and each.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(each)
+    return found
 
 
 def busy(memory_bytes: int = SHARED_BYTES) -> list[psutil.Process]:
