@@ -67,7 +67,7 @@ MasterOption = Annotated[
     options.optional(
         "--master",
         metavar="URL",
-        help="Run on Spark: spark://host:port, local[4], yarn, ... Default: this machine, without Spark.",
+        help="Run on Spark: spark://host:port, local[4], yarn, ... Default: this machine's cores.",
     ),
 ]
 SparkOption = Annotated[

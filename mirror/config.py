@@ -72,7 +72,7 @@ class Settings:
     scope: str | None = takes(Effect.DIRECTORY, None)
     """Mirror only this scope."""
     sync: Literal["safe", "full", "unsafe"] = "safe"
-    """What a commit forces to disk. `safe`: the data, and the meta page within 0.2 s; a power cut may undo a group's
+    """Durability of a commit. `safe`: the data, and the meta page within 0.2 s; a power cut may undo a group's
     last commit, which is fetched again. `full`: both. `unsafe`: nothing; a power cut can damage the file."""
 
     commit_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = 25
@@ -149,8 +149,8 @@ class Settings:
     """KV processes, a core each. One answers some ten thousand requests a second."""
     kv_nodes: str | None = takes(Effect.LIVE, None)
     """All mirrors of this bucket as clients reach them (`host:port,host:port`, the same on each mirror), with
-    `host:port=0-511` for one of some `vbuckets`. The state is `degraded` while one does not answer for its vbuckets.
-    Unset: this mirror."""
+    `host:port=0-511` if a mirror holds only some `vbuckets`. The state is `degraded` while one does not answer for its
+    vbuckets. Unset: this mirror."""
     users_file: Path | None = takes(Effect.SERVERS, None)
     """Users that may read, written by `dcp-mirror user`. Unset: local clients and the source's user read everything."""
     listen_tls_cert_file: Path | None = takes(Effect.SERVERS, None)
@@ -208,7 +208,7 @@ class Settings:
     history_bytes: Annotated[int, Field(ge=1)] | None = None
     """Most bytes of rows above the floor of a vbucket."""
     lease_max_s: Annotated[float, Field(ge=1, le=86_400)] = takes(Effect.LIVE, 600.0)
-    """Time after which an unrenewed lease ends."""
+    """Longest time that a lease lasts without renewal; readers request less."""
     lease_age_max_s: Annotated[float, Field(ge=1, le=366 * 86_400)] = takes(Effect.LIVE, 86_400.0)
     """Age at which a lease can no longer be renewed."""
     readers_group: str | None = None

@@ -131,7 +131,7 @@ class StageSystemEvent:
 class PublishSnapshot:
     """A snapshot is complete at `seqno`: make everything staged up to it visible. Answered, once durable, by Published.
 
-    Seqno 0 (in a resync only): the source's vbucket is empty.
+    Seqno 0: the source's vbucket is empty, in a first fill or a resync.
     """
 
     seqno: Seqno

@@ -206,7 +206,10 @@ class _Read:
                 yield [each for each in mine.values() if each[1] == MUTATION and each[24:32] > begin_seqno]
 
     def _without_boundaries(self, frames: list[bytes]) -> list[bytes]:
-        """Return the rows of `frames`. A damaged row of the length of a boundary is an error."""
+        """Return the rows of `frames`. A damaged row of the length of a boundary is an error.
+
+        Without their keys, boundaries are told by their length: it is fixed for format 2.
+        """
         rows = [frame for frame in frames if len(frame) != keys.BOUNDARY.size or frame[0] == _MAGIC]
         if len(rows) < len(frames):
             for frame in frames:

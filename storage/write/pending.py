@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 class GroupPending:
-    """What is pending in all vbuckets of a group."""
+    """The pending work of all vbuckets of a group."""
 
     def __init__(self) -> None:
         self.byte_count = 0

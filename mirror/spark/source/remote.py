@@ -36,7 +36,7 @@ from mirror.wire.frame import decode as decode_frame
 from mirror.wire.system_events import decode_system_event
 from storage.env.directory import MapRecord
 from storage.format import keys
-from storage.format.records import decode_row
+from storage.format.records import decode_row, key_of
 from storage.model import Branch, FailoverEntry, FailoverLog, Kind, Seqno
 from storage.read.bulk import KeyRange
 from storage.read.view import Pin
@@ -162,11 +162,6 @@ def _made(maker: Maker, vbid: int, frames: list[bytes], job: ReadJob, names: Map
             yield from maker.add(pin, name, length, rows, sum(map(len, rows)))
 
 
-def key_of(frame: bytes) -> bytes:
-    start = 24 + frame[4]
-    return frame[start : start + (frame[2] << 8 | frame[3])]
-
-
 class Newest:
     """The newest version of each key in consecutive snapshots of one vbucket.
 
@@ -184,10 +179,7 @@ class Newest:
 
     def add(self, snapshot: Snapshot) -> None:
         first = self._first_count is None
-        self.names |= {
-            each.collection_id: f"{snapshot.manifest.scopes.get(each.scope_id, '?')}.{each.name}"
-            for each in snapshot.manifest.collections.values()
-        }
+        self.names |= snapshot.manifest.names()
         for frame in snapshot.frames():
             if frame[1] != Kind.SYSTEM_EVENT:
                 if not first:

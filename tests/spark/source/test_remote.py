@@ -16,7 +16,7 @@ from mirror.spark.source.local import Restriction
 from mirror.spark.source.options import Options, parse
 from mirror.spark.source.remote import KEPT, RemoteChanges, plan, read_documents
 from mirror.typed.rows import Shape
-from storage.format.records import encode_mutation
+from storage.format.records import encode_mutation, key_of
 from storage.model import Manifest
 from tests.sandbox.past import state_at
 from tests.spark.source.follower import Follower, Row
@@ -111,7 +111,7 @@ def test_a_backfill_in_two_snapshots_is_one_version_of_each_key() -> None:
     newest.add(Given([encode_mutation(b"d", b"3", 7)]))  # type: ignore[arg-type]
     frames = [frame for some in newest.mutations() for frame in some]
     newest.close()
-    assert [(remote.key_of(frame), frame[-1:]) for frame in frames] == [(b"\0a", b"1"), (b"\0b", b"2"), (b"\0d", b"3")]
+    assert [(key_of(frame), frame[-1:]) for frame in frames] == [(b"\0a", b"1"), (b"\0b", b"2"), (b"\0d", b"3")]
 
 
 def test_each_event_comes_once_over_one_connection_a_process(source: SandboxThread) -> None:
