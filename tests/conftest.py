@@ -1,4 +1,4 @@
-"""How the suite runs: its options, its order, and how long it says that it takes."""
+"""Options, order and printed durations of the suite."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(autouse=True)
 def default_logs() -> Iterator[None]:
-    """What a test, or the code that it runs, configures of the logs is not there for the next one."""
+    """Restore the configuration of the logs after each test."""
     yield
     if (structlog := sys.modules.get("structlog")) is not None:
         structlog.reset_defaults()
@@ -97,12 +97,12 @@ def default_logs() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes `-n auto` means. Two more than cores: tests wait for other processes a part of their time."""
+    """Run two processes more than there are cores: tests wait for other processes a part of their time."""
     return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Who needs the Spark session runs in the process that has it. xdist looks for the mark before items are sorted."""
+    """Send tests that need the Spark session to its process. xdist reads the mark before items are sorted."""
     if "spark" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.xdist_group("spark"))
 

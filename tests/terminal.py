@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 
 
 class Terminal:
-    """One command with a controlling terminal of its own, until the block ends."""
+    """A command with its own controlling terminal, until the block ends."""
 
     def __init__(self, *arguments: object, cwd: Path, columns: int = 80, lines: int = 24, **variables: str) -> None:
         """Start it. A variable that is empty is not set at all."""

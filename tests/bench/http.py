@@ -97,7 +97,7 @@ def _serve(pipe: Connection, data: str | None) -> None:
 
 
 class _Client(asyncio.Protocol):
-    """One connection: a request, its answer, the next request."""
+    """A connection that sends a request, reads its answer, and sends the next."""
 
     def __init__(self, requests: Iterator[bytes], latencies_s: list[float]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -126,7 +126,7 @@ def damaged_copy(mirrored: Path, to: Path, group: int) -> Path:
 
 
 def test_what_cannot_be_read_is_a_row_that_says_so(mirrored: Path, tmp_path: Path) -> None:
-    """One damaged group ended every `status` with an error, while the page showed the rest."""
+    """A damaged group once ended every `status` with an error, while the page showed the other groups."""
     data = damaged_copy(mirrored, tmp_path / "data", 1)
     result = call("status", "--data", data, "--json")
     rows = result.json["vbuckets"]

@@ -1,4 +1,4 @@
-"""What the kills were, in one line each at the end of a run: how many of what, and the seed to repeat them."""
+"""Print the kills at the end of a run: their numbers by kind, and the seed that repeats them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ State = dict[bytes, tuple[int, bytes]]
 
 
 class Run:
-    """One group, filled while some operations of the disk fail."""
+    """A group that is filled while some operations of the disk fail."""
 
     def __init__(self, path: Path, sync: str) -> None:
         self.path = str(path)

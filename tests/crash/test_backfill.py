@@ -27,7 +27,7 @@ SMALL_BATCHES = ("--groups", "1", "--workers", "1", "--set", "batch_bytes_max=65
 
 
 def fill(cluster: SandboxCluster, documents: int) -> None:
-    """One vbucket with many documents, all of them on disk alone."""
+    """Write many documents into one vbucket, and leave them on the source's disk only."""
     cluster.bucket.load(
         ((b"order::%06d" % number, b'{"number":%d,"note":"%0200d"}' % (number, number)) for number in range(documents)),
         vbid=0,

@@ -55,7 +55,7 @@ def published_seqnos(data: Path) -> dict[int, int]:
 
 @dataclass
 class Campaign:
-    """One mirror, one source, one load, and the kills so far."""
+    """A mirror, its source, a load, and the kills so far."""
 
     source: SandboxThread
     service: Service
@@ -103,7 +103,7 @@ class Campaign:
         )
 
     def kill_once(self, kind: str) -> None:
-        """One kill at a random moment, the restart, and all the questions."""
+        """Kill at a random moment, restart, and check everything."""
         victims = [self.rng.randrange(WORKERS)] if kind == "worker" else list(range(WORKERS))
         until(f"workers {victims} to have streams", lambda: self.figures().keys() >= set(victims))
         time.sleep(self.rng.random() * self.rng.choice((0.05, 0.3, 0.9)))

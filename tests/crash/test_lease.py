@@ -31,7 +31,7 @@ def is_published(view: View, vbid: int, seqno: int) -> bool:
 
 
 def write(source: SandboxThread, view: View, value: int) -> None:
-    """One more version in each vbucket, published."""
+    """Write and publish another version in each vbucket."""
     for vbid in range(VBUCKETS):
         seqno = source.call(source.cluster.set, f"key::{vbid}", {"v": value}, vbid=vbid).seqno
         until(f"seqno {seqno} of vb {vbid}", partial(is_published, view, vbid, seqno))

@@ -87,7 +87,7 @@ def figures(service: Service) -> Figures:
 
 
 def kill_a_reader(data: Path) -> None:
-    """One that has a transaction open, which it will never close."""
+    """Kill a reader with an open transaction, which it then never closes."""
     reader = subprocess.Popen([sys.executable, "-c", READER, str(data)], stdout=subprocess.PIPE)
     assert reader.stdout is not None
     assert reader.stdout.readline() == b"reading\n"

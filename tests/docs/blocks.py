@@ -46,7 +46,7 @@ READY_S = 180
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page."""
+    """A block of a page."""
 
     page: Path
     line: int
@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 class Shell:
-    """One bash for all blocks: what a block sets or starts is there for the next."""
+    """One bash for all blocks, so that a block finds the variables and processes of the blocks before it."""
 
     def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
         """Log what the blocks say on stderr into `folder`; `more` are variables of the environment."""

@@ -1,4 +1,4 @@
-"""Whether bytes are JSON: as `json.loads` judges, in steps."""
+"""`is_json` agrees with `json.loads`, and works in steps."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ def test_what_is_deeper_or_longer_than_programs_read_is_none() -> None:
     "shape", [b"[%b]", b"[%b,1]", b"[1,%b,1]", b'{"a":%b,"b":1}', b'[{"a":[%b,1]},1]', b"-%b", b"[-%b,1]"]
 )
 def test_a_number_is_refused_for_its_length_wherever_it_stands(number: bytes, shape: bytes) -> None:
-    """One with a comma behind it was once judged by the pattern of whole items, which had no limit."""
+    """A number with a comma behind it once matched the pattern of whole items, which had no limit."""
     assert not judged(shape % number)[0]
     assert judged(shape % number[: NUMBER_BYTES_MAX - 2])[0]

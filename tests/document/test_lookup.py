@@ -80,7 +80,7 @@ def test_a_body_that_is_no_json_has_only_its_whole(body: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":"' + b"x" * 200_000, b'{"a":1,' * 40_000, b"\0" * 200_000])
 def test_a_large_body_that_its_source_calls_json_and_is_none_is_a_failed_path(body: bytes) -> None:
-    """It is not judged as a whole, which takes long: what is walked through is."""
+    """The lookup checks only the bytes on its path, because checking a large body takes long."""
     found = Content({}, body, ABOUT)
     for path, opcode in (("b", GET), ("[-1]", GET), ("a.b", GET), ("", COUNT)):
         with pytest.raises(PathError) as caught:

@@ -1,4 +1,4 @@
-"""One vbucket with `publish=persisted` over a real store, without sockets: the test is the source and says what every
+"""One vbucket with `publish=persisted` over a real store, without sockets. The test is the source, and tells what every
 copy has persisted.
 """
 

@@ -300,7 +300,7 @@ async def test_a_wall_clock_that_is_set_is_a_warning(
 
 
 async def test_how_far_a_source_is_that_is_gone_is_not_known(cluster: SandboxCluster, mirrors: Mirrors) -> None:
-    """It is no lag of 0: what the lost node said last says nothing of what it has now."""
+    """The lag is unknown, not 0: the last seqnos of a lost node say nothing about the present ones."""
     write(cluster, 50)
     mirror = await mirrors.follow()
     await mirror.until(lambda: all(row["lag_seqnos"] == 0 for row in mirror.status()["vbuckets"]), "no lag")

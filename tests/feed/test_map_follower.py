@@ -147,7 +147,7 @@ async def test_a_node_without_streams_announces_its_map_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("profile", ["6.6", pytest.param("7.2", marks=pytest.mark.ci), "8.0"])
 async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: str, tmp_path: Path) -> None:
-    """It is the only node that the consumer is connected to; the other one is queried all the same."""
+    """The consumer is connected to this node only, but queries the other one, too."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
         mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
@@ -189,7 +189,7 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
 
 
 async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_path: Path) -> None:
-    """It was taken out of the cluster, and has a bucket of that name of its own; it is still named as a host."""
+    """The host left the cluster and has its own bucket of that name, but the settings still name it."""
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
         url = cluster.connection_string

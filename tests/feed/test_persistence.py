@@ -195,7 +195,7 @@ async def test_a_replica_that_is_away_holds_its_vbuckets_until_the_map_forgets_i
 async def test_a_password_that_is_missing_for_a_moment_does_not_end_the_mirror(
     cluster: SandboxCluster, mirrors: Mirrors
 ) -> None:
-    """It did: the questions to the copies took the error of a setting for a defect."""
+    """The poller of the copies once took the configuration error for a defect, and ended the mirror."""
     mirror = mirrors.start()
     await mirror.until_published(1, write(cluster, 1, 5))
     password = mirror.password_file.read_text()
@@ -274,7 +274,7 @@ def test_what_was_persisted_of_the_old_history_says_nothing_of_the_new(gated: Ga
 
 
 def test_an_answer_about_another_history_than_that_of_the_open_stream_releases_nothing(gated: GatedVbucket) -> None:
-    """It was sent before the failover, and came after it."""
+    """The answer was sent before the failover and arrives after it."""
     gated.accept((0xA, 0))
     gated.snapshot(0, 100, {100: (b"a", b"1")})
     gated.reconnect()
@@ -373,7 +373,7 @@ def reported(changes: list[Change]) -> list[tuple[str, bytes, int]]:
 
 
 def test_a_rollback_that_lost_nothing_is_not_seen_by_readers(gated: GatedVbucket) -> None:
-    """They saw 85 -> 81, and retractions of documents that came again."""
+    """Readers once saw 85 -> 81, and retractions of documents that came again."""
     token = promoted(gated)
     before = gated.seen()
     assert gated.published == 85

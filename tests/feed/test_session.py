@@ -1,4 +1,4 @@
-"""One node's session: negotiation, streams by opaque, flow control to the byte, signs of life."""
+"""A node's session: negotiation, streams by opaque, flow control to the byte, signs of life."""
 
 from __future__ import annotations
 

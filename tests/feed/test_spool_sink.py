@@ -84,7 +84,7 @@ def test_a_rollback_or_a_resync_ends_the_read(owner: Owner, sink: SpoolSink) -> 
 
 @pytest.mark.usefixtures("short_pauses")
 async def test_a_half_of_a_durable_write_is_never_left_out_of_a_snapshot() -> None:
-    """It was: the reader did not ask for such writes, ignored those that came, and gave the snapshot out as whole."""
+    """The reader once ignored such messages, and returned the snapshot as whole."""
     marker = ev.SnapshotMarker(VBID, 1, 3, 1)
     plain = ev.Mutation(VBID, b"\0plain", 1, 1, 1, value=b"{}")
     halves = [ev.Prepare(VBID, b"\0durable", 2, 1, 2, value=b"{}"), ev.Commit(VBID, b"\0durable", 2, 3)]

@@ -144,7 +144,7 @@ async def test_an_expired_client_certificate(authority: Authority) -> None:
 
 
 async def test_a_node_that_hangs_up_without_a_word(authority: Authority) -> None:
-    """It may be starting, so it is tried again; what else it may be is in the hint."""
+    """The node may be starting, so the mirror retries; the hint names the other causes."""
     context = authority.node_context("localhost")
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with ScriptedNode(ssl=context) as node:

@@ -196,7 +196,7 @@ async def test_a_map_of_equal_revision_is_followed_when_a_node_came_back_at_anot
 async def test_one_node_without_an_alternate_address_does_not_change_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps its own address, also where it is the one that sends the map."""
+    """This node keeps its own address, also if it is the one that sends the map."""
     current = SandboxMap.to_json
 
     def mixed(found: SandboxMap, this_node: int, *, with_bucket: bool) -> bytes:

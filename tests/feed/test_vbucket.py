@@ -220,7 +220,7 @@ async def test_a_complete_snapshot_that_waits_for_its_key_rows_is_not_fetched_ag
 
 @pytest.mark.parametrize("collections", [True, False])
 async def test_a_key_that_cannot_be_stored_stops_its_vbucket_alone(collections: bool, tmp_path: Path) -> None:
-    """One key of 600 bytes stopped every vbucket of its group until a restart, and the error named none of them."""
+    """A key of 600 bytes once stopped every vbucket of its group until a restart, and the error named none."""
     key = b"\0" * collections + b"x" * 600
     bad = ev.Mutation(VBID, key, 4, 1, 4, value=b"{}")
     broken = success(*snapshot(1, 3), ev.SnapshotMarker(VBID, 4, 4, 1), bad)

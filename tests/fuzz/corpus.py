@@ -1,4 +1,4 @@
-"""Where mutation begins: a few valid samples of each format, and what was found (`corpus/<target>/*.hex`)."""
+"""Seeds of the mutation: valid samples of each format, and the findings so far (`corpus/<target>/*.hex`)."""
 
 from __future__ import annotations
 

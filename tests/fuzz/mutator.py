@@ -12,7 +12,7 @@ _WORDS = (b"[" * 1000, b'{"a":' * 200, b"\xff" * 6, b"\0", b":", b",", b"-1", b"
 
 
 def mutate(rng: Random, samples: list[bytes]) -> bytes:
-    """One of the samples after some changes."""
+    """Change one of the samples a few times."""
     data = bytearray(rng.choice(samples))
     for _ in range(rng.choice((1, 1, 2, 4, 8))):
         _change(rng, data, samples)

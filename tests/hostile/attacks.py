@@ -1,4 +1,4 @@
-"""What an attacker does to a port, each in a process of its own and for as long as it is let."""
+"""Attacks on a port, each in its own process until it is stopped."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def at_once(count: int, attacked: Callable[[], None]) -> None:
 
 
 def over_http(site: Site, ask: Callable[[Http], tuple[int, bytes]], statuses: tuple[int, ...], count: int = 8) -> None:
-    """One request after the other by each of some clients."""
+    """Send requests one after the other from some clients."""
 
     def repeat() -> None:
         client = Http(site.http)
@@ -191,7 +191,7 @@ def large_documents_over_http(site: Site) -> None:
 
 @attack("http")
 def pages_with_large_documents(site: Site) -> None:
-    """Whether 20 MiB are JSON was once found out in one step of 0.9 s."""
+    """The server once checked 20 MiB of JSON in one step of 0.9 s."""
     over_http(site, lambda client: client.get("/v1/collections/_default/documents?limit=1000"), (200, 503))
 
 

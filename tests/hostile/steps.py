@@ -31,7 +31,7 @@ class Steps:
 
 
 def name_of(handle: Any) -> str:
-    """What a callback is: of a task its coroutine and the innermost one that it waits in."""
+    """Name a callback: for a task its coroutine, and the innermost coroutine that it awaits."""
     callback = handle._callback
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):

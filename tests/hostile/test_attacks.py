@@ -41,7 +41,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def waits_under(kind: str, run: Run, site: Site) -> tuple[float, float, float]:
-    """How long the second client waits at rest and under attack, and how long it may, in seconds: of the best try."""
+    """Return the second client's wait at rest, under attack and as permitted, in seconds, of the best try."""
     client: Kv | Http = Http(site.http) if kind == "http" else Kv(getattr(site, kind))
     tries = []
     for _ in range(TRIES):

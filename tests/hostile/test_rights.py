@@ -76,7 +76,7 @@ def shows_nothing(answer: bytes) -> None:
 
 
 def received(line: socket.socket, seconds: float = 0.3) -> bytes:
-    """What comes until the other side is silent or hangs up."""
+    """Return all bytes until the peer is silent or hangs up."""
     line.settimeout(seconds)
     data = b""
     with contextlib.suppress(TimeoutError, ConnectionError):

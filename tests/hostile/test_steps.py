@@ -295,7 +295,7 @@ def queries_of_clients_that_hang_up(ports: Ports) -> None:
 
 
 def pipelined(client: Http) -> None:
-    """One that logs in, and then as many as fit into what is parsed at a time."""
+    """A client that logs in and then pipelines as many requests as one parse takes."""
     client.get("/livez")
     client.get("/v1/status/samples")
     client.line.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 600)

@@ -115,7 +115,7 @@ def stored(*values: tuple[bytes, int]) -> Documents:
     ids=["xattrs", "compressed xattrs", "claims 4 GiB", "claims 32 MiB and has none", "inflates beyond the bound"],
 )
 def test_a_value_that_spark_cannot_take_apart_is_named_and_harms_no_other(value: bytes, datatype: int) -> None:
-    """One such document once failed the whole job."""
+    """A single such document once failed the whole job."""
     documents = stored((BODY, 1), (value, datatype), (BODY, 1))
     assert documents.values.to_pylist() == [BODY, value, BODY]
     assert list(documents.datatypes) == [1, datatype, 1]

@@ -93,7 +93,7 @@ def assembler_at(
 
 
 def said(assembler: Assembler, *messages: Message) -> list[Any]:
-    """What a dialogue came to, in short: ("rows", seqnos) | ("advance", seqno) | ("publish", seqno) | ..."""
+    """Summarise a dialogue: ("rows", seqnos) | ("advance", seqno) | ("publish", seqno) | ..."""
     out: list[Instruction] = []
     for message in messages:
         message(assembler, out)

@@ -409,7 +409,7 @@ def test_a_collection_whose_end_was_seen_may_be_left_out() -> None:
 
 
 def test_a_collection_that_is_gone_without_a_word_is_not_kept_for_ever() -> None:
-    """It was dropped while nobody listened, and a stream that leaves it out will never say so."""
+    """The source dropped it while no stream was open, and a stream without it never reports the drop."""
     rig = filtered_at(BOTH, 50, 100)
     assert filtered(rig, AIRLINE) == [ins.CloseStream, ins.BeginResync, ins.RequestStream]
 

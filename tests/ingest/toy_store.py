@@ -55,7 +55,7 @@ class Line:
 
 
 class ToyStore:
-    """One vbucket; `served` is what readers see."""
+    """A vbucket; readers see `served`."""
 
     def __init__(self, vbid: int = 0) -> None:
         self.vbid = vbid

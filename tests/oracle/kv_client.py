@@ -1,4 +1,4 @@
-"""What a client of the KV protocol sends and reads: the half of `mirror.wire.codec_kv` that only tests need.
+"""The client's half of the KV protocol, which only tests need; the server's half is `mirror.wire.codec_kv`.
 
 Layouts are written out here once more, so that a server is held against a second reading of them. Sources: those of
 `mirror.wire.codec_kv`.
@@ -54,7 +54,7 @@ def response(frame: Frame) -> Response:
 
 
 def error_context(value: bytes, datatype: int) -> str:
-    """What a server says about an error in the value of its answer; empty where it says nothing."""
+    """The text of an error in the value of an answer; empty if it has none."""
     if not datatype & Datatype.JSON:
         return ""
     error = json.loads(value).get("error", {})
@@ -62,7 +62,7 @@ def error_context(value: bytes, datatype: int) -> str:
 
 
 def server_duration_us(framing: bytes) -> float | None:
-    """How long the server took, in microseconds, where HELLO granted TRACING."""
+    """The server's own duration in microseconds, if HELLO granted TRACING."""
     for info_id, content in frame_infos(framing):
         if info_id == 0 and len(content) == 2:
             return float(int.from_bytes(content) ** DURATION_POWER / 2)
@@ -134,7 +134,7 @@ def get_meta(vbid: int, key: bytes, version: int = 2, *, opaque: int = 0) -> Fra
 
 
 def decode_meta(extras: bytes) -> Meta:
-    """What the answer to GET_META says."""
+    """Decode the answer to GET_META."""
     deleted, flags, expiry, rev_seqno, *datatype = struct.unpack(">IIIQB" if len(extras) == 21 else ">IIIQ", extras)
     return Meta(bool(deleted), flags, expiry, rev_seqno, *datatype)
 
@@ -148,7 +148,7 @@ def encode_lookup_specs(specs: Iterable[LookupSpec]) -> bytes:
 
 
 def decode_lookup_results(value: bytes) -> list[LookupResult]:
-    """What the answer to SUBDOC_MULTI_LOOKUP says, in the order of the paths."""
+    """Decode the answer to SUBDOC_MULTI_LOOKUP, in the order of the paths."""
     results = []
     while value:
         status, length = struct.unpack_from(">HI", value)
@@ -168,7 +168,7 @@ def encode_mutation_specs(specs: Iterable[MutationSpec]) -> bytes:
 
 
 def decode_mutation_results(value: bytes) -> list[MutationResult]:
-    """What the answer to SUBDOC_MULTI_MUTATION says."""
+    """Decode the answer to SUBDOC_MULTI_MUTATION."""
     results = []
     while value:
         index, status = struct.unpack_from(">BH", value)

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Client:
-    """One connection."""
+    """A connection."""
 
     opened: ClassVar[list[Client]] = []
     """Closed behind each test."""

@@ -17,7 +17,7 @@ from tests.sandbox.past import state_at
 
 
 class World:
-    """One vbucket and a clock that is moved by hand."""
+    """A vbucket, and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -286,7 +286,7 @@ HOTELS = [f"hotel-00{n}" for n in range(4)]
 def test_durable_writes_are_shown_as_recorded(
     name: str, high: int, completed: list[tuple[int, int]], counts: tuple[int, ...], steps: list[str]
 ) -> None:
-    """What came live after the backfill, in the same snapshots: markers, kinds, keys and seqnos."""
+    """Compares markers, kinds, keys and seqnos of the live messages after the backfill, in the recorded snapshots."""
     cluster = SandboxCluster(vbuckets=14, profile="7.2")
     cluster.bucket.create_scope("inventory")
     cluster.bucket.create_collection("inventory", "hotel")

@@ -62,7 +62,7 @@ class Change:
 
 
 def fold(changes: list[Change], up_to: int) -> State:
-    """What is alive at a seqno."""
+    """The live documents at a seqno."""
     state: State = {}
     for change in changes:
         if change.seqno > up_to:
@@ -222,7 +222,7 @@ class World:
         self._served()
 
     def follow_failover(self) -> None:
-        """What the mirror's consumer does once the source has failed over."""
+        """Do as the mirror's consumer after a failover of the source."""
         state = self.writer.vbuckets[0].state
         common = self.log[0].seqno
         if state.staging_branch != state.branch:  # the resync that was under way may hold what is lost
@@ -413,7 +413,7 @@ class Client:
 
 
 def client_of(world: World, rng: Random) -> Client:
-    """One that knows more or less."""
+    """A client that holds a random part of the history."""
     flags = int(DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS)
     version = rng.choice([MarkerVersion.V1, MarkerVersion.V2_2])
     controls = Controls(ABILITIES, True, True, flags, marker_version=version)

@@ -84,7 +84,7 @@ class DcpClient(Client):
         return found
 
     async def silent(self) -> bool:
-        """Nothing comes for a moment."""
+        """Assert that no message comes for a moment."""
         assert not self.early
         try:
             async with asyncio.timeout(0.2):
@@ -149,7 +149,7 @@ class DcpEndpoint(Hosted[DcpServer, DcpClient]):
         return f"couchbase://demo@127.0.0.1:{self.port}/{self.bucket.name}"
 
     async def client(self, **options: Any) -> DcpClient:
-        """One that has a DCP connection."""
+        """A client with a DCP connection."""
         return await (await self.connect()).open(self.bucket.name, **options)
 
 

@@ -101,7 +101,7 @@ class Source:
         return last
 
     def put(self, key: bytes | str, value: bytes | None = b'{"v":1}', **more: Any) -> int:
-        """One document in a snapshot of its own; JSON where its value is."""
+        """Publish a document in its own snapshot; it is JSON if its value is."""
         key = key.encode() if isinstance(key, str) else key
         is_json = value is not None and value[:1] in b'{["0123456789tfn'
         return self.snapshot(self.vbid_of(key), (key, value), **({"datatype": int(is_json)} | more))

@@ -172,7 +172,7 @@ class Store:
 
 
 class Client:
-    """One plain connection."""
+    """A plain connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

@@ -31,7 +31,7 @@ def encoder(controls: Controls, stream_filter: ServedFilter | None = None, **opt
 
 
 def sent(row: ev.Event, controls: Controls, **options: Any) -> ev.Event:
-    """What a client gets of a row, as an event."""
+    """A client's event for a row."""
     return codec_dcp.decode(fr.decode(encoder(controls, **options).encode(codec_dcp.encode(row)))[0])
 
 

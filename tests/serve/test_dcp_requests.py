@@ -1,4 +1,4 @@
-"""What a DCP client requests, and what it is answered: bootstrap, controls, stream requests, refusals."""
+"""Requests of DCP clients and their answers: bootstrap, controls, stream requests, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds the routes: who may ask, health, metrics, and errors that reveal nothing internal."""
+"""Rights, health, metrics, and errors that reveal no internals: everything around the routes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_an_answer_that_waited_is_judged_by_the_rights_at_its_end(
 def test_a_stream_that_was_paused_gives_nothing_more_to_a_removed_user(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went on with the event that it was in, of up to 20 MiB."""
+    """The stream once completed its current event, of up to 20 MiB."""
     monkeypatch.setattr("mirror.serve.http.changes.RIGHTS_CHECK_S", 0.01)
     file = with_users(tmp_path / "users.json", {"ann": "x"})
     source.put(source.key_of(2), b"x" * 15_000_000, datatype=0)

@@ -278,7 +278,7 @@ def test_an_error_in_the_middle_is_reported_as_an_event_and_the_stream_can_be_re
 
 
 def test_events_of_a_rollback_wait_for_budget_as_others_do(site: Site) -> None:
-    """They once ended the stream, and were held outside of the budget until they were sent."""
+    """They once ended the stream, and were not counted until they were sent."""
     size = 400_000
     values = [b'"' + bytes([letter]) * size + b'"' for letter in b"abc"]
     keys = [site.source.key_of(2, number) for number in range(3)]

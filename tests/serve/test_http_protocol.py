@@ -26,7 +26,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def read_one(line: socket.socket) -> bytes:
-    """One answer, but for its date."""
+    """Read an answer, and drop its date."""
     found = b""
     while b"\r\n\r\n" not in found:
         found += line.recv(1)

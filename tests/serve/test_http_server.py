@@ -1,4 +1,4 @@
-"""One HTTP process from start to end: what is on its way is finished, streams end, and its figures are reported."""
+"""An HTTP process from start to end: it completes its answers, ends its streams, and reports its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the status comes from, how often it is requested, and what is kept of the past."""
+"""The source of the status, the rate of its requests, and its record of the past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers may know of the bucket: apart from the documents' own tests, a store that fails and one recreated."""
+"""The bucket as readers see it, without its documents: a failing store, a recreated one."""
 
 from __future__ import annotations
 

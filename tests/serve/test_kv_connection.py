@@ -1,4 +1,4 @@
-"""One connection: framing, order, garbage, large requests, slow readers, and turns."""
+"""A KV connection: framing, order, garbage, large requests, slow readers, and turns."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def samples() -> list[bytes]:
 
 
 def damaged(good: bytes, rng: random.Random) -> bytes:
-    """One frame with something wrong: a bit, a byte, a length, an opcode, a cut, or more than there should be."""
+    """Return a frame with one fault: a bit, a byte, a length, an opcode, a cut, or surplus bytes."""
     data = bytearray(good)
     kind = rng.randrange(6)
     if kind == 0:

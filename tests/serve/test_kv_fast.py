@@ -65,7 +65,7 @@ def requests() -> list[Frame]:
 
 
 def slowly(session: KvSession, frame: Frame) -> Reply | None:
-    """What the dispatch answers; None: a refusal."""
+    """The dispatch's answer; None for a refusal."""
     try:
         reply = dispatch.answer(session, document_requests.OPERATIONS, frame)
     except ValueError:
@@ -121,7 +121,7 @@ def test_gets_that_come_together_are_read_in_one_transaction_up_to_the_first_tha
     session, counters = session_of(bucket, Reader("all")), Counters()
 
     def answered(*names: bytes, count_max: int = 128, turn_ends: float = inf) -> int:
-        """How many of these are answered, each by its own answer in its place."""
+        """Count the requests that got their own answer in their place."""
         sent = [fr.encode(fr.request(Opcode.GET, key=name, opaque=at)) for at, name in enumerate(names)]
         out: list[bytes] = []
         stopped, count, _ = answer_gets(session, counters, b"".join(sent), 0, out, count_max, turn_ends)

@@ -149,7 +149,7 @@ async def test_a_damaged_row_is_a_temporary_failure_of_its_request(
 async def test_a_document_is_sent_in_pieces_and_others_have_their_turn_between_two(
     endpoint: Endpoint, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step of 20 MiB once took others 39 times as long as at rest."""
+    """A step of 20 MiB once made others wait 39 times as long as at rest."""
     store.put(b"large", BODY, 2)
     iteration, worked = 0, list[int]()
 

@@ -1,4 +1,4 @@
-"""What clients ask before and besides documents."""
+"""Requests of clients besides those for documents."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ async def test_collections_and_scopes_have_ids(store: Store, endpoint: Endpoint)
 
 
 async def test_ids_are_those_of_collections_that_the_reader_may_read(store: Store, endpoint: Endpoint) -> None:
-    """One that may not be read, in a scope of which another may be, is answered as one that does not exist."""
+    """An unreadable collection is answered like an unknown one, even if its scope has a readable one."""
     others = Collection(9, 8, "secret", Seqno(0)), Collection(10, 11, "only", Seqno(0))
     store.collections(3, {8: "inventory", 11: "hidden"}, DEFAULT, ITEMS, *others, uid=3)
     client = await endpoint.connect()

@@ -1,4 +1,4 @@
-"""What a scan may request: every field that is not as it should be is refused by name."""
+"""A scan's request: each wrong field is refused by name."""
 
 from __future__ import annotations
 

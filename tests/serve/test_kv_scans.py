@@ -27,7 +27,7 @@ KEYS = [b"k%02d" % number for number in range(40)]
 
 @pytest.fixture
 def store(store: Store) -> Store:
-    """One vbucket with forty documents."""
+    """A vbucket with forty documents."""
     for seqno, key in enumerate(KEYS, 1):
         store.put(key, b"value of " + key, seqno, cas=seqno + 100, flags=7)
     return store

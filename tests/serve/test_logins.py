@@ -246,7 +246,7 @@ def test_an_attempt_over_http_leaves_the_line_with_its_client(source: Source, tm
 
 
 async def test_challenges_that_are_not_answered_are_failed_logins(store: Store, users_file: Path) -> None:
-    """One connection once got 600 of them."""
+    """A single connection once got 600 of them."""
     async with serving(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
         for number in range(4):

@@ -1,4 +1,4 @@
-"""What the official SDK reports of a vbucket in each state: never an absent document where nobody can know it."""
+"""The official SDK's report for a vbucket in each state: never an absent document if the mirror cannot know it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def backfill(store: Store) -> None:
 
 
 def resync(store: Store) -> None:
-    """There is a copy, and a newer one comes in."""
+    """Begin a resync next to the old copy."""
     store.logs()
     write(store, 1, 5)
     store.writer.vbuckets[0].begin_resync()

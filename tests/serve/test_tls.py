@@ -42,7 +42,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @dataclass
 class Ports:
-    """Where the three listen, all with TLS, none of them taken for local."""
+    """The addresses of the three listeners, all with TLS, none of them treated as local."""
 
     kv: int
     dcp: int

@@ -1,4 +1,4 @@
-"""What a test opened is closed after it, also when it failed."""
+"""Close everything that a test opened, even if it failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite for both producers: what a DCP client of 7.2 sends, and what it must be answered.
+"""One suite for both producers: the requests of a DCP 7.2 client and their answers.
 
 The expectations are those of docs/protocol.md, and of the embedded source's own books where they name seqnos. A case
 runs against the embedded source and against a mirror of it, with one expectation but for `DIFFERENCES`.
@@ -35,7 +35,7 @@ OK = Status.SUCCESS
 
 @dataclass
 class Server:
-    """One of the two."""
+    """The embedded source, or a mirror of it."""
 
     cluster: SandboxCluster
     name: str
@@ -391,7 +391,7 @@ async def test_a_client_without_sync_writes_gets_what_was_committed(server: Serv
 
 @SANDBOX_ALONE
 async def test_a_client_that_holds_a_prepare_learns_what_became_of_it(server: Server) -> None:
-    """One that resumes behind the prepares: committed by a mutation, aborted by an abort."""
+    """The client resumes behind the prepares and gets a mutation for the commit and an abort for the other."""
     vbucket = server.vbucket(2)
     high = vbucket.high_seqno
     client = await server.client(controls=SYNC_WRITES)

@@ -1,4 +1,4 @@
-"""What DCP_CONTROL answers and turns on, at the embedded source and at a mirror: what differs is what each can do."""
+"""DCP_CONTROL at the embedded source and at a mirror: answers, effects, and their differences."""
 
 from __future__ import annotations
 

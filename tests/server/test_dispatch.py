@@ -1,4 +1,4 @@
-"""What is checked before an operation sees a request; the same for every server."""
+"""Checks that every server makes before an operation gets its request."""
 
 from __future__ import annotations
 

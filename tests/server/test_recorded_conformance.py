@@ -114,7 +114,7 @@ async def test_a_mirror_answers_what_a_server_was_recorded_answering(name: str, 
 
 
 async def same_beginning(client: DcpClient, recording: list[tuple[str, Frame]], opaque: int) -> None:
-    """Where a stream was recorded that begins with a marker of a disk snapshot, the mirror's does, with its flags."""
+    """Assert that the mirror's stream begins with a disk marker if the recorded one does, with its flags."""
     first = next((f for way, f in recording if way == "s2c" and f.opaque == opaque and not f.is_response), None)
     if first is None or first.opcode != Opcode.DCP_SNAPSHOT_MARKER:
         return

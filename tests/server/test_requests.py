@@ -23,7 +23,7 @@ VOLATILE = {"CAS", "last_modified", "seqno", "vbucket_uuid"}
 
 
 def shape(frame: Frame) -> dict[str, object]:
-    """What must be equal: all but values that are the server's own (CAS, seqnos, times, its words)."""
+    """The comparable part of an answer: without the server's own values (CAS, seqnos, times, texts)."""
     seen: dict[str, object] = {
         "magic": frame.magic,
         "status": frame.status,

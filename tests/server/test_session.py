@@ -1,4 +1,4 @@
-"""How answers are framed, what errors say, and which map a client is sent; by the session of the embedded source."""
+"""Framing of answers, error texts, and the map for each client, by the embedded source's session."""
 
 from __future__ import annotations
 

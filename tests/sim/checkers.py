@@ -1,4 +1,4 @@
-"""What must hold after every commit of the mirror and after every step of the simulation.
+"""Invariants after every commit of the mirror and after every step of the simulation.
 
 After a commit, for each vbucket that it may have changed:
 - what is published is the source's state at that seqno of that history, key by key and field by field, tombstones

@@ -1,4 +1,4 @@
-"""What was simulated, in a few lines at the end of a run: the seed to repeat it, and how often everything happened."""
+"""Print the simulated events at the end of a run: the seed that repeats them, and their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One world from one seed: a source, a network and a mirror, and what happens to them, step by step.
+"""A world from one seed: a source, a network and a mirror, and random events, step by step.
 
 Each world draws its own settings and its own mixture of events, so that rare things are frequent somewhere. A failure
 carries the seed of its world; the same seed gives the same steps.

@@ -49,7 +49,7 @@ def table_of(events: list[Event]) -> pa.Table:
 
 @dataclass
 class History:
-    """One vbucket."""
+    """A vbucket's history."""
 
     vbid: int = 0
     branch: int = 1

@@ -50,7 +50,7 @@ class SmallMirror:
             writer.commit()
 
     def put(self, documents: dict[str, bytes | None], **fields: int) -> None:
-        """One snapshot in each vbucket that has some of the documents; None deletes."""
+        """Publish the documents, a snapshot for each of their vbuckets; None deletes."""
         by_vbid: dict[int, list[tuple[bytes, bytes | None]]] = {}
         for name, value in documents.items():
             key = name.encode()

@@ -1,4 +1,4 @@
-"""One Spark session for all tests of the run that need one: starting Java costs more than most of them.
+"""One Spark session for all tests of a run: starting Java costs more than most of them.
 
 With several pytest processes, all such tests go to one of them (tests/conftest.py). Tests that start Java themselves
 do it with `java_environment`.

@@ -42,7 +42,7 @@ class Kill(NamedTuple):
 
     @property
     def confirmed(self) -> bool:
-        """It hit a running batch: what was written down as begun is not written down as done."""
+        """True if the kill hit a running batch: its begin is on disk, its end is not."""
         return self.after[0] == self.before[0] == self.after[1] + 1
 
     def __str__(self) -> str:

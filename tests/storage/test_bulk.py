@@ -227,7 +227,7 @@ def test_long_snapshots_with_deletions_and_with_other_collections_between_the_ro
 
 
 def test_the_name_in_a_system_event_is_not_a_key(writer: GroupWriter, view: View, way: None) -> None:
-    """It has no collection's id in front: read as if it had, `abc` is the document `bc` of collection 0x61."""
+    """The name has no collection id in front: read as a key, `abc` would be the document `bc` of collection 0x61."""
     scopes = {0: "_default"}
     orders, more = Collection(0x61, 0, "orders", Seqno(1)), Collection(0x62, 0, "abc", Seqno(3))
     system_event(writer, 1, orders, scopes=scopes)

@@ -1,4 +1,4 @@
-"""What is accepted, what a commit makes visible of it, and logs that go with the first rows."""
+"""Visibility after a commit: empty sources, and failover logs that come with the first rows."""
 
 from __future__ import annotations
 

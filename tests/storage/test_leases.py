@@ -1,4 +1,4 @@
-"""What a lease keeps and what it does not; that it is kept through any mix of events is `test_writer.py`'s to prove."""
+"""The limits of a lease. `test_writer.py` proves that it holds through any mix of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failover leaves behind is history one day: then reads cost what they did before it, and its records go."""
+"""Branches of old failovers merge: reads then cost as much as before the failover, and the records go."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def shown(view: View) -> dict[bytes, bytes]:
 def test_every_position_ever_given_is_followed_rightly_or_refused(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One writer gives all branches the same history id: yet lost rows and moved ones are distinguished."""
+    """All branches have one writer's history id, yet the store distinguishes lost rows and moved ones."""
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 1)
     seen: list[tuple[Token, dict[bytes, bytes]]] = []
     original = VbucketWriter.rollback
@@ -201,7 +201,7 @@ def test_a_scan_in_whose_middle_rows_are_moved_must_begin_again(
 def test_manifests_go_where_the_rows_go(
     writer: GroupWriter, path: str, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the history that was lost, at the same seqnos, do not come back with them."""
+    """Manifests of the lost history, at the same seqnos, do not return with them."""
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", 0)
     publish(writer, 0, [(NAMES[0], b"1", 1)])
     system_event(writer, 2, DEFAULT, Collection(9, 8, "lost", Seqno(2)), scopes=SCOPES)

@@ -49,7 +49,7 @@ def shrink(patch: pytest.MonkeyPatch, rng: Random) -> None:
 
 
 def live_through(seed: int, steps: int, counts: Counter[str]) -> None:
-    """One world: a store, its model, and readers."""
+    """Run one world: a store, its model, and readers."""
     rng = Random(seed)
     store: Any = Store()
 

@@ -1,4 +1,4 @@
-"""One writer for a group: its lock, its fence, maps that grow, and commits that fail."""
+"""The only writer of a group: its lock, its fence, growing maps, and failing commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollback took back: each key once, with the version that is visible again."""
+"""The events of a rollback: each lost key once, with the version that is visible again."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_deferred_rollback_gives_nothing_of_what_ended_by_an_event_that_both_h
 def test_a_deferred_rollback_gives_no_flush_that_one_which_the_reader_has_follows(
     writer: GroupWriter, view: View
 ) -> None:
-    """It would take away what the reader was given after the later one, and that is not given again."""
+    """The earlier flush would remove documents that the reader got after the later one, and never gets again."""
     system_event(writer, 1, DEFAULT, Collection(9, 8, "orders", Seqno(1)), scopes=SCOPES, publish=True)
 
     def common() -> None:

@@ -20,7 +20,7 @@ A, B, C = keys_of(0, 3)
 
 
 def flip(writer: GroupWriter, seqno: int, at: int, bit: int = 0) -> None:
-    """One bit of a stored row; `at` counts from its end where it is below 0."""
+    """Flip a bit of a stored row; a negative `at` counts from the end."""
     key = keys.ROW.pack(1, seqno)
     with writer.environment.begin(write=True) as txn:
         tree = writer.environment.db(keys.rows_db(0))

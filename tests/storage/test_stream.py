@@ -276,7 +276,7 @@ def shared_seqno(store: Store, vbuuid: int, seqno: int) -> int:
 
 
 def test_a_follower_of_a_copy_that_a_resync_replaced_begins_again(windowed: Store) -> None:
-    """It was sent (10, 30] as one, on a branch that the replaced copy had left itself before the resync."""
+    """The follower got (10, 30] as one snapshot, on a branch that the replaced copy had left before the resync."""
     put_all(windowed, 10, 30)
     windowed.writer.vbuckets[0].rollback(10)
     windowed.writer.vbuckets[0].begin_resync()
@@ -302,7 +302,7 @@ def test_a_follower_of_a_replaced_copy_that_is_forgotten_begins_again(windowed: 
 
 
 def test_a_follower_across_a_rollback_that_the_source_did_not_ask_for_begins_again(windowed: Store) -> None:
-    """It was sent (71, 79], and went on from there once the mirror had published 79 again: 76 is inside."""
+    """The follower got (71, 79] and resumed there after the mirror had published 79 again: 76 lies inside."""
     put_all(windowed, 55, 71, 79)
     windowed.writer.vbuckets[0].rollback(55)
     windowed.log(0, (9, 82), (7, 0))

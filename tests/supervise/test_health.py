@@ -1,4 +1,4 @@
-"""One judgement for every channel; each situation of the table in docs/operations.md is a row here."""
+"""The one judgement for every channel; each situation of the table in docs/operations.md is a row here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_situation_has_its_state_and_its_reasons(name: str) -> None:
 
 @pytest.mark.parametrize("state", BROKEN)
 def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
-    """One vbucket got nothing any more, and the service said that it was mirroring."""
+    """A vbucket once received nothing, and the service reported `following`."""
     found = assess([GOOD, row(1, state=state, detail="vb 1: the key has 600 bytes")], 2, lag_limit_s=30)
     assert found.state == "degraded"
     assert found.reasons == [f"1 of 2 vbuckets {BROKEN[state]}: 1 (vb 1: the key has 600 bytes)"]
@@ -77,7 +77,7 @@ def test_a_broken_vbucket_degrades_the_mirror_and_is_named(state: str) -> None:
 
 
 def test_a_damaged_vbucket_is_named_once() -> None:
-    """It is not published either, so the headline named the same error twice."""
+    """It is unpublished, too, and the headline once gave the same error twice."""
     damaged = row(1, 0, None, None, state="damaged", detail="page not found")
     found = assess([GOOD, damaged], 2, lag_limit_s=30)
     assert found.reasons == ["1 of 2 vbuckets damaged: 1 (page not found)"]

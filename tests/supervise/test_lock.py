@@ -65,7 +65,7 @@ def test_a_place_that_cannot_be_written_is_named() -> None:
 
 
 def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    """It would write this process's id into a file of anyone who made the link."""
+    """The service would write its process id into any file that the link names."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     data = tmp_path / "data"

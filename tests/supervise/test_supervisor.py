@@ -81,7 +81,7 @@ def started(data: Path) -> ProcessGroup:
 
 
 def test_the_children_of_a_killed_supervisor_are_gone(tmp_path: Path) -> None:
-    """One that runs, and one that is stopped and cannot notice: the kernel does it."""
+    """The kernel ends both a running child and a stopped one, which cannot notice anything."""
     with started(tmp_path) as service:
         children = eventually_now(lambda: len(children_of(service)) == 2 and children_of(service))
         assert children

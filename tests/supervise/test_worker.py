@@ -1,4 +1,4 @@
-"""How worker and server processes are started, what they load, and what their garbage collector leaves alone."""
+"""The start of worker and server processes, and the modules that they load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loaded_by(module: str) -> set[str]:
 
 @pytest.mark.parametrize("module", ["mirror.supervise.processes.worker", "mirror.supervise.processes.server"])
 def test_it_starts_without_libraries_that_check_settings_or_draw(module: str) -> None:
-    """They would double the time that each worker and server takes to start."""
+    """These libraries would double the start time of each worker and server."""
     loaded = loaded_by(module)
     assert {module, "structlog"} <= loaded
     assert not loaded & {"pydantic", "rich", "typer", "attr"}

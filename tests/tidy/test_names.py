@@ -118,7 +118,7 @@ def test_an_init_only_exports() -> None:
 
 
 def test_each_package_has_its_tests() -> None:
-    """Those of `mirror/serve/kv` are in `tests/serve`, those of `storage/read` in `tests/storage`."""
+    """The tests of `mirror/serve/kv` are in `tests/serve`, those of `storage/read` in `tests/storage`."""
     packages = {path.relative_to(ROOT).parts[path.relative_to(ROOT).parts[0] == "mirror"] for path in MODULES}
     names = {name for name in packages if not name.endswith(".py")}
     assert {name for name in names if not list((ROOT / "tests" / name).glob("test_*.py"))} == set()

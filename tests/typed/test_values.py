@@ -1,4 +1,4 @@
-"""One document's values against what Spark's from_json makes of the same text."""
+"""Values of documents as the data source reads them and as Spark's from_json reads the same text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OTHERS = ('"a":1,"b":' + "[" * 1100, '"a":1,"b":' + "9" * 1100, '"a":1}\0')
 
 
 def read(kind: str, bodies: list[str], reading: Reading) -> list[dict[str, Any]]:
-    """What the data source gives, with the documents each alone."""
+    """The data source's rows, each document read alone."""
     schema = pa.schema([*fields_of(f"a {kind}"), pa.field("_corrupt_record", pa.string())])
     parser = Bodies(schema, reading)
     found = []
@@ -84,7 +84,7 @@ def read(kind: str, bodies: list[str], reading: Reading) -> list[dict[str, Any]]
 
 
 def test_values_are_those_of_from_json(spark: SparkSession) -> None:
-    """One job for all: a column for each type, a row for each value."""
+    """Uses one job for all values: a column for each type, a row for each value."""
     spark.conf.set("spark.sql.session.timeZone", ZONE)
     try:
         cases = [(kind, f'{{"a":{value}}}') for kind, values in VALUES.items() for value in values]

@@ -182,7 +182,7 @@ class Chain:
         return expected
 
     def move_the_wanderer(self) -> None:
-        """It reads at another place than before; only what the source lost is a rollback there."""
+        """Point the reader at another mirror. It sees a rollback there only for changes that the source lost."""
         self.wait_level()
         rolled_back = self.wanderer.read(self.rng.choice(self.urls))
         assert rolled_back <= self.failed_over, "a change of place costs nothing"

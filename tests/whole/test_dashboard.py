@@ -36,7 +36,7 @@ QUERIES = [
 
 class Prometheus:
     def __init__(self, process: ProcessGroup) -> None:
-        """It may still be starting."""
+        """Wait until Prometheus answers."""
         self._url = until("Prometheus to listen", lambda: _address(process))
         until("Prometheus to be ready", lambda: fetched(f"{self._url}/-/ready")[0] == 200)
 

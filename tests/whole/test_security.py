@@ -39,7 +39,7 @@ def run(url: str, data: Path, *flags: str | Path, **env: str) -> Result:
 
 
 def refused(result: Result, code: ExitCode, *said: str) -> None:
-    """One line with all of it, and nothing else that went wrong."""
+    """Assert that the error is one line with these texts, and that nothing else failed."""
     assert result.code == code, result.err
     for words in said:
         assert words in result.complaint

@@ -23,7 +23,7 @@ FLAGS = ("--groups", "3", "--workers", "2", "--set", "resync_reads=stale")
 
 
 def alter(data: Path, vbid: int) -> None:
-    """One byte of each value of a vbucket, with its checksum, as a wrong write would leave it."""
+    """Change a byte of each value of a vbucket, with a valid checksum, as a wrong write would."""
     group = directory.group_path(str(data), vbid % 3)
     with lmdb.open(group, max_dbs=64, map_size=1 << 30) as environment:
         tree = environment.open_db(keys.rows_db(vbid), create=False)

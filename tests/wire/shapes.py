@@ -84,7 +84,7 @@ plain_responses = st.builds(
 
 
 def in_order(found: list[object]) -> list[tuple[object, dict[int, list[object]]]]:
-    """What must not change places: the messages of each opaque, and all that lies on either side of an answer."""
+    """The parts whose order counts: the messages of each opaque, and those before and after each answer."""
     parts: list[tuple[object, dict[int, list[object]]]] = [(None, {})]
     for each in found:
         opaque = each.opaque if isinstance(each, Frame) else each[0]  # type: ignore[index]
@@ -108,7 +108,7 @@ def flat(items: list[Run | Frame]) -> list[object]:
 
 
 def by_codec(data: bytes, routes: dict[int, bytes]) -> list[object]:
-    """What scan should say, said by the frame codec."""
+    """The expected result of scan, made by the frame codec."""
     out: list[object] = []
     pos = 0
     while (size := frame_size(data, pos)) and pos + size <= len(data):

@@ -50,7 +50,7 @@ def test_scan_says_what_the_codec_says(said: list[ev.Event], rest: bytes) -> Non
     ],
 )
 def test_a_key_that_cannot_be_stored_does_not_come_in_a_run(key: bytes, problem: str | None) -> None:
-    """One of 600 bytes reached the store, and stopped the vbuckets of the whole group."""
+    """A key of 600 bytes once reached the store, and stopped the vbuckets of the whole group."""
     good = ev.Mutation(5, b"\0k", 1, 1, 1, opaque=1)
     data = codec_dcp.encode(good) + codec_dcp.encode(ev.Mutation(5, key, 2, 1, 1, opaque=1)) + codec_dcp.encode(good)
     items, _ = scan(data, 0, PREFIXES, MAX)
@@ -154,7 +154,7 @@ def test_a_message_of_a_stream_ends_the_run_of_that_stream_alone() -> None:
 
 
 def test_an_answer_ends_all_runs() -> None:
-    """It says something as of the moment when it was given: how far the source is, say."""
+    """The answer describes the moment at which the source sent it, so later messages must not overtake it."""
     answer = encode(Frame(0x81, Opcode.GET_ALL_VB_SEQNOS, opaque=77))
     data = document(1) + document(7, 2) + answer + document(2) + document(8, 2)
     assert runs(data) == [(1, 5, 1, 1), (2, 5, 7, 7), Opcode.GET_ALL_VB_SEQNOS, (1, 5, 2, 2), (2, 5, 8, 8)]

@@ -122,7 +122,7 @@ def test_one_collection_and_one_that_is_not_there(small: SmallMirror, tmp_path: 
 
 
 class Killed(BaseException):
-    """What SIGKILL is to the code that follows: it does not run."""
+    """Stands for SIGKILL: no code after it runs."""
 
 
 @pytest.mark.parametrize("delta_table", [False, True], ids=["parquet", "delta"])

@@ -202,7 +202,7 @@ def test_a_mirror_behind_its_checkpoint_that_goes_on_with_another_history_is_los
 
 
 def test_a_group_that_was_filled_again_is_lost_history_though_its_source_is_the_same(small: SmallMirror) -> None:
-    """What was deleted meanwhile, and whose tombstone the source has forgotten, is nowhere reported."""
+    """No event reports a deletion in between whose tombstone the source has purged."""
     small.put(orders(0, 100))
     follower = Follower(options(small))
     follower.run()

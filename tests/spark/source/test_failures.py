@@ -1,4 +1,4 @@
-"""What a user's mistake looks like, and that a programmer's is not hidden."""
+"""A user's mistake is one clear error; a programmer's mistake keeps its traceback."""
 
 from __future__ import annotations
 

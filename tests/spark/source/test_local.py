@@ -145,7 +145,7 @@ def test_of_an_empty_mirror_or_of_no_vbucket_nothing_is_held_while_the_service_r
 
 
 def test_a_filling_mirror_is_not_taken_for_a_small_one(tmp_path: Path) -> None:
-    """It was exported as if what had not come yet did not exist."""
+    """An export once left out the documents that had not arrived yet."""
     small = SmallMirror(tmp_path / "data", filled=False)
     small.put(orders(0, 3))
     filled = sorted(vbid for vbid, seqno in small.seqnos.items() if seqno)

@@ -37,7 +37,7 @@ def test_a_checkpoint_of_something_else_is_refused(change: dict[str, object], wo
 
 
 def test_a_checkpoint_is_good_for_the_selection_that_it_was_made_with() -> None:
-    """It says nothing of what a filter had left out, and so nothing of it would ever be sent."""
+    """It knows nothing of the filtered documents, so a wider selection would never get them."""
     selections = ("", "collection=s.a", "collection=s.a,s.b", "vbuckets=0-3")
     for made_with in selections:
         encoded = json.loads(json.dumps(Offset("path", "b1", {0: At(1, 5, 77)}, selection=made_with).encode()))

@@ -37,7 +37,7 @@ def read(spark: SparkSession, **options: str) -> DataFrame:
 
 
 def message_of(action: Callable[[], object]) -> str:
-    """What a user sees: no traceback and no stack in it."""
+    """The user's view of an error: without traceback and Java stack."""
     with pytest.raises(Exception, match="MirrorSourceError: ") as raised:
         action()
     text = str(raised.value)
@@ -71,7 +71,7 @@ def test_columns_partitions_and_a_schema_of_ones_own(spark: SparkSession, small:
 
 
 def test_hostile_compressed_values_are_named_and_fail_no_job(spark: SparkSession, small: SmallMirror) -> None:
-    """One claims 4 GiB, one inflates to more than 32 MiB: rows as they are stored, and misfits of a schema."""
+    """One claims 4 GiB, one inflates beyond 32 MiB: rows show them as stored, a schema treats them as misfits."""
     bomb = bytes(cramjam.snappy.compress_raw(bytes(VALUE_LENGTH_MAX + 1)))
     hostile = {"hostile::claims": b"\xff\xff\xff\xff\x0f", "hostile::inflates": bomb}
     small.put(dict(hostile), datatype=3)
@@ -169,7 +169,7 @@ def test_a_column_of_the_documents_own_has_its_type(small: SmallMirror) -> None:
 
 
 def planned(options: dict[str, str], kind: DataType | None, name: str = "id") -> object:
-    """What Spark has planned in a process of its own: all columns, or one of a user's schema."""
+    """Spark's plan, made in its own process: all columns, or those of a user's schema."""
     source = MirrorSource(options)
     reader = source.reader(source.schema() if kind is None else StructType().add(name, kind))
     return reader.partitions()

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Table:
-    """What foreachBatch writes: upserts by (at_branch, at_seqno), and how large each batch was."""
+    """A table by foreachBatch: upserts by (at_branch, at_seqno), and the size of each batch."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}

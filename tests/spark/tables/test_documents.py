@@ -105,7 +105,7 @@ def test_a_column_that_is_added_later_has_its_value_in_every_row(tmp_path: Path)
 
 
 def test_a_field_that_is_added_within_a_struct_has_its_value_in_every_row(tmp_path: Path) -> None:
-    """It was refused as another type of its column, as if a field had gone."""
+    """It was once refused as a removed field and another type of the column."""
     items = [{"sku": "x", "count": 2}]
     before, after = (
         "customer struct<name: string>, items array<struct<sku: string>>",

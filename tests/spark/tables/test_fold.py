@@ -1,4 +1,4 @@
-"""What a batch leaves: the last word on each key, and what is void as a whole."""
+"""A folded batch has the newest event of each key, and the dropped collections."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def write_files(lake: Lake, batch: Batch, files: list[list[Event]]) -> list[Any]
 def apply(
     lake: Lake, batch: Batch, files: list[list[Event]], crash_at: str = "", *, put_off: bool = False
 ) -> Applied | None:
-    """What the stream does with a batch, broken off where a test wants it."""
+    """Apply a batch as the stream does, and stop where the test says."""
     if not lake.has_changes(batch):
         written = write_files(lake, batch, files)
         if crash_at == "before changes":

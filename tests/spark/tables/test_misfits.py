@@ -1,4 +1,4 @@
-"""What does not fit a schema of `sync` is kept, each version once."""
+"""`sync` keeps each version that does not fit its schema, once."""
 
 from __future__ import annotations
 
