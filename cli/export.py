@@ -63,7 +63,7 @@ def export(
         raise ConfigError("--to - and --json both print to stdout", hint="leave --json out, or give --to a file")
     if file is not None and file.exists():
         raise ConfigError(
-            f"the cursor file {file} exists: a reader that continues from it could miss changes",
+            f"the cursor file {file} exists: if overwritten, its reader could miss changes",
             hint="give --cursor a new file",
         )
     path = options.data_directory(data, config)

@@ -94,7 +94,7 @@ MODULES = {
     "restore": "backup",
     "check": "state",
 }
-"""Modules of commands that are not named like their command."""
+"""Modules that are not named like their command."""
 
 
 class CommandGroup(TyperGroup):

@@ -1,7 +1,7 @@
 """`run`: the service in the foreground.
 
-Logs and progress go to stderr; the addresses of the listeners are the first lines on stdout. Invariants: nothing starts
-before every setting was checked; with --until-caught-up, a signal before the end gives exit code 130.
+Logs and progress go to stderr; the listeners' addresses go to stdout first, with --json to stderr. Invariants: nothing
+starts before every setting was checked; with --until-caught-up, a signal before the end gives exit code 130.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(
         bool,
         typer.Option(
             "--replace-bucket",
-            help="If the source's bucket was recreated, rename DIR to DIR.<uuid of its bucket> and begin a new mirror.",
+            help="If the source's bucket was recreated, rename DIR to DIR.<old bucket's uuid> and begin a new mirror.",
         ),
     ] = False,
     accept_older_map: Annotated[

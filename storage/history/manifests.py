@@ -32,7 +32,7 @@ class StagingRows(NamedTuple):
     key: Key
     """The newest one at or below what is published."""
     above: list[Key]
-    """Those above it, rising."""
+    """The rows above it, in rising order."""
     depth: int
     """The number of rows down to a whole one."""
 

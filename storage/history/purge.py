@@ -3,16 +3,16 @@
 Knows boundaries, versions, branches, and time only as `HistoryClock`. The group's writer calls it when idle. Its work
 depends on the changes, not on the size of the bucket: it visits each row once, in seqno order, after the floor has
 passed it. Invariants:
-- the floor is a kept boundary, rises only, is committed before anything below it is removed, and no reader reaches
-  below it (`vbucket_reader` and `validity` refuse);
-- a version goes only when its next version on the served chain is at or below the floor; a tombstone only when it is
-  the newest version at or below the floor and nothing older is left, which raises local_purge_seqno;
+- the floor is a kept boundary, falls only with a resync, is committed before anything below it is removed, and no
+  reader reaches below it (`vbucket_reader` and `validity` refuse);
+- a version goes only when its next version on the served chain is at or below the floor; a tombstone also as the newest
+  one at or below the floor with nothing older left, which raises local_purge_seqno;
 - rows of a dropped or flushed collection go when that event is at or below the floor;
 - rows that a rollback retracted go once the rollback is older than the window or the floor has passed its boundary:
   until then a reader of changes may still need them; rows that were never published go at once;
 - what a lease holds stays until the lease ends (`leases`);
 - of many links of a chain that the floor has passed, one goes at a time (`merge`);
-- every step is one write transaction of at most `STEP_ROWS` rows; stopping between any two steps is harmless.
+- every step is one write transaction of bounded size (`STEP_ROWS`); stopping between any two steps is harmless.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from storage.model import SEQNO_MAX, BranchReason, Seqno
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
 STEP_ROWS = 4_000
-"""Rows removed, and twice as many visited, in one step at most."""
+"""Measure of a step, which removes at most four times as many."""
 STEP_MS_MAX = 20
 """Longest step in milliseconds; a step that comes near it halves the next one."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
-"""Branches that readers see from their first publish on; until then they have no time."""
+"""Branches that readers see from their first publish on; until then `time_ms` is 0."""
 SHARE_MIN = 0.05
 """Smallest share of STEP_ROWS for a step: below it, the disk's own sync takes the time."""
 
@@ -96,7 +96,7 @@ class Purger:
         self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
-        self._short: dict[int, int] = {}  # served branches whose chains are not worth a look: a chain never gets longer
+        self._short: dict[int, int] = {}  # served branches of short chains: the chain of a branch never gets longer
         self.moved: merge.Moved | None = None
         """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()
@@ -121,7 +121,7 @@ class Purger:
         return self._idle_looks >= len(self._vbids)
 
     def next_work(self, txn: Transaction, vbid: int, now_ms: int) -> Work | None:
-        """Return the next part of a vbucket's work, for a write transaction before any other commit."""
+        """Return the next part of a vbucket's work; it must run before any other commit."""
         rows = self.step_size.rows
         if (dead := next(self._removable(txn, vbid, now_ms), None)) is not None:
             self._removal = Removal(vbid, dead)
@@ -182,8 +182,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary, not a raised one:
-        until that is as old as the window, its tombstones are kept like any others.
+        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary: until that is as
+        old as the window, tombstones below it stay.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -316,12 +316,10 @@ class Purger:
             if cursor.set_range(dead.first_key) and cursor.key() <= dead.last_key:
                 yield dead
             else:
-                ranges.remove(dead)  # nothing is ever written there again
+                ranges.remove(dead)  # only a merge writes there again (`_merge`)
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return `forgettable`, found again only once branches or their rows have changed, without branches that a
-        lease names.
-        """
+        """Return `forgettable`, cached until branches or their rows change, without branches that a lease needs."""
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -338,7 +336,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
-        """Return `dead_ranges`, found again only once a branch was opened or published."""
+        """Return `dead_ranges`, cached until a branch is opened, published or merged."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -346,7 +344,7 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
-        """Tell readers of the gap before its first row goes; remove its leaps and manifests."""
+        """Tell readers of the gap before its first row goes; remove its spans and manifests."""
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             branches.put_branch(txn, vbid, dead.branch, row._replace(kept_seqno=dead.after_seqno))
@@ -378,7 +376,8 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Add older versions of a row's key, and the row itself if it is a tombstone that ends its key at the floor."""
+        """Add older versions of a row's key, and the row itself if it is a tombstone, the newest version at the
+        floor."""
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)
         older = chain.recut(self._links, seqno - 1)

@@ -38,7 +38,7 @@ _OUR_CERTIFICATE: dict[str, str] = {
     "UNSUPPORTED_CERTIFICATE": "it does not support the kind of our client certificate",
     "CERTIFICATE_UNKNOWN": "it does not accept our client certificate",
     "ACCESS_DENIED": "it denies access with our client certificate",
-    "DECRYPT_ERROR": "it cannot verify our client certificate with its key",
+    "DECRYPT_ERROR": "it cannot verify a signature for our client certificate",
 }
 """The node's objection to our certificate, by a part of the alert's name."""
 

@@ -27,8 +27,8 @@ from storage.write.writer import GroupWriter
 log = get_logger("feed")
 
 STEP_IDLE_S = 0.1
-"""Pause between checks for background work, unless a commit begins an index job. The store's idle sync may be this
-late.
+"""Pause between checks for background work, unless a commit begins an index job. `GroupOwner.sync_when_idle` may be
+this late.
 """
 STEP_SHARE_S = 0.002
 COMMIT_SHARE = 1 / 2
@@ -42,10 +42,10 @@ FREE_BYTES_TO_RESUME = 2
 class CommitPace:
     """Times the groups' commits.
 
-    Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t divided
-    by `COMMIT_SHARE` of the worker's time, and the next one waits until the ones before it are paid for. Time without
-    commits pays in advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does
-    not delay the commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would
+    Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t /
+    `COMMIT_SHARE` of elapsed time, and the next one waits until the ones before it are paid for. Time without commits
+    pays in advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does not
+    delay the commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would
     otherwise wait for longer than they may. Only scheduled commits count, not writes of rows because memory is full.
     """
 

@@ -1,8 +1,8 @@
-"""A vbucket of a mirror: the host of its stream, over the store, and its figures for status.
+"""A vbucket of a mirror: the host of its stream into the store, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; a row that was published at the start of the process, and not rolled back since,
-is counted when the source sends it again (`requested_again_bytes`).
+stream. Invariants: counters only rise; a row published when the process began, and neither rolled back nor resynced
+since, is counted when the source sends it again (`requested_again_bytes`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class MirroredVbucket(VbucketHost):
         self._collections = collections
         self._filter: StreamFilter | None = None
         self._held_seqno: int = writer.base.published_seqno
-        """Published seqno at the start of the process, lowered by each rollback. Rows up to it need not come again."""
+        """Published seqno when the process began, lowered by rollbacks and resyncs. Rows up to it need not come
+        again."""
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class MirroredVbucket(VbucketHost):
     def on_event(self, event: ev.Event | KeyRefused) -> None:
         self.progressed()
         self.enter(event)
-        if isinstance(event, ev.SystemEvent):  # it brings as much as rows do
+        if isinstance(event, ev.SystemEvent):  # its bytes are pending, too
             self.group.commits.flush_over_budget()
 
     def progressed(self) -> None:
@@ -238,7 +239,7 @@ class MirroredVbucket(VbucketHost):
     def event_after_pause(self) -> events.RetryDue | events.Start:
         expected = self._collections.resolved.filter
         if self.session is not None and expected is not None and expected != self._filter:
-            return self.start_event(self.session)  # no node would stream the old filter: its collections are gone
+            return self.start_event(self.session)  # nodes refuse a filter with a collection that is gone
         return super().event_after_pause()
 
     # -- publish=persisted ----------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class SourceQueries:
         self._collection_ids: list[int] = []
 
     async def high_seqnos(self) -> dict[int, int]:
-        """Ask all nodes, until every vbucket is named by its own."""
+        """Ask all nodes, until their answers name every vbucket."""
 
         async def attempt() -> dict[int, int]:
             found: dict[int, int] = {}
@@ -116,7 +116,8 @@ class SourceQueries:
         return session
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
-        """Repeat an attempt while its error is retryable. After `timeout_s` raise the last one, with the hint."""
+        """Repeat an attempt while its error is retryable. After `timeout_s` raise SourceTimeout with its text and the
+        hint."""
         deadline = self.clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:

@@ -5,7 +5,7 @@ how connections are made, nor the threads on the other side of the queue. Invari
 - a snapshot that was handed out is never taken back: if the source says that it lost some of it, or that it cannot say
   what was deleted since, the vbucket's read ends with SourceRolledBack;
 - part of a snapshot that came before a broken connection is kept only if the source continues exactly there;
-- memory holds no more than `memory_bytes` of rows and one message for each connection: open snapshots beyond half of it
+- memory holds no more than `memory_bytes` of rows and one window for each connection: open snapshots beyond half of it
   go to disk, and complete ones that nobody takes make the source wait.
 """
 
