@@ -237,7 +237,7 @@ def parse_cluster_map(text: bytes | str, host: str, *, network: str = "default")
         cluster_uuid=_text_or_none(config.get("clusterUUID"), "clusterUUID"),
         replicas=replicas,
         ephemeral=_is_ephemeral(config),
-        system_collections=not SYSTEM_CAPABILITIES.isdisjoint(config.get("bucketCapabilities") or ()),
+        system_collections=not SYSTEM_CAPABILITIES.isdisjoint(_capabilities(config)),
         network=network,
         network_offered=network == "default" or any(ext.has_network for ext in nodes_ext),
         of_mirror=config.get("mirror") is True,
@@ -254,7 +254,12 @@ def _is_ephemeral(config: Mapping[str, object]) -> bool:
         return bool(config["bucketType"] == "ephemeral")
     if config.get("nodeLocator") != "vbucket" or "bucketCapabilities" not in config:
         return False
-    return VIEWS not in _checked(config["bucketCapabilities"], list, "bucketCapabilities")
+    return VIEWS not in _capabilities(config)
+
+
+def _capabilities(config: Mapping[str, object]) -> list[str]:
+    found = _checked(config.get("bucketCapabilities", []), list, "bucketCapabilities")
+    return [_checked(each, str, "bucketCapabilities") for each in found]
 
 
 def network_of(text: bytes | str, contacted_host: str, contacted_port: int | None = None) -> str:
@@ -358,7 +363,7 @@ def _host_and_port(value: Any, contacted_host: str) -> tuple[str, int]:
     if not isinstance(value, str):
         raise MalformedClusterMap(f"serverList: {value!r:.100} is not a host and a port")
     host, colon, port = value.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65_536:
+    if not colon or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 65_536:
         raise MalformedClusterMap(f"serverList: {value!r:.100} is not a host and a port")
     return _host(host, contacted_host, "serverList"), int(port)
 

@@ -252,7 +252,17 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = ["rev", "revEpoch", "name", "uuid", "nodesExt", "vBucketServerMap"]
+FIELDS = [
+    "rev",
+    "revEpoch",
+    "name",
+    "uuid",
+    "nodesExt",
+    "vBucketServerMap",
+    "bucketCapabilities",
+    "bucketType",
+    "nodeLocator",
+]
 BUCKET_FIELDS = ["serverList", "vBucketMap"]
 
 
@@ -273,6 +283,20 @@ def test_any_json_is_a_map_whose_indices_hold_or_a_malformed_one(
     for vbid in range(cluster_map.vbucket_count):
         node = cluster_map.node_of(vbid)
         assert node is None or node in cluster_map.nodes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bucketCapabilities": 5, "bucketType": "membase"},
+        {"bucketCapabilities": [{}], "bucketType": "membase"},
+        {"nodesExt": [], "vBucketServerMap": {"serverList": ["h:06553599"], "vBucketMap": []}},
+    ],
+    ids=["capabilities", "a capability", "a port"],
+)
+def test_a_member_of_another_type_or_beyond_its_bounds_is_malformed(config: dict[str, Any]) -> None:
+    with pytest.raises(MalformedClusterMap):
+        parse_cluster_map(json.dumps(config), "h")
 
 
 def test_copies_are_the_active_node_and_the_replicas_that_have_one() -> None:
