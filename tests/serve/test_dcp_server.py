@@ -5,6 +5,8 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
+import pytest
+
 from mirror.serve.access.auth import FileUsers, entry_of
 from mirror.serve.listener import Address
 from mirror.wire import events as ev
@@ -90,7 +92,10 @@ async def test_a_name_belongs_to_the_user_who_opened_a_connection(store: Store, 
         await until(lambda: not endpoint.server._names)
 
 
-async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(store: Store, users_file: Path) -> None:
+async def test_a_removed_user_opens_no_stream_on_a_connection_that_was_open(
+    store: Store, users_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirror.serve.kv.server.SWEEP_S", 3600)  # the test alone sweeps
     async with serving_dcp(store.path, readers=FileUsers(users_file)) as endpoint:
         client = await endpoint.connect()
         assert await client.login("ann", "pw") == 0

@@ -76,7 +76,9 @@ def test_any_bytes_are_a_body_or_a_remote_error(pair: tuple[Any, ...], body: byt
         value = read(body)
     except RemoteProtocolError:
         return
-    if body and name != "observed":  # which leaves some numbers out
+    if name in ("observed", "scan limits"):  # which leave some numbers out
+        assert read(write(value)) == value
+    elif body:
         assert write(value) == body
 
 
