@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from mirror.errors import ConfigError
+from mirror.errors import ConfigError, MirrorError
 from mirror.messages import Resync, RollBack
 from mirror.sandbox.cluster import SandboxCluster
 from storage.errors import NoSuchBoundary
@@ -52,6 +54,19 @@ async def test_resync_on_command_while_the_old_copy_is_served(cluster: SandboxCl
     assert {row["branch"] for row in mirror.status()["vbuckets"] if row["vbid"] != 3} == {before}
     with pytest.raises(ConfigError, match="resync of vb 99"):
         mirror.consumer.request(Resync(99))
+
+
+async def test_a_resync_without_space_is_refused_also_while_another_is_under_way(
+    cluster: SandboxCluster, mirrors: Mirrors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cluster, 200)
+    mirror = await mirrors.follow()
+    staging = mirror.consumer.request(Resync(3))["staging_branch"]
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1024))
+    with pytest.raises(MirrorError, match="0 MiB are free"):
+        mirror.consumer.request(Resync(3))
+    await mirror.until(lambda: mirror.row(3)["branch"] == staging, "the first resync ends")
 
 
 async def test_published_ahead_of_the_last_known_high_seqno_is_no_negative_lag(

@@ -15,6 +15,7 @@ from mirror.errors import ConfigError, MirrorError
 from mirror.feed.follow.consumer import Consumer
 from mirror.feed.follow.group_commits import Group
 from mirror.feed.follow.vbucket import MirroredVbucket
+from mirror.ingest.events import ResyncRefused
 from mirror.messages import Resync, RollBack
 from storage.errors import StorageError
 from storage.write.writer import RollbackResult
@@ -74,10 +75,9 @@ def _resync(consumer: Consumer, command: Resync) -> dict[str, int]:
         raise ConfigError(f"resync of vb {vbid}", hint="vbid must be one of this worker")
     vbucket.drop_machine()
     with _noticed_by(vbucket.group):
-        vbucket.begin_resync("requested by an operator")
-    state = vbucket.writer.state
+        answer = vbucket.begin_resync("requested by an operator")
     vbucket.start_machine()
     consumer.attach_if_ready(vbucket)
-    if state.published_seqno and state.staging_branch == state.branch:
-        raise MirrorError(f"vb {vbid} cannot be resynced", hint="free space on the disk for a second copy of it")
-    return {"vbid": vbid, "staging_branch": int(state.staging_branch)}
+    if isinstance(answer, ResyncRefused):
+        raise MirrorError(f"vb {vbid}: {answer.text}", hint="free space on the disk")
+    return {"vbid": vbid, "staging_branch": int(answer.state.staging_branch)}

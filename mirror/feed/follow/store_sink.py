@@ -3,7 +3,7 @@
 Knows the writer's calls for each instruction, and that a rollback or a resync changes the staging branch; must never
 know connections. Invariants: before a branch changes, complete snapshots are committed and reported;
 the end of a held snapshot never outlives its rows; rows that the connection prepared for an earlier staging branch are
-staged on the present one.
+refused.
 """
 
 from __future__ import annotations

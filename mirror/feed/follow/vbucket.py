@@ -124,10 +124,12 @@ class MirroredVbucket(VbucketHost):
         self._held_seqno = min(self._held_seqno, result.boundary_seqno)
         self.sink.note_rollback(result)
 
-    def begin_resync(self, cause: str) -> None:
+    def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused:
         """Open an empty branch by a command, while there is no machine."""
         assert self.machine is None, "the machine decides about branches"
-        self.answered(self.sink.begin_resync(cause))
+        answer = self.sink.begin_resync(cause)
+        self.answered(answer)
+        return answer
 
     # -- events ---------------------------------------------------------------------------------------------------
 
