@@ -8,6 +8,7 @@ and the states are read from disk, before the error is raised.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from functools import wraps
@@ -306,6 +307,13 @@ class GroupOwner:
         return branches.Moment(self.options.clock_ms(), self.clock.now_ms())
 
     # -- care -----------------------------------------------------------------------------------------------------
+
+    def free_bytes(self) -> int:
+        """Return the free space of the group's file system."""
+        try:
+            return shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise storage_error(error, self.path) from error
 
     def check_file(self) -> None:
         """Raise CorruptedError if the file is no longer at its path; free pages that dead readers hold."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from typing import Any
 
 import lmdb
@@ -41,6 +42,15 @@ async def test_full_disk_stops_one_group_and_it_goes_on_later(
     for vbid in (0, 2, 4, 6):
         await mirror.until_published(vbid, cluster.vbucket(vbid).high_seqno)
     assert "No space left" in mirror.row(1)["last_error"]
+    with monkeypatch.context() as patch:
+        looks = []
+
+        def unreadable(path: str) -> Any:
+            looks.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+        patch.setattr(shutil, "disk_usage", unreadable)
+        await mirror.until(lambda: len(looks) >= 2, "the free space is asked for again")
     monkeypatch.setattr(writer.owner, "write", write_down)
     await mirror.follow()
     assert mirror.status()["groups"][1]["error"] is None

@@ -16,6 +16,17 @@ from typing import Any
 from mirror.serve.turns import Turns
 
 STEP_MAX_S = 0.005
+"""On a core that adds up 100,000 numbers in `COUNTING_S`."""
+COUNTING_S = 0.0012
+
+
+def slowness() -> float:
+    """Return how many times longer than `COUNTING_S` this core needs now, at least 1: beside a busy sibling a core is
+    half as fast, and so is an older machine.
+    """
+    began = time.thread_time()
+    sum(range(100_000))
+    return max(1.0, (time.thread_time() - began) / COUNTING_S)
 
 
 class Steps:

@@ -65,6 +65,8 @@ async def test_counters_and_extensions(cluster: SandboxCluster) -> None:
     assert (await client.ask(fr.request(Opcode.PREPEND, key=b"\0n", value=b"<"))).status == 0
     assert (await client.ask(get(b"\0n"))).value == b"<0x"
     assert (await count(Opcode.INCREMENT, 1)).status == Status.DELTA_BADVAL
+    assert (await client.ask(store(b"\0n", b"18446744073709551616"))).status == 0
+    assert (await count(Opcode.DECREMENT, 1)).status == Status.DELTA_BADVAL
     assert (await client.ask(fr.request(Opcode.APPEND, key=b"\0gone", value=b"x"))).status == Status.NOT_STORED
 
 

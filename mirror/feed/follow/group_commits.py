@@ -11,7 +11,6 @@ Must never know connections or maps. Invariants:
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -134,6 +133,7 @@ class Group:
         interval_s = self.commits.settings.storage_retry_interval_s
         try:
             self.writer.reopen()
+            free_bytes = self.writer.owner.free_bytes()
         except StorageError as error:
             self.error = error
             self.reopen_count += 1
@@ -144,11 +144,9 @@ class Group:
                 self._give_up()
             return
         self.reopen_count = 0
-        if isinstance(self.error, Full):
-            free_bytes = shutil.disk_usage(self.writer.path).free
-            if free_bytes < FREE_BYTES_TO_RESUME * self.commits.settings.batch_bytes_max:
-                self._retry_later(interval_s)
-                return
+        if isinstance(self.error, Full) and free_bytes < FREE_BYTES_TO_RESUME * self.commits.settings.batch_bytes_max:
+            self._retry_later(interval_s)
+            return
         log.info("store-retried", group=self.writer.group)
         self.error = None
         for vbid, vbucket in self.vbuckets.items():

@@ -8,7 +8,6 @@ refused.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 from mirror.feed.host import Staging
@@ -179,7 +178,7 @@ class StoreSink:
         """Open an empty branch next to the served copy, if the disk has space for both."""
         if self.state().published_seqno:  # there is a copy to keep: the new one is stored next to it for a while
             share_bytes = self.writer.copy_bytes()
-            free_bytes = shutil.disk_usage(self.writer.owner.path).free
+            free_bytes = self.writer.owner.free_bytes()
             if free_bytes < share_bytes + FREE_BYTES_MIN:
                 return ResyncRefused(
                     f"a resync needs about {(share_bytes + FREE_BYTES_MIN) >> 20} MiB next to the old copy, "

@@ -157,7 +157,7 @@ def _count(session: SandboxSession, frame: Frame) -> Reply:
         number, flags, expiry, mode = counter.initial, 0, counter.expiry, Mode.ADD
     else:
         xattrs, body = values.split(old.value, old.datatype)
-        if not (body.isdigit() and len(body) <= 20):
+        if not (body.isdigit() and len(body) <= 20 and int(body) < COUNTER_MAX):
             raise DocumentError(Status.DELTA_BADVAL)
         if frame.opcode in _DECREMENTS:
             number = max(int(body) - counter.delta, 0)

@@ -98,13 +98,12 @@ class MirrorWork:
         self._failures = failures
 
     async def run(self) -> None:
-        telling = asyncio.create_task(self._tell_news())
-        try:
-            await self._consumer.run()
-        finally:
-            telling.cancel()
+        with contextlib.ExitStack() as stack:
             for writer in self._writers:
-                writer.close()
+                stack.callback(writer.close)
+            telling = asyncio.create_task(self._tell_news())
+            stack.callback(telling.cancel)
+            await self._consumer.run()
 
     async def _tell_news(self) -> None:
         news = News()
