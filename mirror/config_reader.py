@@ -176,7 +176,7 @@ def _written(value: Any) -> str | None:
     """Return the value as a settings file writes it."""
     if value is None or isinstance(value, str):
         return value
-    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
+    return str(value).lower() if isinstance(value, bool) else f"{value:.15g}"
 
 
 _TYPE_NAMES: dict[Any, str] = {

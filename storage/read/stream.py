@@ -189,11 +189,10 @@ class Commits:
         found = []
         for group, vbid in groups.items():
             reader = readers.reader(vbid)
-            number = reader.environment.env.info()["last_txnid"]
-            if self._numbers.get(group) == number:
+            if self._numbers.get(group) == reader.environment.env.info()["last_txnid"]:
                 continue
-            self._numbers[group] = number
             with reader.environment.read() as txn:
+                self._numbers[group] = txn.raw.id()  # a commit that LMDB already counts may not be readable yet
                 for key, data in txn.raw.cursor(reader.pub).iternext():
                     each = int.from_bytes(key, "big")
                     if self._seen.get(each) != data:

@@ -103,6 +103,12 @@ MUTATIONS = (
         "_lost_settled(txn, each, base_seqno)",
         "tests/storage/test_stream.py -k source_did_not",
     ),
+    Mutation(
+        "storage/read/stream.py",
+        "self._numbers[group] = txn.raw.id()",
+        'self._numbers[group] = reader.environment.env.info()["last_txnid"]',
+        "tests/storage/test_stream.py -k looks_while",
+    ),
     # --- a mirror as the source
     Mutation(
         "mirror/feed/follow/watch.py",

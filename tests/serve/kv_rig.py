@@ -102,8 +102,7 @@ class Store:
             WriterOptions(
                 group=0,
                 identity=self.identity,
-                sync="unsafe",
-                **{"clock_ms": SystemClock().wall_ms, **options},
+                **{"sync": "unsafe", "clock_ms": SystemClock().wall_ms, **options},
             ),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -212,6 +213,23 @@ def test_changes_are_reported_once(store: Store, view: View) -> None:
     store.put(b"a", b"v", 1)
     assert commits.news(view.groups, {}) == []
     assert commits.news(view.groups, {0: 0}) == [0]
+
+
+def test_a_publish_is_reported_also_to_who_looks_while_it_is_written(tmp_path: Path) -> None:
+    """LMDB counts a commit before readers see it; with `full` it syncs the meta page in between."""
+    store = Store(tmp_path, vbuckets=1, sync="full")
+    with open_view(store.path) as view:
+        commits = Commits()
+        commits.news(view.groups, {0: 0})
+        for seqno in range(1, 101):
+            publish = Thread(target=store.put, args=(b"a", b"v", seqno))
+            publish.start()
+            found = []
+            while publish.is_alive():
+                found += commits.news(view.groups, {0: 0})
+            found += commits.news(view.groups, {0: 0})
+            assert found == [0], seqno
+    store.close()
 
 
 def test_the_next_snapshots_of_a_follower_end_at_the_next_boundaries(store: Store, view: View) -> None:
