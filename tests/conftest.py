@@ -102,9 +102,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Send tests that need the Spark session to its process. xdist reads the mark before items are sorted."""
+    """Send tests that need the Spark session, which takes half a minute to start, to one process, in .ci/run alone.
+    xdist reads the mark before items are sorted.
+    """
     if "spark" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.xdist_group("spark"))
+        item.add_marker(pytest.mark.ci)
 
 
 @pytest.hookimpl(trylast=True)

@@ -330,11 +330,6 @@ class NodeSession:
         marker = request(Opcode.DCP_SNAPSHOT_MARKER, vbucket=vbid, opaque=opaque)
         self.link.send(encode_frame(response(marker)))
 
-    def set_row_prefix(self, opaque: int, row_prefix: bytes) -> None:
-        """Give the stream's rows another branch's prefix from the next read on."""
-        if opaque in self._streams:
-            self.link.routes[opaque] = row_prefix
-
     def release_acks(self) -> None:
         self.acks_held = False
         self._ack(force=False)

@@ -215,8 +215,6 @@ class MirroredVbucket(VbucketHost):
             self.last_error = answer.text
         if isinstance(answer, (events.RolledBack, events.ResyncOpened, events.Abandoned)):
             self.group.schedule()
-            if self.session is not None and self.opaque is not None:
-                self.session.set_row_prefix(self.opaque, self.sink.row_prefix())
         return super().answered(answer)
 
     def refresh_map(self, config: bytes) -> None:
