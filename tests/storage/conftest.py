@@ -17,7 +17,7 @@ from storage.env.environment import Environment
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, log
-from tests.storage.test_writer import Clock, open_writer
+from tests.storage.rig import Clock, open_writer
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from storage.format import keys, records
-from storage.model import Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
+from storage.model import Collection, Document, FailoverLog, Identity, Manifest, Seqno, SnapshotRange
 from storage.read import changes
 from storage.read.view import View
 from tests.storage.frames import encode_deletion
@@ -27,6 +27,12 @@ def keys_of(vbid: int, count: int, vbuckets: int = IDENTITY.vbucket_count) -> li
             found.append(key)
         number += 1
     return found
+
+
+A, B, C, D = keys_of(0, 4)
+ID = "00000000000000ff"
+DEFAULT = Collection(0, 0, "_default", Seqno(0))
+SCOPES = {0: "_default", 8: "shop"}
 
 
 def row(prefix: bytes, key: bytes, value: bytes | None, seqno: int) -> tuple[bytes, bytes]:

@@ -18,7 +18,7 @@ from storage.env.directory import MapRecord, save_map
 from storage.errors import ReadOnly, StorageError
 from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.rig import Clock, open_writer, publish
 
 ROOT = os.geteuid() == 0
 GROUP = "54321" if ROOT else str(os.getegid())

@@ -12,7 +12,8 @@ from storage.errors import NoSuchBoundary
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import log
-from tests.storage.test_writer import KEYS, Clock, crash, open_writer, publish, settle, stage, staged
+from tests.storage.rig import Clock, crash, open_writer, publish, settle, stage, staged
+from tests.storage.test_writer import KEYS
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

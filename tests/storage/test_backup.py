@@ -23,7 +23,7 @@ from storage.format import keys
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log, row, span
-from tests.storage.test_writer import Clock, open_writer
+from tests.storage.rig import Clock, open_writer
 
 KEYS = keys_of(0, 8)
 

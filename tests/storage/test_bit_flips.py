@@ -29,8 +29,7 @@ from storage.write.writer import GroupWriter
 from tests.storage import bit_flips
 from tests.storage.frames import encode_deletion
 from tests.storage.model import keys_of, log
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import open_writer, publish, snapshots
+from tests.storage.rig import open_writer, publish, purge, snapshots
 
 KEYS = keys_of(0, 12)
 K0, V0 = keys.keys_db(0), keys.rows_db(0)

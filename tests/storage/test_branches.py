@@ -17,7 +17,7 @@ from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import open_writer, publish, snapshots, stage
+from tests.storage.rig import open_writer, publish, snapshots, stage
 
 KEY = keys_of(0, 1)[0]
 

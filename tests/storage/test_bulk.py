@@ -16,9 +16,7 @@ from storage.read.bulk import EVERY_KEY, KeyRange
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log, span
-from tests.storage.one_vbucket import commit, put, system_event
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import publish
+from tests.storage.rig import commit, publish, purge, put, system_event
 
 NAMES = keys_of(0, 40)
 

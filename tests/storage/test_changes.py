@@ -16,10 +16,8 @@ from storage.read.changes import manifest_at, resolve_range
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, Token, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import events, log
-from tests.storage.one_vbucket import A, B, C, D, commit, put
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import publish, snapshots
+from tests.storage.model import A, B, C, D, events, log
+from tests.storage.rig import commit, publish, purge, put, snapshots
 
 
 def test_a_token_ahead_of_what_is_published_is_refused(writer: GroupWriter, view: View) -> None:

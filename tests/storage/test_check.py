@@ -15,7 +15,7 @@ from storage.errors import NotAMirror
 from storage.format import keys, records
 from tests.storage.frames import sealed
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import open_writer, publish, snapshots, stage
+from tests.storage.rig import open_writer, publish, snapshots, stage
 
 KEYS = keys_of(0, 5)
 

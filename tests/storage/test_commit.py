@@ -12,9 +12,9 @@ from storage.errors import SeqnoOrder
 from storage.model import Collection, Seqno
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, manifest_at, row, span
-from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
-from tests.storage.test_writer import KEYS, crash, open_writer, publish, stage
+from tests.storage.model import DEFAULT, SCOPES, keys_of, log, manifest_at, row, span
+from tests.storage.rig import crash, open_writer, publish, stage, system_event
+from tests.storage.test_writer import KEYS
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

@@ -19,8 +19,8 @@ from storage.format import keys
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
+from tests.storage.rig import publish
 from tests.storage.test_backup import Kept, contents
-from tests.storage.test_writer import publish
 
 VBIDS = (0, 1)
 

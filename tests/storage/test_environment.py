@@ -24,7 +24,7 @@ from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.processes import ProcessGroup, without_rootly_powers
 from tests.storage.model import keys_of
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.rig import Clock, open_writer, publish
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_writer_does_not_go_on_in_a_file_that_is_gone(path: str, monkeypatch: 
 
 GROWING = """
 import os, sys
-from tests.storage.test_writer import open_writer, publish
 from tests.storage.model import keys_of
+from tests.storage.rig import open_writer, publish
 writer = open_writer(sys.argv[1], map_size=1 << 20)
 publish(writer, 0, [(keys_of(0, 1)[0], os.urandom(100_000), seqno) for seqno in range(2, 102)])
 writer.close()

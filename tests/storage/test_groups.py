@@ -18,7 +18,7 @@ from storage.read import changes, validity
 from storage.read.groups import Groups
 from storage.read.view import open_view
 from tests.storage.model import IDENTITY, keys_of
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.rig import open_writer, publish
 
 
 def open_groups(path: str) -> Groups:
@@ -79,7 +79,7 @@ def test_a_view_reads_the_file_that_is_at_its_path_now(path: str, monkeypatch: p
             view.get(key)
         program = (
             "import os, sys; from storage.env import directory; from tests.storage.model import *;"
-            "from tests.storage.test_writer import *; os.mkdir(sys.argv[2]);"
+            "from tests.storage.rig import *; os.mkdir(sys.argv[2]);"
             "directory.create_environment(sys.argv[2], 0, IDENTITY);"
             "w = open_writer(sys.argv[1]); publish(w, 0, [(keys_of(0, 1)[0], b'new', 2)]); w.close()"
         )

@@ -14,7 +14,7 @@ from storage.model import Identity
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import publish
+from tests.storage.rig import publish
 
 
 def packed(scratch: Path, target: Path, group: int, identity: Identity = IDENTITY) -> int:

@@ -15,9 +15,8 @@ from storage.read import states
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
-from tests.storage.one_vbucket import commit, put, system_event
+from tests.storage.rig import commit, purge, put, system_event
 from tests.storage.test_merge import fail_over
-from tests.storage.test_purge import purge
 
 A, B, C = keys_of(0, 3)
 

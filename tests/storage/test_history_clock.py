@@ -12,7 +12,7 @@ from storage.read.view import open_view
 from storage.write.owner import HistoryClock
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import publish, snapshots
+from tests.storage.rig import publish, snapshots
 
 A, B = keys_of(0, 2)
 MINUTE_MS, YEAR_MS = 60_000, 365 * 86_400_000

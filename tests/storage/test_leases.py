@@ -11,8 +11,7 @@ from storage.history.purge import Window
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
-from tests.storage.test_purge import HOUR_MS, purge
-from tests.storage.test_writer import Clock, publish, snapshots
+from tests.storage.rig import HOUR_MS, Clock, publish, purge, snapshots
 
 A, B, C = keys_of(0, 3)
 

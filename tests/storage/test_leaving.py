@@ -9,9 +9,8 @@ from storage.errors import ViewInvalidated
 from storage.model import Collection, FailoverLog, Seqno
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log
-from tests.storage.one_vbucket import DEFAULT, SCOPES, system_event
-from tests.storage.test_writer import crash, open_writer, publish, settle, snapshots, staged
+from tests.storage.model import DEFAULT, SCOPES, keys_of, log
+from tests.storage.rig import crash, open_writer, publish, settle, snapshots, staged, system_event
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

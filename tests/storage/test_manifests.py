@@ -23,10 +23,8 @@ from storage.model import Collection, Identity, Kind, Manifest, ManifestChange, 
 from storage.read import bulk
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter, WriterOptions
-from tests.storage.model import keys_of, log, manifest_at, row, span
-from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import Clock
+from tests.storage.model import DEFAULT, SCOPES, keys_of, log, manifest_at, row, span
+from tests.storage.rig import Clock, commit, purge, put, system_event
 
 A, B = keys_of(0, 2)
 

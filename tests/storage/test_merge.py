@@ -16,11 +16,9 @@ from storage.model import Collection, Seqno
 from storage.read import states, stream
 from storage.read.view import Token, View
 from storage.write.writer import GroupWriter, VbucketWriter
-from tests.storage.model import events, keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, put, system_event
-from tests.storage.test_purge import HOUR_MS
-from tests.storage.test_purge import purge as purge_all
-from tests.storage.test_writer import Clock, publish
+from tests.storage.model import DEFAULT, SCOPES, events, keys_of
+from tests.storage.rig import HOUR_MS, Clock, publish, put, system_event
+from tests.storage.rig import purge as purge_all
 
 NAMES = keys_of(0, 1_000)
 WINDOW = Window(boundaries=1)

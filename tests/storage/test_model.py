@@ -20,7 +20,7 @@ from storage.model import (
     Vbuuid,
 )
 from storage.read.view import Token
-from tests.storage.one_vbucket import DEFAULT, ID, SCOPES
+from tests.storage.model import DEFAULT, ID, SCOPES
 
 
 def test_an_untouched_bucket_has_the_default_collection_alone() -> None:

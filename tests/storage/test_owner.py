@@ -14,7 +14,7 @@ from storage.errors import Locked, StorageError
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of, log
-from tests.storage.test_writer import crash, open_writer, publish, staged
+from tests.storage.rig import crash, open_writer, publish, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 

@@ -15,9 +15,8 @@ from storage.read.point_reads import ReadRun
 from storage.read.view import View
 from storage.write.writer import GroupWriter
 from tests.storage.frames import sealed
-from tests.storage.model import keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
-from tests.storage.test_writer import Clock, publish
+from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, keys_of
+from tests.storage.rig import Clock, commit, publish, put, system_event
 
 
 def test_collections_are_read_by_name_and_a_flush_or_drop_hides_what_is_older(writer: GroupWriter, view: View) -> None:

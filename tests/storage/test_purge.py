@@ -21,23 +21,8 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import stream
 from storage.read.view import View
 from storage.write.writer import GroupWriter
-from tests.storage.model import events, keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, commit, put, system_event
-from tests.storage.test_writer import Clock, publish, snapshots, stage
-
-A, B, C = keys_of(0, 3)
-HOUR_MS = 3_600_000
-
-
-def purge(writer: GroupWriter, window: Window) -> int:
-    """To the end; how many steps it took."""
-    writer.background.purger = Purger(writer.environment, writer.vbids, window, writer.background.leases)
-    steps = 0
-    while (vbid := writer.background.purger.plan(writer.options.clock_ms())) is not None:
-        writer.background.purge(vbid, writer.options.clock_ms())
-        steps += 1
-        assert steps < 10_000
-    return steps
+from tests.storage.model import DEFAULT, SCOPES, A, B, C, events
+from tests.storage.rig import HOUR_MS, Clock, commit, publish, purge, put, snapshots, stage, system_event
 
 
 def seqnos(view: View) -> list[int]:

@@ -12,7 +12,7 @@ from storage.env import directory
 from storage.errors import Unavailable
 from storage.read.view import Time, View, open_view
 from tests.storage.model import IDENTITY, keys_of, log
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.rig import open_writer, publish
 
 KEY, OTHER = keys_of(0, 2)
 

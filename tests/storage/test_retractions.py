@@ -18,10 +18,8 @@ from storage.read import retractions
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pieces, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
-from tests.storage.test_purge import HOUR_MS, purge
-from tests.storage.test_writer import Clock, publish, snapshots
+from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, keys_of
+from tests.storage.rig import HOUR_MS, Clock, commit, publish, purge, put, snapshots, system_event
 
 
 def test_a_rollback_comes_first_then_what_it_retracted_and_restored(writer: GroupWriter, view: View) -> None:

@@ -15,10 +15,8 @@ from storage.read.scan import CHUNK_BYTES
 from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import Pin, View
 from storage.write.writer import GroupWriter
-from tests.storage.model import events, keys_of
-from tests.storage.one_vbucket import DEFAULT, SCOPES, A, B, C, D, commit, put, system_event
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import Clock, publish
+from tests.storage.model import DEFAULT, SCOPES, A, B, C, D, events, keys_of
+from tests.storage.rig import Clock, commit, publish, purge, put, system_event
 
 
 def test_ranges_limits_and_vbuckets(path: str, writer: GroupWriter, view: View) -> None:

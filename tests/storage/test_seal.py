@@ -13,8 +13,8 @@ from storage.read import bulk, stream
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.frames import sealed
-from tests.storage.model import keys_of
-from tests.storage.test_writer import publish
+from tests.storage.model import keys_of, log
+from tests.storage.rig import open_writer, publish
 
 A, B, C = keys_of(0, 3)
 
@@ -46,9 +46,6 @@ READS: dict[str, Callable[[View], object]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_flipped_bit_of_a_value_is_an_error_that_names_the_row(path: str, read: str) -> None:
-    from tests.storage.model import log
-    from tests.storage.test_writer import open_writer
-
     writer = open_writer(path)
     writer.vbuckets[0].save(failover_log=log())
     publish(writer, 0, [(A, b"one", 1), (B, b"two", 2), (C, b"three", 3)])

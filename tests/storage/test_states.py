@@ -9,10 +9,8 @@ from storage.model import Branch, Collection, Seqno
 from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import keys_of, log, manifest_at
-from tests.storage.one_vbucket import A, B, put, system_event
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import Clock, open_writer, publish, stage
+from tests.storage.model import A, B, keys_of, log, manifest_at
+from tests.storage.rig import Clock, open_writer, publish, purge, put, stage, system_event
 
 
 def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:

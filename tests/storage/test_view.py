@@ -15,9 +15,8 @@ from storage.read import validity
 from storage.read.vbucket_reader import Served, VbucketReader, Visible
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.one_vbucket import A, B, put
-from tests.storage.test_purge import purge
-from tests.storage.test_writer import Clock, open_writer, publish
+from tests.storage.model import A, B
+from tests.storage.rig import Clock, open_writer, publish, purge, put
 
 READS = {
     "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",

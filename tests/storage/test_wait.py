@@ -15,7 +15,7 @@ from storage.read.view import View
 from storage.read.wait import POLL_MAX_S, POLL_MIN_S, WriteStatus, next_delay_s, wait_for
 from storage.write.writer import GroupWriter
 from tests.storage.model import keys_of
-from tests.storage.test_writer import open_writer, publish
+from tests.storage.rig import open_writer, publish
 
 A = keys_of(0, 1)[0]
 OLD, NEW, NEWER = 77, 88, 99

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 
 from storage.admin.check import check
 from storage.env import directory
-from storage.env.environment import SHARED
 from storage.errors import NoSuchBoundary, ViewInvalidated
 from storage.format.records import decode_row
 from storage.history.branches import all_branches, purge_row
@@ -32,40 +31,11 @@ from storage.history.purge import Window
 from storage.model import SEQNO_MAX, Branch, Seqno
 from storage.read import bulk, states
 from storage.read.view import Token, View, open_view
-from storage.write.writer import GroupWriter, WriterOptions
 from tests.storage.model import IDENTITY, ModelVbucket, events, keys_of, log, row, span
 from tests.storage.open_readers import OpenReader, Position, begin
+from tests.storage.rig import Clock, crash, open_writer
 
 pytestmark = pytest.mark.usefixtures("small_limits")
-
-
-class Clock:
-    """Milliseconds that rise by one at every look."""
-
-    now = 1_000_000
-
-    def __call__(self) -> int:
-        self.now += 1
-        return self.now
-
-
-def open_writer(
-    path: str, group: int = 0, clock: Callable[[], int] | None = None, map_size: int = 1 << 30, **options: Any
-) -> GroupWriter:
-    return GroupWriter(
-        directory.group_path(path, group),
-        WriterOptions(group=group, identity=IDENTITY, clock_ms=clock or Clock(), map_size=map_size, **options),
-    )
-
-
-def crash(writer: GroupWriter) -> None:
-    """Leave what SIGKILL leaves: the environment as of the last commit, and a free lock."""
-    for vbucket in writer.background.jobs:
-        assert vbucket.job is not None
-        vbucket.job.close()
-    SHARED.release(writer.environment)
-    writer.owner.unlock()
-    writer.owner.closed = True
 
 
 VBIDS = [0, 2]
@@ -432,52 +402,3 @@ def test_every_view_equals_the_model_after_every_step(links_max: int, monkeypatc
 def test_every_view_equals_the_model_after_every_step_of_many(links_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.history.merge.LINKS_MAX", links_max)
     run_state_machine_as_test(Store, settings=settings(LIMITS, max_examples=4000, stateful_step_count=60))
-
-
-@pytest.fixture
-def writer(path: str) -> Iterator[GroupWriter]:
-    opened = open_writer(path)
-    yield opened
-    opened.close()
-
-
-def stage(
-    writer: GroupWriter, end: int, *items: tuple[bytes, bytes | None, int], vbid: int = 0, flush: bool = False
-) -> None:
-    """Stage rows of the open snapshot that ends at `end`, and write them with `flush`."""
-    prefix = writer.vbuckets[vbid].prefix
-    writer.vbuckets[vbid].stage([row(prefix, *item) for item in items], 0, span(items[0][2], end))
-    if flush:
-        writer.commit(flush_open=True)
-
-
-def publish(
-    writer: GroupWriter, vbid: int, items: list[tuple[bytes, bytes | None, int]], end: int | None = None
-) -> None:
-    stage(writer, items[-1][2], *items, vbid=vbid)
-    writer.vbuckets[vbid].publish(end or items[-1][2], items[0][2])
-    writer.commit()
-
-
-def snapshots(writer: GroupWriter, *published: list[tuple[bytes, bytes | None, int]]) -> None:
-    """Publish snapshots of vbucket 0."""
-    for items in published:
-        publish(writer, 0, items)
-
-
-# --- found by the simulation (tests/sim)
-
-
-def staged(writer: GroupWriter, vbid: int, first: int, last: int, end: int) -> None:
-    """Rows first..last of the snapshot that ends at `end`, a key each."""
-    names = keys_of(vbid, 40)
-    prefix = writer.vbuckets[vbid].prefix
-    rows = [row(prefix, names[seqno], b"%d" % seqno, seqno) for seqno in range(first, last + 1)]
-    writer.vbuckets[vbid].stage(rows, 100, span(0, end))
-
-
-def settle(writer: GroupWriter) -> None:
-    """Commit, and take steps until nothing waits."""
-    writer.commit()
-    while writer.step() or writer.has_pending:
-        writer.commit()

@@ -22,7 +22,7 @@ from storage.format.keys import vbid_of
 from storage.model import Collection, FailoverLog, Seqno
 from tests.spark.mirrors import VBUCKETS, SmallMirror, order, orders, scanned
 from tests.spark.source.follower import Follower
-from tests.storage.one_vbucket import commit, put, system_event
+from tests.storage.rig import commit, put, system_event
 
 
 def options(small: SmallMirror, **more: str) -> Options:
