@@ -185,8 +185,8 @@ class Stand:
         self.stalled_streams = self.stalls = 0
         self.address = "node"
         self.clock = clock
-        self.writer = self
-        self.staged_seqno = 5
+        self.writer = self.state = self
+        self.staged_seqno = self.staging_published_seqno = 5
         self.done: list[str] = []
 
     def progressed(self) -> None:

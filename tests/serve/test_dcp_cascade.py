@@ -14,6 +14,7 @@ from mirror.clock import SystemClock
 from mirror.config_reader import validated
 from mirror.errors import NotSupported, SourceTimeout
 from mirror.feed.read.reader import Position, Snapshot, SourceReader, SourceRolledBack
+from mirror.ingest.selection import Selection
 from mirror.inspection.verify import Verifier
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.serve.dcp.connection import SourceContact
@@ -36,7 +37,7 @@ async def cluster() -> AsyncIterator[SandboxCluster]:
         yield running
 
 
-def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
+def mirror_of(cluster: SandboxCluster, path: Path, selection: Selection | None = None, **settings: Any) -> Mirror:
     path.mkdir(exist_ok=True)
     return Mirror(
         path,
@@ -45,6 +46,7 @@ def mirror_of(cluster: SandboxCluster, path: Path, **settings: Any) -> Mirror:
         vbuckets=VBUCKETS,
         password="demo",
         groups=2,
+        selection=selection,
         settings=SETTINGS | settings,
     )
 
@@ -392,6 +394,43 @@ async def test_a_mirror_without_contact_to_its_source_is_no_contact_for_the_next
         assert second.row(0)["lag_seqnos"] == 0
         contact.note({})
         await second.until(lambda: second.row(1)["lag_seqnos"] == 0, "contact")
+
+
+async def test_the_lag_of_a_mirror_of_a_mirror_stays_known_while_the_source_is_written_to(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    """A change may arrive after the last poll of the high seqnos: that does not say that the node is behind."""
+    write(cluster, 20)
+    async with cascade(cluster, tmp_path) as (first, _, second):
+        await level(cluster, first, second)
+        await second.until(lambda: all(second.row(vbid)["lag_seqnos"] == 0 for vbid in range(VBUCKETS)), "the lags")
+        for round_number in range(10):
+            write(cluster, 20, f"round {round_number}")
+            await level(cluster, first, second)
+            assert None not in [second.row(vbid)["lag_seqnos"] for vbid in range(VBUCKETS)]
+
+
+async def test_the_lag_of_one_collection_of_a_mirror_is_known_while_others_are_written_to(
+    cluster: SandboxCluster, tmp_path: Path
+) -> None:
+    cluster.bucket.create_scope("shop")
+    cluster.bucket.create_collection("shop", "carts")
+    write(cluster, 40, "cart", collection="shop.carts")
+    first = mirror_of(cluster, tmp_path / "first")
+    second = mirror_of(cluster, tmp_path / "second", Selection.of(None, ["shop.carts"]))
+    first.start(cluster.connection_string)
+    await level(cluster, first)
+    async with serving_dcp(first.path) as endpoint:
+        second.start(endpoint.url)
+        for prefix in ("more", "again"):
+            await second.until(lambda: all(second.row(vbid)["lag_seqnos"] == 0 for vbid in range(VBUCKETS)), "the lags")
+            write(cluster, 40, prefix)
+            high_seqnos = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
+            for vbid, high_seqno in high_seqnos.items():  # it hears of the others' seqnos
+                await second.until_published(vbid, high_seqno)
+        await second.until(lambda: all(second.row(vbid)["lag_seqnos"] == 0 for vbid in range(VBUCKETS)), "the lags")
+        await second.stop()
+    await first.stop()
 
 
 async def test_nothing_published_goes_back_for_a_mirror_that_is_behind(cluster: SandboxCluster, tmp_path: Path) -> None:

@@ -107,13 +107,12 @@ class MirroredVbucket(VbucketHost):
     @property
     def source_high_seqno(self) -> int | None:
         """The source's high seqno. None while the node is away, does not answer, or has not sent one; also if the node
-        is a mirror that lost its source or is behind this mirror.
+        is a mirror that lost its source, or was behind this mirror when it was polled.
         """
         if self.polled is None or self.source_silent_ms is not None:
             return None
         session, seqno = self.polled
-        behind = session.handshake.by_mirror and seqno < self.writer.state.staging_published_seqno
-        return seqno if session.answers and not behind else None
+        return seqno if session.answers else None
 
     @property
     def in_contact(self) -> bool:

@@ -87,8 +87,10 @@ class SourceWatch:
         session = keeper.session
         if session is None or not session.ready:
             return
+        collections = self._collections.polled_collections
+        published = {each.vbid: each.writer.state.staging_published_seqno for each in self._vbuckets_at(keeper.address)}
         try:
-            seqnos = await fetch_high_seqnos(session.link, self._settings, self._collections.polled_collections)
+            seqnos = await fetch_high_seqnos(session.link, self._settings, collections)
             by_mirror = session.handshake.by_mirror
             lost_ms = await fetch_lost_contact(session.link, self._settings) if by_mirror else {}
         except SourceTimeout as error:
@@ -99,8 +101,10 @@ class SourceWatch:
             return
         for vbucket in self._vbuckets_at(keeper.address):
             vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)
-            if vbucket.vbid in seqnos or self._collections.polled_collections is None:
+            if vbucket.vbid in seqnos or collections is None:
                 seqno = seqnos.get(vbucket.vbid)
+                if by_mirror and collections is None and (seqno or 0) < published.get(vbucket.vbid, 0):
+                    seqno = None  # the node is behind this mirror; a filtered stream passes its collections' seqnos
                 vbucket.polled = None if seqno is None else (session, seqno)
             if vbucket.vbid in seqnos:
                 vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
