@@ -7,11 +7,13 @@ on the requested one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import takewhile
+from typing import TypeVar
 
 from storage.env.environment import Environment
 from storage.env.transaction import Transaction, seek_before
-from storage.errors import CorruptedError, UnknownCollection, ViewInvalidated
+from storage.errors import CorruptedError, StorageError, UnknownCollection, ViewInvalidated
 from storage.format import keys, records
 from storage.format.tokens import Pin, Token
 from storage.history import chain
@@ -28,12 +30,33 @@ KnownUids = dict[int, tuple[Environment, dict[bytes, tuple[bytes, int]]]]
 """By group: by vbucket the position of its manifest's row, and the uid in it."""
 
 
-def published(groups: Groups, known: KnownPositions) -> list[Served]:
+Unreadable = dict[int, StorageError]
+"""By group, why it cannot be read."""
+
+T = TypeVar("T")
+
+
+def _of_groups(
+    groups: Groups, look: Callable[[int], Iterator[tuple[int, T]]], unreadable: Unreadable | None
+) -> dict[int, T]:
+    """Return what `look` finds by vbid, from one vbucket of each group."""
+    found: dict[int, T] = {}
+    for first in groups.vbids[: groups.count]:
+        try:
+            found |= dict(look(first))
+        except StorageError as error:
+            if unreadable is None:
+                raise
+            unreadable[first % groups.count] = error
+    return {vbid: found[vbid] for vbid in groups.vbids if vbid in found}
+
+
+def published(groups: Groups, known: KnownPositions, unreadable: Unreadable | None = None) -> dict[int, Served]:
     """Return what every vbucket of the mirror serves, in rising vbid. With the `known` of an earlier call only what
-    changed since is read.
+    changed since is read. A group that cannot be read raises its error; or, if `unreadable` is given, goes there.
     """
-    found = {}
-    for first in groups.vbids[: groups.count]:  # one of each group
+
+    def look(first: int) -> Iterator[tuple[int, Served]]:
         environment = groups.environment(first)
         with environment.read() as txn:
             kept, commit, before = known.get(first, (None, -1, {}))
@@ -49,16 +72,17 @@ def published(groups: Groups, known: KnownPositions) -> list[Served]:
                     positions[key] = seen
                 known[first] = environment, txn.raw.id(), positions
         for key, (_, _, position) in positions.items():
-            found[int.from_bytes(key)] = position
-    return [found[vbid] for vbid in groups.vbids]
+            yield int.from_bytes(key), position
+
+    return _of_groups(groups, look, unreadable)
 
 
-def manifest_uids(groups: Groups, known: KnownUids) -> dict[int, int]:
+def manifest_uids(groups: Groups, known: KnownUids, unreadable: Unreadable | None = None) -> dict[int, int]:
     """Return the uid of the manifest of each vbucket. With the `known` of an earlier call only the manifests that
-    changed since are read, as far as their uid.
+    changed since are read, as far as their uid. `unreadable` is as in `published`.
     """
-    found = {}
-    for first in groups.vbids[: groups.count]:  # one of each group
+
+    def look(first: int) -> Iterator[tuple[int, int]]:
         environment = groups.environment(first)
         if first not in known or known[first][0] is not environment:
             known[first] = environment, {}
@@ -69,8 +93,9 @@ def manifest_uids(groups: Groups, known: KnownUids) -> dict[int, int]:
                 seen = uids.get(key)
                 if seen is None or seen[0] != at:
                     seen = uids[key] = at, _manifest_uid(txn, key, at)
-                found[int.from_bytes(key)] = seen[1]
-    return found
+                yield int.from_bytes(key), seen[1]
+
+    return _of_groups(groups, look, unreadable)
 
 
 def _manifest_uid(txn: Transaction, vbid_key: bytes, at: bytes) -> int:

@@ -29,7 +29,6 @@ from storage.model import (
     purge_seqno_of,
 )
 from storage.read import changes, validity
-from storage.read.groups import Groups
 from storage.read.large import HEAD_BYTES_MAX, SNAPPY_RATIO_MAX, LargeDocument, large_row
 from storage.read.vbucket_reader import Served, VbucketReader
 
@@ -178,26 +177,24 @@ def _lost_settled(txn: Transaction, lost: Rollback, after_seqno: int) -> bool:
 
 
 class Commits:
-    """Notices publishes at a cost independent of the number of vbuckets. The first call returns all vbuckets."""
+    """Notices a group's publishes. The first call returns all its vbuckets; without a commit one reads nothing."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
+        self._number = -1
         self._seen: dict[int, bytes] = {}
 
-    def news(self, readers: Groups, groups: Mapping[int, int]) -> list[int]:
-        """Return the vbuckets of `groups` (by group one vbucket of it) that serve something new since last time."""
-        found = []
-        for group, vbid in groups.items():
-            reader = readers.reader(vbid)
-            if self._numbers.get(group) == reader.environment.env.info()["last_txnid"]:
-                continue
-            with reader.environment.read() as txn:
-                self._numbers[group] = txn.raw.id()  # a commit that LMDB already counts may not be readable yet
-                for key, data in txn.raw.cursor(reader.pub).iternext():
-                    each = int.from_bytes(key, "big")
-                    if self._seen.get(each) != data:
-                        self._seen[each] = data
-                        found.append(each)
+    def news(self, reader: VbucketReader) -> list[int]:
+        """Return the vbuckets that serve something new. `reader`: of any vbucket of the group. Raises StorageError."""
+        found: list[int] = []
+        if self._number == reader.environment.env.info()["last_txnid"]:
+            return found
+        with reader.environment.read() as txn:
+            self._number = txn.raw.id()  # a commit that LMDB already counts may not be readable yet
+            for key, data in txn.raw.cursor(reader.pub).iternext():
+                vbid = int.from_bytes(key, "big")
+                if self._seen.get(vbid) != data:
+                    self._seen[vbid] = data
+                    found.append(vbid)
         return found
 
 

@@ -29,6 +29,7 @@ from storage.read import scan as scans
 from storage.read.changes import Change, Pieces
 from storage.read.groups import Groups
 from storage.read.point_reads import Found, PointReads
+from storage.read.states import Unreadable
 from storage.read.vbucket_reader import Served
 
 __all__ = [
@@ -124,9 +125,11 @@ class View(PointReads):
         with reader.environment.read() as txn:
             return reader.manifest(txn, validity.served_at(reader, txn, pin, survives_rollback=False).pub.manifest_key)
 
-    def manifest_uids(self) -> dict[int, int]:
-        """Return the uid of each vbucket's manifest. Costs next to nothing if none changed since the last call."""
-        return states.manifest_uids(self.groups, self._known_uids)
+    def manifest_uids(self, unreadable: Unreadable | None = None) -> dict[int, int]:
+        """Return the uid of each vbucket's manifest. Costs next to nothing if none changed since the last call.
+        `unreadable` is as in `published`.
+        """
+        return states.manifest_uids(self.groups, self._known_uids, unreadable)
 
     # -- documents in order (by key: `PointReads`) ----------------------------------------------------------------
 
@@ -214,9 +217,11 @@ class View(PointReads):
         """Return the stored states of `vbids`, in that order."""
         return [self.state(vbid) for vbid in self.vbids]
 
-    def published(self) -> list[Served]:
-        """Return what each of `vbids` serves, in that order: the cheapest way to notice a publish."""
-        return states.published(self.groups, self._known_positions)
+    def published(self, unreadable: Unreadable | None = None) -> dict[int, Served]:
+        """Return what each of `vbids` serves, in that order: the cheapest way to notice a publish. Raises the error of
+        a group that cannot be read, or puts it into `unreadable` and leaves its vbuckets out.
+        """
+        return states.published(self.groups, self._known_positions, unreadable)
 
     def token(self, vbid: int, branch: int | None = None, seqno: int | None = None) -> Token:
         """Return the token of a position of a vbucket, by default of what is published."""

@@ -105,8 +105,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage/read/stream.py",
-        "self._numbers[group] = txn.raw.id()",
-        'self._numbers[group] = reader.environment.env.info()["last_txnid"]',
+        "self._number = txn.raw.id()",
+        'self._number = reader.environment.env.info()["last_txnid"]',
         "tests/storage/test_stream.py -k looks_while",
     ),
     # --- a mirror as the source

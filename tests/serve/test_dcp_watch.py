@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from mirror.clock import SystemClock
 from mirror.serve.dcp import watch as dcp_watch
 from mirror.serve.dcp.watch import Watch
-from storage.errors import StorageError
+from storage.env import directory
+from storage.errors import CorruptedError, StorageError
+from storage.format import records
+from storage.model import Identity, Seqno, SnapshotRange
+from storage.read.vbucket_reader import VbucketReader
 from storage.read.view import View, open_view
+from storage.write.owner import WriterOptions
+from storage.write.writer import GroupWriter
 from tests.serve.kv_rig import Store
 
 
@@ -31,6 +39,42 @@ def test_a_store_that_was_opened_again_is_news(store: Store, view: View) -> None
         views.append(other)
         watch.look()
         assert notified == [1]
+
+
+def test_a_group_that_cannot_be_read_hides_no_news_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followers of the lost group hear of it, too: their next read fails, which ends their streams."""
+    path, identity = str(tmp_path / "data"), Identity("cluster", "orders", "0123456789abcdef", 3, 3)
+    directory.create(path, identity)
+    options = [WriterOptions(group=each, identity=identity, clock_ms=SystemClock().wall_ms) for each in range(3)]
+    writers = [GroupWriter(directory.group_path(path, each.group), each) for each in options]
+    notified: list[int] = []
+    with open_view(path) as view:
+        watch = Watch(lambda: view)
+        for vbid in range(3):
+            watch.follow(vbid, notified.append)
+        watch.look()
+        notified.clear()
+        reader = view.groups.reader
+
+        def lost(vbid: int) -> VbucketReader:
+            if vbid == 1:
+                raise CorruptedError("the group's data file is missing")
+            return reader(vbid)
+
+        monkeypatch.setattr(view.groups, "reader", lost)
+        for vbid in (0, 2):
+            vbucket = writers[vbid].vbuckets[vbid]
+            row = vbucket.prefix + (1).to_bytes(8), records.encode_mutation(b"a", b"v", 1)
+            vbucket.stage([row], 0, SnapshotRange(Seqno(1), Seqno(1)))
+            vbucket.publish(1, 1)
+            writers[vbid].commit()
+        with pytest.raises(CorruptedError):
+            watch.look()
+        assert sorted(notified) == [0, 1, 2]
+    for writer in writers:
+        writer.close()
 
 
 async def test_a_store_that_cannot_be_read_is_tried_again(view: View, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,13 +206,12 @@ def test_a_missing_tombstone_is_reported_to_readers_that_need_it(
 
 def test_changes_are_reported_once(store: Store, view: View) -> None:
     commits = Commits()
-    assert commits.news(view.groups, {0: 0}) == [0]
-    assert commits.news(view.groups, {0: 0}) == []
+    assert commits.news(view.reader(0)) == [0]
+    assert commits.news(view.reader(0)) == []
     store.log(0, (8, 0), (7, 0))
-    assert commits.news(view.groups, {0: 0}) == [], "nothing that is served changed"
+    assert commits.news(view.reader(0)) == [], "nothing that is served changed"
     store.put(b"a", b"v", 1)
-    assert commits.news(view.groups, {}) == []
-    assert commits.news(view.groups, {0: 0}) == [0]
+    assert commits.news(view.reader(0)) == [0]
 
 
 def test_a_publish_is_reported_also_to_who_looks_while_it_is_written(tmp_path: Path) -> None:
@@ -220,14 +219,14 @@ def test_a_publish_is_reported_also_to_who_looks_while_it_is_written(tmp_path: P
     store = Store(tmp_path, vbuckets=1, sync="full")
     with open_view(store.path) as view:
         commits = Commits()
-        commits.news(view.groups, {0: 0})
+        commits.news(view.reader(0))
         for seqno in range(1, 101):
             publish = Thread(target=store.put, args=(b"a", b"v", seqno))
             publish.start()
             found = []
             while publish.is_alive():
-                found += commits.news(view.groups, {0: 0})
-            found += commits.news(view.groups, {0: 0})
+                found += commits.news(view.reader(0))
+            found += commits.news(view.reader(0))
             assert found == [0], seqno
     store.close()
 

@@ -13,8 +13,11 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -26,6 +29,7 @@ from tests.crash.judge import judge
 from tests.crash.load import Load
 from tests.crash.service import Service, gone, until
 from tests.processes import without_rootly_powers
+from tests.serve.kv_rig import free_ports
 
 VBUCKETS = GROUPS = 12
 FLAGS = ("--groups", str(GROUPS), "--workers", "2", "--set", "storage_retry_interval_s=0.3")
@@ -285,6 +289,51 @@ def test_each_damaged_group_is_named_and_the_others_go_on(source: SandboxThread,
             if damage is not cut_short:  # missing pages end the process that reads them: only writers look first
                 with pytest.raises(CorruptedError):
                     view.state(group)
+
+
+@pytest.mark.ci
+def test_a_group_that_is_lost_while_it_runs_silences_no_reader_of_the_others(
+    source: SandboxThread, data: Path, writing: Load, tmp_path: Path
+) -> None:
+    """Streams of changes, a mirror of this mirror and what all vbuckets are asked for go on without the lost group."""
+    http, dcp = free_ports(2)
+    url, changes = f"http://localhost:{http}", {"since": "now"}
+    lost = 1
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            Service(source.connection_string, data, *FLAGS, "--http", str(http), "--dcp", str(dcp))
+        )
+        first.start()
+        wait_progress(first, "the mirror to follow")
+        next_url = f"couchbase://demo@127.0.0.1:{dcp}/{source.cluster.bucket.name}"
+        second = stack.enter_context(
+            Service(next_url, tmp_path / "second", *FLAGS, "--set", "seqno_poll_interval_s=0.2", log=tmp_path / "2.log")
+        )
+        second.start()
+        until("the mirror of the mirror", lambda: (tmp_path / "second" / "mirror.json").exists())
+        wait_progress(second, "the mirror of the mirror to follow")
+        streams = [
+            stack.enter_context(httpx.stream("GET", f"{url}/v1/changes", params=changes | {"vbid": vbid}, timeout=90))
+            for vbid in (0, lost)
+        ]
+        (data / f"group-{lost:04d}").rename(tmp_path / "away")
+        lines = list(streams[1].iter_lines())
+        assert "event: problem" in lines
+        assert "the group's data file is missing" in lines[-2]
+        seqno = published(data, range(1))[0]
+        ids = (line for line in streams[0].iter_lines() if line.startswith("id: "))
+        assert next(text for text in ids if int(text.split(":")[3]) > seqno)
+        assert httpx.get(f"{url}/v1/collections").status_code == 200
+        wait_progress(second, "the others to follow on", range(2, VBUCKETS))
+
+        def rows() -> dict[int, dict[str, Any]]:
+            return {row["vbid"]: row for row in until("a status", second.status)["vbuckets"]}
+
+        until("the lost one to be known", lambda: rows()[lost]["state"] == "waiting")
+        until("the others' lags", lambda: [v for v, row in rows().items() if row["lag_seqnos"] is None] == [lost])
+        for service in (second, first):
+            assert service.terminate() == 0
+            assert not service.tracebacks()
 
 
 @pytest.mark.parametrize("how", ["removed", pytest.param("moved", marks=pytest.mark.ci)])

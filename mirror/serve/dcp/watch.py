@@ -8,6 +8,7 @@ on the number of followers, nor, while nothing happens, of vbuckets.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 
 from mirror.log import get_logger
@@ -28,7 +29,8 @@ class Watch:
     def __init__(self, view: Callable[[], View]) -> None:
         self._view = view
         self._viewed: View | None = None
-        self._commits = Commits()
+        self._commits: defaultdict[int, Commits] = defaultdict(Commits)
+        """By group."""
         self._followers: dict[int, list[News]] = {}
         self._followed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -55,15 +57,26 @@ class Watch:
             self._followed.clear()
 
     def look(self) -> int:
-        """Report news. Returns how many vbuckets serve something else than at the last look."""
+        """Report news. Returns how many vbuckets serve something else than at the last look. Raises StorageError after
+        that if a group cannot be read."""
         view = self._view()
         if view is not self._viewed:  # a group was recreated: all of it is news
-            self._viewed, self._commits = view, Commits()
+            self._viewed = view
+            self._commits.clear()
         group_count = view.identity.group_count
-        found = self._commits.news(view.groups, {vbid % group_count: vbid for vbid in self._followers})
+        found: list[int] = []
+        failed: StorageError | None = None
+        for group, vbid in {vbid % group_count: vbid for vbid in self._followers}.items():
+            try:
+                found += self._commits[group].news(view.groups.reader(vbid))
+            except StorageError as error:  # its streams end as they read it next
+                found += [each for each in self._followers if each % group_count == group]
+                failed = error
         for vbid in found:
             for news in tuple(self._followers.get(vbid, ())):
                 news(vbid)
+        if failed is not None:
+            raise failed
         return len(found)
 
     async def _run(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -33,7 +33,8 @@ from mirror.serve.large import Pieces as LargePieces
 from mirror.serve.large import merged
 from mirror.serve.objects import change_parts, dumps
 from storage.errors import Closed, StorageError, ViewInvalidated
-from storage.read.view import Change, Pieces, Served, Token
+from storage.read.states import Unreadable
+from storage.read.view import Change, Pieces, Served, Token, View
 
 BATCH_EVENTS_MAX = 256
 BATCH_BYTES_MAX = 256 * 1024
@@ -70,7 +71,7 @@ async def get_changes(request: Request) -> Response:
     tokens, timeout_s = service.tokens(parameters)
     position: dict[int, Token]
     if since == "now":
-        now = dict(zip(view.vbids, await service.after(request, tokens, timeout_s, view.published), strict=True))
+        now = await service.after(request, tokens, timeout_s, partial(_served, view, vbids))
         position = {vbid: _token(vbid, now[vbid]) for vbid in vbids}
     else:
         await service.after(request, tokens, timeout_s, lambda: None)
@@ -118,6 +119,16 @@ class EventStream(Response):
             self._streams[self._owner] -= 1
             if not self._streams[self._owner]:
                 del self._streams[self._owner]
+
+
+def _served(view: View, vbids: Iterable[int]) -> dict[int, Served]:
+    """Return what all readable vbuckets serve. Raises the StorageError of a requested one that is not."""
+    unreadable: Unreadable = {}
+    now = view.published(unreadable)
+    for vbid in vbids:
+        if vbid not in now:
+            raise unreadable[vbid % view.identity.group_count]
+    return now
 
 
 def _token(vbid: int, published: Served) -> Token:
@@ -240,7 +251,7 @@ class ChangeStream:
     async def _catch_up(self) -> AsyncGenerator[bytes, None]:
         await self._service.turns.turn()  # every publish wakes every stream
         view = self._service.view
-        now = dict(zip(view.vbids, view.published(), strict=True))
+        now = _served(view, self._vbids)
         for vbid in self._vbids:
             if self._seen.get(vbid) == now[vbid]:
                 continue

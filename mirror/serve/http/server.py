@@ -64,7 +64,7 @@ class HttpServer:
     async def start(self) -> None:
         self._set_date()
         with contextlib.suppress(StorageError):
-            self.service.view.published()  # as in `KvBucket`
+            self.service.view.published({})  # as in `KvBucket`
         for address, listening in self._sockets:
             factory = partial(BoundedProtocol, self._config, self.gate, {"local": address.local})
             tls = self._tls if address.tls else None

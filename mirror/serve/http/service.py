@@ -284,8 +284,8 @@ class Service:
         if self.stale_reads:
             return
         if len(requested) > FEW:
-            published = dict(zip(self.view.vbids, self.view.published(), strict=True))
-            stale = [vbid for vbid in requested if published[vbid].pub.is_stale]
+            published = self.view.published({})  # a read of an unreadable one raises its error
+            stale = [vbid for vbid in requested if vbid in published and published[vbid].pub.is_stale]
         else:
             stale = [vbid for vbid in requested if view.stale(vbid)]
         for vbid in stale:

@@ -14,6 +14,7 @@ from pathlib import Path
 from mirror.clock import Clock
 from storage.env import directory
 from storage.errors import StorageError
+from storage.read.states import Unreadable
 from storage.read.view import Served, View, open_view
 
 WATCH_INTERVAL_S = 0.05
@@ -43,8 +44,12 @@ class Mirror:
             self.close()
 
     def manifest_vbids(self) -> Iterable[int]:
-        """Return a vbucket for each different manifest."""
-        return {uid: vbid for vbid, uid in self.view.manifest_uids().items()}.values()
+        """Return a vbucket for each different manifest. Raises StorageError if no group can be read."""
+        unreadable: Unreadable = {}
+        uids = self.view.manifest_uids(unreadable)
+        if not uids:
+            raise next(iter(unreadable.values()))
+        return {uid: vbid for vbid, uid in uids.items()}.values()
 
     def close(self) -> None:
         if self._view is not None:
@@ -79,10 +84,11 @@ class PublishWatch:
             self.moved = asyncio.get_running_loop().create_future()
 
     async def _look(self) -> None:
-        before: list[Served] | None = None
+        before: tuple[dict[int, Served], set[int]] | None = None
         while True:
             with contextlib.suppress(StorageError):  # each stream gets this error itself and reports it
-                now = self._mirror.view.published()
+                unreadable: Unreadable = {}
+                now = self._mirror.view.published(unreadable), set(unreadable)
                 if now != before:
                     before = now
                     self.wake()

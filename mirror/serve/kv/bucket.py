@@ -9,8 +9,9 @@ copy; a document that a reader may not read is refused whether it exists or not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from typing import TypeVar
 
 from mirror.clock import Clock
 from mirror.log import get_logger
@@ -24,6 +25,7 @@ from storage.errors import NotHeld, StorageError, UnknownCollection, ViewInvalid
 from storage.model import Document, Manifest, VbucketState
 from storage.read import scan, states, stream
 from storage.read.large import LargeDocument, about
+from storage.read.states import Unreadable
 from storage.read.stream import ServedState
 from storage.read.view import Pin, Served, View, open_view
 
@@ -33,6 +35,8 @@ with 1,000 collections, 12 ms, in which one manifest is decoded. Decoding all ta
 
 VISIBLE_MAX = 32
 """Sets of rights whose view of the newest manifest is kept."""
+
+T = TypeVar("T")
 
 log = get_logger("kv")
 
@@ -76,8 +80,7 @@ class KvBucket:
         self._stale_allowed = stale_allowed
         self._open = partial(open_view, data, stale_reads=stale_allowed, verify_reads=verify_reads)
         self.view: View = self._open()
-        with contextlib.suppress(StorageError):
-            self.view.published()  # 30 ms for 1,024 vbuckets, once: not in the first request
+        self.view.published({})  # 30 ms for 1,024 vbuckets, once: not in the first request
         self._files = directory.group_files(self._data, self.view.identity.group_count)
         identity = self.view.identity
         self.name = identity.bucket_name
@@ -182,10 +185,9 @@ class KvBucket:
 
     # -- vbuckets
 
-    def published(self) -> list[tuple[int, Served]]:
-        """Return what each vbucket serves, read once per group. Raises Refused."""
-        with self._reading():
-            return list(zip(self.view.vbids, self.view.published(), strict=True))
+    def published(self) -> dict[int, Served]:
+        """Return what each vbucket that can be read serves, read once per group. Raises Refused if there is none."""
+        return self._of_readable_groups(self.view.published)
 
     def state(self, vbid: int) -> VbucketState:
         if vbid not in self.view.vbids:
@@ -219,11 +221,11 @@ class KvBucket:
     def manifest(self) -> Manifest:
         now = self.clock.monotonic()
         if self._manifest is None or now - self._manifest[0] > MANIFEST_FRESH_S:
+            uids = self._of_readable_groups(self.view.manifest_uids)
+            newest = max(uids.values())
+            if uids.get(self._manifest_vbid) != newest:
+                self._manifest_vbid = next(vbid for vbid, uid in uids.items() if uid == newest)
             with self._reading():
-                uids = self.view.manifest_uids()
-                newest = max(uids.values())
-                if uids.get(self._manifest_vbid) != newest:
-                    self._manifest_vbid = next(vbid for vbid, uid in uids.items() if uid == newest)
                 self._manifest = (now, self.view.manifest(self._manifest_vbid))
         return self._manifest[1]
 
@@ -240,6 +242,15 @@ class KvBucket:
         return found
 
     # -- the store below
+
+    def _of_readable_groups(self, look: Callable[[Unreadable], dict[int, T]]) -> dict[int, T]:
+        """Return what `look` finds by vbid: one lost group leaves the others in service. Raises Refused if all are."""
+        unreadable: Unreadable = {}
+        found = look(unreadable)
+        refused = [self.failed(error) for error in unreadable.values()]
+        if not found:
+            raise refused[0]
+        return found
 
     @contextlib.contextmanager
     def _reading(self, invalidated: Status | None = None) -> Iterator[None]:

@@ -259,7 +259,7 @@ def _all_vb_seqnos(bucket: KvBucket, collection_id: int | None) -> Iterator[Repl
     """
     seqnos = []
     ends_s = perf_counter() + STEP_S
-    for vbid, published in bucket.published():
+    for vbid, published in bucket.published().items():
         if published.pub.is_stale:
             continue
         newest = int(published.pub.seqno)

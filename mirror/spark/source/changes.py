@@ -138,7 +138,7 @@ class LocalChanges(ChangesDriver):
         self._hold(start)
         lags: dict[int, Lag] = {}
         again: set[int] = set()
-        for vbid, published in zip(self._view.vbids, self._view.published(), strict=True):
+        for vbid, published in self._view.published().items():
             at = start.of(vbid)
             now = (published.pub.branch, published.pub.seqno, published.history_id)
             if vbid not in self._vbids or (vbid in self._known and place(at) == now):
