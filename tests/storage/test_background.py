@@ -8,12 +8,9 @@ import storage.history.index
 import storage.history.purge
 import storage.read.scan
 from storage.admin.check import check
-from storage.errors import NoSuchBoundary
 from storage.read.view import open_view
-from storage.write.writer import GroupWriter
 from tests.storage.model import log
-from tests.storage.rig import Clock, crash, open_writer, publish, settle, stage, staged
-from tests.storage.test_writer import KEYS
+from tests.storage.rig import crash, open_writer, settle, stage, staged
 
 pytestmark = pytest.mark.usefixtures("small_limits")
 
@@ -71,15 +68,3 @@ def test_rows_of_the_next_snapshot_on_disk_while_key_rows_of_the_last_are_made_g
         assert sorted(int(each.seqno) for each in view.scan(0)) == list(range(1, 19))
     assert check(path).problems == []
     writer.close()
-
-
-def test_leases_end_by_the_history_clock_whatever_the_wall_clock_says(writer: GroupWriter, clock: Clock) -> None:
-    publish(writer, 0, [(KEYS[0][0], b"v", 1)])
-    branch = writer.vbuckets[0].state.branch
-    writer.background.lease("job", {0: (branch, 1)}, clock.now + 60_000)
-    assert writer.background.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)
-    assert not writer.background.renew_lease("other", {0: (branch, 1)}, clock.now + 60_000)
-    with pytest.raises(NoSuchBoundary, match="is not kept"):
-        writer.background.lease("job", {0: (branch + 7, 1)}, clock.now + 60_000)
-    writer.background.leases.prune(writer.owner.clock.now_ms() + 61_000)
-    assert not writer.background.renew_lease("job", {0: (branch, 1)}, clock.now + 60_000)

@@ -18,11 +18,10 @@ from storage.env import directory
 from storage.env.environment import SHARED, Environment, storage_error
 from storage.env.transaction import Transaction
 from storage.errors import Closed, CorruptedError, DeviceFailed, Full, Locked, ReadOnly, StorageError
-from storage.format import keys, records
-from storage.model import BranchReason
+from storage.format import keys
 from storage.read.view import open_view
 from storage.write.writer import GroupWriter
-from tests.processes import ProcessGroup, without_rootly_powers
+from tests.processes import without_rootly_powers
 from tests.storage.model import keys_of
 from tests.storage.rig import Clock, open_writer, publish
 
@@ -136,36 +135,6 @@ def test_two_views_of_one_process_share_an_environment_and_the_last_one_closes_i
     assert not any(real.startswith(os.path.realpath(path)) for real in SHARED.open)
     with pytest.raises(Closed):
         two.state(0)
-
-
-READER = """
-import sys
-from dataclasses import replace
-from storage.read.view import open_view
-view = open_view(sys.argv[1], map_size=1 << 20)
-print(view.get(sys.argv[2]) is not None, flush=True)
-sys.stdin.readline()
-print(len(view.get(sys.argv[2]).value), flush=True)
-"""
-
-
-def test_a_reader_takes_over_a_map_that_the_writer_grew(path: str) -> None:
-    writer = open_writer(path, map_size=1 << 20)
-    key = keys_of(0, 1)[0]
-    publish(writer, 0, [(key, b"x", 1)])
-    command = [sys.executable, "-c", READER, path, key.decode()]
-    with ProcessGroup(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as reader:
-        assert reader.stdout is not None
-        assert reader.stdin is not None
-        assert reader.stdout.readline() == "True\n"
-        for number in range(8):
-            publish(writer, 0, [(key, b"y" * 1_000_000, number + 2)])
-        assert writer.figures()["map_bytes"] > 1 << 20
-        reader.stdin.write("\n")
-        reader.stdin.flush()
-        assert reader.stdout.readline() == "1000000\n"
-        assert reader.wait(60) == 0
-    writer.close()
 
 
 def test_handles_are_opened_once_and_trees_are_named_when_missing(path: str) -> None:
@@ -311,19 +280,6 @@ def test_a_reader_that_may_not_write_the_lock_file_gets_an_error_about_that_file
     ).stdout
     os.chmod(lock, 0o600)
     assert said.startswith(f"{lock} a reader needs write access to this file alone")
-
-
-def test_the_newest_branch_is_the_vbuckets_own(writer: GroupWriter) -> None:
-    environment = writer.environment
-    txn = Transaction(environment, environment.begin(write=True))
-    row = records.BranchRow(1, 0, 0, BranchReason.ABANDONED, 1)
-    txn.put(keys.DB_BRANCH, keys.BRANCH_KEY.pack(0, 9), records.encode_branch(row))
-    assert (txn.newest_branch(0), txn.newest_branch(2)) == (9, 1)
-    assert txn.delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(2, 1))
-    assert not txn.delete(keys.DB_BRANCH, keys.BRANCH_KEY.pack(2, 1))
-    assert txn.newest_branch(2) == 0
-    assert txn.newest_branch(1) == 0
-    txn.raw.abort()
 
 
 @pytest.mark.parametrize("tree", [keys.DB_PUB, keys.DB_STATE])

@@ -16,20 +16,6 @@ from tests.storage.rig import HOUR_MS, Clock, publish, purge, snapshots
 A, B, C = keys_of(0, 3)
 
 
-def test_the_floor_stays_below_what_is_held_until_the_lease_ends(writer: GroupWriter, view: View, clock: Clock) -> None:
-    for seqno in range(1, 6):
-        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-    writer.background.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
-    purge(writer, Window(boundaries=1))
-    assert writer.vbuckets[0].state.history_floor_seqno == 3
-    held = view.get(A, as_of=3)
-    assert held is not None
-    assert held.value == b"3"
-    clock.now += HOUR_MS
-    purge(writer, Window(boundaries=1))
-    assert writer.vbuckets[0].state.history_floor_seqno == 5
-
-
 def test_a_position_between_boundaries_holds_the_one_below_it(writer: GroupWriter, view: View, clock: Clock) -> None:
     snapshots(writer, [(A, b"1", 1)], [(A, b"4", 4), (B, b"5", 5)], [(A, b"6", 6)])
     writer.background.lease("job", {0: (1, 4)}, clock.now + HOUR_MS)
@@ -43,11 +29,11 @@ def test_a_released_lease_holds_nothing_and_an_unknown_one_cannot_be_renewed(
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
-    assert writer.background.leases.renew("job", {0: (1, 1)}, clock.now + 2 * HOUR_MS, clock.now)
+    assert writer.background.renew_lease("job", {0: (1, 1)}, clock.now + 2 * HOUR_MS)
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 1
     writer.background.leases.release("job")
-    assert not writer.background.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
+    assert not writer.background.renew_lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 3
 
@@ -59,7 +45,7 @@ def test_a_lease_that_ended_is_not_renewed_but_judged_again(writer: GroupWriter,
     clock.now += 2_000
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 3
-    assert not writer.background.leases.renew("job", {0: (1, 1)}, clock.now + HOUR_MS, clock.now)
+    assert not writer.background.renew_lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
     with pytest.raises(NoSuchBoundary, match="1:1 is not kept"):
         writer.background.lease("job", {0: (1, 1)}, clock.now + HOUR_MS)
 
@@ -68,7 +54,7 @@ def test_other_positions_under_a_name_are_no_renewal(writer: GroupWriter, clock:
     for seqno in range(1, 4):
         publish(writer, 0, [(A, b"%d" % seqno, seqno)])
     writer.background.lease("job", {0: (1, 3)}, clock.now + HOUR_MS)
-    assert not writer.background.leases.renew("job", {0: (1, 2)}, clock.now + HOUR_MS, clock.now)
+    assert not writer.background.renew_lease("job", {0: (1, 2)}, clock.now + HOUR_MS)
     writer.background.lease("job", {0: (1, 2)}, clock.now + HOUR_MS)
     purge(writer, Window(boundaries=1))
     assert writer.vbuckets[0].state.history_floor_seqno == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -103,13 +104,6 @@ def test_tombstones_of_the_first_backfill_stay_for_the_window_too(
     assert writer.vbuckets[0].state.local_purge_seqno == 2
 
 
-def test_a_tombstone_above_the_floor_stays(writer: GroupWriter, view: View) -> None:
-    snapshots(writer, [(A, b"1", 1)], [(B, b"1", 2)], [(A, None, 3)])
-    purge(writer, Window(boundaries=2))
-    assert seqnos(view) == [1, 2, 3]
-    assert writer.vbuckets[0].state.local_purge_seqno == 0
-
-
 def test_rows_of_a_dropped_collection_go_when_the_drop_is_history(
     writer: GroupWriter, view: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,32 +147,6 @@ def test_retracted_rows_wait_for_the_window_and_rows_never_published_do_not(
     assert seqnos(view) == [1]
 
 
-def test_a_resync_that_was_given_up_leaves_nothing_behind(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"1", 1)])
-    writer.vbuckets[0].begin_resync()
-    stage(writer, 9, (B, b"2", 1), (C, b"2", 2), flush=True)
-    purge(writer, Window(time_ms=HOUR_MS))
-    assert writer.vbuckets[0].state.staged_seqno == 2  # under way: untouched
-    writer.vbuckets[0].abandon()
-    purge(writer, Window(time_ms=HOUR_MS))
-    with writer.environment.read() as txn:
-        assert [key for key, _ in txn.cursor(b"v0") if key[:4] != b"\0\0\0\1"] == []
-    assert seqnos(view) == [1]
-
-
-def test_the_old_copy_goes_when_a_resync_took_its_place(writer: GroupWriter, view: View) -> None:
-    publish(writer, 0, [(A, b"old", 1), (B, b"old", 2)])
-    writer.vbuckets[0].begin_resync()
-    purge(writer, Window(time_ms=HOUR_MS))
-    with writer.environment.read() as txn:
-        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 3
-    publish(writer, 0, [(A, b"new", 1)])  # no token and no as-of reaches the old copy from here on
-    purge(writer, Window(time_ms=HOUR_MS))
-    with writer.environment.read() as txn:
-        assert sum(key[:4] == b"\0\0\0\1" for key, _ in txn.cursor(b"v0")) == 0
-    assert [(d.key, d.value) for d in view.scan(0)] == [(A, b"new")]
-
-
 def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
     writer: GroupWriter, view: View, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,19 +159,6 @@ def test_a_snapshot_larger_than_many_steps_does_not_hide_the_boundary_behind_it(
             writer.background.purge(vbid, clock.now)
     assert writer.vbuckets[0].state.history_floor_seqno == 60
     assert seqnos(view) == [59, 60]
-
-
-def test_a_step_removes_no_more_than_its_share(writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.history.purge, "STEP_ROWS", 5)
-    snapshots(writer, [(A, b"x", seqno) for seqno in range(1, 101)], [(B, b"x", 101)])
-    writer.background.purger = Purger(writer.environment, writer.vbids, Window(boundaries=1))
-    counts = []
-    while (vbid := writer.background.purger.plan(0)) is not None:
-        writer.background.purge(vbid, 0)
-        with writer.environment.read() as txn:
-            counts.append(txn.stat(b"v0")["entries"])
-    assert max(before - after for before, after in zip([103, *counts], counts, strict=False)) <= 2 * 5 + 2
-    assert counts[-1] == 2 + 1  # the newest of each key, and one boundary
 
 
 def broken_backfill(writer: GroupWriter) -> None:
@@ -251,16 +206,21 @@ def test_snapshots_that_break_leave_no_branches_behind(writer: GroupWriter, view
     ]
 
 
-def test_resyncs_that_are_given_up_leave_no_branches_behind(writer: GroupWriter) -> None:
+def test_resyncs_that_are_given_up_leave_nothing_behind(writer: GroupWriter, view: View) -> None:
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     for _ in range(50):
         writer.vbuckets[0].begin_resync()
         stage(writer, 9, (C, b"staged", 1), flush=True)
+    purge(writer, Window(time_ms=HOUR_MS))
+    assert writer.vbuckets[0].state.staged_seqno == 1, "the last one goes on"
     newest = writer.vbuckets[0].state.staging_branch
     writer.vbuckets[0].rollback(2)
     assert writer.vbuckets[0].state.branch == newest + 1
     purge(writer, Window(time_ms=HOUR_MS))
     assert branch_count(writer) == 2
+    with writer.environment.read() as txn:
+        assert [key for key, _ in txn.cursor(b"v0") if key[:4] != b"\0\0\0\1"] == []
+    assert seqnos(view) == [1, 2]
 
 
 def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
@@ -273,27 +233,13 @@ def test_a_lookup_costs_the_same_after_any_number_of_failovers() -> None:
             looked.append(index)
             return super().__getitem__(index)
 
-        def __iter__(self) -> Iterator[chain.ChainLink]:
-            for link in super().__iter__():
-                looked.append(link.branch)
-                yield link
+        def __iter__(self) -> Any:
+            raise AssertionError("it looks at each link")
 
-    class OneVersion:
-        """A cursor on a key whose only version is on the oldest branch."""
-
-        def set_key(self, key: bytes) -> bool:
-            return True
-
-        last_dup = lambda self: True  # noqa: E731
-        value = lambda self: keys.DUP.pack(1, 5, 0x57)  # noqa: E731
-
-    counts = []
-    for length in (10, 3_000):
-        links = Counted(chain.ChainLink(number, 10 * number, 10 * number + 10) for number in range(length, 0, -1))
-        looked.clear()
-        assert chain.newest_version(OneVersion(), A, links) == keys.DUP.pack(1, 5, 0x57)
-        counts.append(len(looked))
-    assert counts[1] <= counts[0] + 10
+    links = Counted(chain.ChainLink(number, 10 * number, 10 * number + 10) for number in range(3_000, 0, -1))
+    only_version = Mock(**{"value.return_value": keys.DUP.pack(1, 5, 0x57)})  # on the oldest branch
+    assert chain.newest_version(only_version, A, links) == keys.DUP.pack(1, 5, 0x57)
+    assert 0 < len(looked) < 20
 
 
 class Looked(Transaction):
@@ -324,17 +270,8 @@ class Looked(Transaction):
         return Cursor()
 
 
-@pytest.mark.parametrize(
-    "window",
-    [
-        Window(time_ms=HOUR_MS),
-        Window(boundaries=100_000),
-        Window(size_bytes=1 << 30),
-        Window(time_ms=HOUR_MS, boundaries=100_000, size_bytes=1 << 30),
-    ],
-    ids=["time", "boundaries", "bytes", "all"],
-)
-def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: GroupWriter, window: Window) -> None:
+def test_a_look_for_work_costs_the_same_however_much_history_is_kept(writer: GroupWriter) -> None:
+    window = Window(time_ms=HOUR_MS, boundaries=100_000, size_bytes=1 << 30)
     looks = []
     for count in (10, 500):
         first = int(writer.vbuckets[0].state.published_seqno) + 1

@@ -155,30 +155,6 @@ def test_records_that_cannot_be_read_are_named(data: bytes | None) -> None:
         records.decode_branch(data)
 
 
-def test_keys_and_references_are_taken_apart_in_one_place() -> None:
-    frame = records.encode_mutation(b"key", b"value", 77, collection_id=300)
-    row_key = records.row_key(keys.PREFIX.pack(5), 77)
-    ((wire_key, reference),) = records.key_rows([(row_key, frame)])
-    assert records.key_of(frame) == wire_key == keys.encode_collection_id(300) + b"key"
-    assert (records.branch_of(reference), records.seqno_of(reference), records.kind_of(reference)) == (5, 77, 0x57)
-    assert reference[records.ROW_KEY] == row_key == reference[records.BRANCH] + reference[records.SEQNO]
-    assert row_key == reference[records.BRANCH] + row_key[records.AFTER_BRANCH]
-    assert records.seqno_of(row_key + keys.BOUNDARY_SUFFIX) == 77
-    assert not records.is_system_event(frame)
-
-
-@given(st.tuples(U32, U64), st.tuples(U32, U64))
-def test_row_keys_sort_as_their_numbers(a: tuple[int, int], b: tuple[int, int]) -> None:
-    assert (keys.ROW.pack(*a) < keys.ROW.pack(*b)) == (a < b)
-
-
-@given(U32, st.integers(0, 2**64 - 2))
-def test_a_boundary_sorts_right_behind_its_row(branch: int, seqno: int) -> None:
-    boundary = keys.ROW.pack(branch, seqno) + keys.BOUNDARY_SUFFIX
-    assert keys.ROW.pack(branch, seqno) < boundary < keys.ROW.pack(branch, seqno + 1)
-    assert len(boundary) == keys.BOUNDARY_KEY_SIZE
-
-
 @given(U32, st.binary(max_size=246))
 def test_a_prefixed_key_comes_apart_again(collection_id: int, key: bytes) -> None:
     assert keys.split_key(keys.encode_collection_id(collection_id) + key) == (collection_id, key)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from storage.history.purge import Window
-from storage.model import Branch, Collection, Seqno
+from storage.model import Branch
 from storage.read import states
 from storage.read.view import View, open_view
 from storage.write.writer import GroupWriter
-from tests.storage.model import A, B, keys_of, log, manifest_at
-from tests.storage.rig import Clock, open_writer, publish, purge, put, stage, system_event
-
-
-def test_states_speak_of_all_vbuckets(path: str, writer: GroupWriter, view: View) -> None:
-    publish(writer, 2, [(keys_of(2, 1)[0], b"x", 5)])
-    assert [(s.vbid, s.published_seqno) for s in view.states()] == [(0, 0), (1, 0), (2, 5), (3, 0)]
+from tests.storage.model import A, B, keys_of, log
+from tests.storage.rig import Clock, open_writer, publish, purge, put, stage
 
 
 def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: View, clock: Clock) -> None:
@@ -23,7 +18,9 @@ def test_what_is_published_and_how_far_back_it_goes(writer: GroupWriter, view: V
     clock.now = 5_000
     put(writer, A, 1, publish=True)
     first = view.published()
-    assert [each.pub.seqno for each in first.values()] == [1, 0, 0, 0]
+    assert (
+        [each.pub.seqno for each in first.values()] == [each.published_seqno for each in view.states()] == [1, 0, 0, 0]
+    )
     past = view.history(0)
     assert (past.floor_seqno, past.floor_ms, past.resyncs_ms) == (1, view.boundaries(0)[-1].time_ms, ())
     writer.vbuckets[0].begin_resync()
@@ -117,14 +114,6 @@ def test_the_published_position_is_seen_from_a_readers_position(writer: GroupWri
         None,
         None,
     ]
-
-
-def test_collections_are_those_of_the_position(writer: GroupWriter, view: View) -> None:
-    orders = Collection(8, 0, "orders", Seqno(2))
-    put(writer, A, 1)
-    system_event(writer, 2, Collection(0, 0, "_default", Seqno(0)), orders, scopes={0: "_default"}, publish=True)
-    assert sorted(manifest_at(view, 1, 1).collections) == [0]
-    assert sorted(manifest_at(view, 1, 2).collections) == [0, 8]
 
 
 KEYS = keys_of(0, 4)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from storage.errors import Closed, NoSuchBoundary, StorageError, ViewInvalidated
 from storage.format import keys
+from storage.history.chain import ChainLink
 from storage.history.purge import Window
 from storage.read import validity
 from storage.read.vbucket_reader import Served, VbucketReader, Visible
 from storage.read.view import Time, View, open_view
 from storage.write.writer import GroupWriter
 from tests.storage.model import A, B
-from tests.storage.rig import Clock, open_writer, publish, purge, put
+from tests.storage.rig import Clock, publish, purge, put, snapshots
 
 READS = {
     "boundaries", "changes", "changes_between", "check_since", "check_way", "close", "count", "exists", "find", "get",
@@ -30,29 +32,20 @@ def test_a_view_has_the_reads_that_are_documented_and_no_others() -> None:
     assert all(getattr(View, name).__doc__ for name in READS)
 
 
-def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter) -> None:
-    put(writer, A, 1, publish=True)
+def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the middle of a read."""
+    monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
+    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
     with open_view(path) as view:
         assert view.exists(A)
         assert view.vbid_of(A) == 0
-    with pytest.raises(Closed, match="the view is closed"):
-        view.get(A)
-    view.close()
-
-
-def test_a_read_of_a_view_that_was_closed_says_so(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
-    writer = open_writer(path)
-    publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
-    writer.close()
-    view = open_view(path)
-    reads = [view.scan(0), view.changes(0)]
-    for read in reads:
-        next(read)
-    view.close()
-    for read in reads:
-        with pytest.raises(Closed, match="the view is closed"):
+        reads = [view.scan(0), view.changes(0)]
+        for read in reads:
             next(read)
+    for ended in (lambda: view.get(A), *(read.__next__ for read in reads)):
+        with pytest.raises(Closed, match="the view is closed"):
+            ended()
+    view.close()
 
 
 def _read_in_child(view: object, results: object) -> None:
@@ -128,59 +121,26 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
     assert looks == 7
 
 
-def check(view: View, pinned: Served) -> None:
+def test_what_ends_a_read_is_said(writer: GroupWriter, view: View) -> None:
+    """A later snapshot ends none, a rollback that of what is served alone, the purger all."""
+    snapshots(writer, *([(A, b"%d" % seqno, seqno)] for seqno in (1, 2, 3)))
     reader = view.reader(0)
     with reader.environment.read() as txn:
-        validity.check(reader, txn, pinned)
+        served, pinned = reader.served(txn), validity.served_at(reader, txn, view.pin(0))
 
+    def check(read: Served) -> None:
+        with reader.environment.read() as txn:
+            validity.check(reader, txn, read)
 
-def served_and_pinned(view: View) -> tuple[Served, Served]:
-    """The positions of a scan and of a reader that survives rollbacks."""
-    reader = view.reader(0)
-    with reader.environment.read() as txn:
-        return reader.served(txn), validity.served_at(reader, txn, view.pin(0))
-
-
-def fill(writer: GroupWriter) -> None:
-    for seqno in (1, 2, 3):
-        publish(writer, 0, [(A, b"%d" % seqno, seqno)])
-
-
-def test_a_later_snapshot_ends_no_read(writer: GroupWriter, view: View) -> None:
-    fill(writer)
-    served, pinned = served_and_pinned(view)
     publish(writer, 0, [(A, b"4", 4)])
-    check(view, served)
-    check(view, pinned)
-
-
-def test_a_rollback_ends_a_scan_above_its_boundary_but_not_a_position(writer: GroupWriter, view: View) -> None:
-    fill(writer)
-    served, pinned = served_and_pinned(view)
+    check(served)
     writer.vbuckets[0].rollback(2)
     with pytest.raises(ViewInvalidated, match="a rollback or resync passed seqno 3"):
-        check(view, served)
-    check(view, pinned)
-    for each in served_and_pinned(view):
-        check(view, each)
-
-
-def test_the_purger_ends_every_read_below_the_floor(writer: GroupWriter, view: View) -> None:
-    fill(writer)
-    both = served_and_pinned(view)
+        check(served)
+    check(pinned)
     publish(writer, 0, [(A, b"4", 4)])
     purge(writer, Window(boundaries=1))
-    for each in both:
-        with pytest.raises(ViewInvalidated, match="history before seqno 4 is gone"):
-            check(view, each)
-
-
-def test_a_branch_that_is_not_there_any_more_ends_a_read(writer: GroupWriter, view: View) -> None:
-    fill(writer)
-    reader = view.reader(0)
-    with reader.environment.read() as txn:
-        links = reader.served(txn).links
-        validity.check_unmoved(reader, txn, links)
-        for other in ((links[0], links[0]), (type(links[0])(9, 0, 3),)):
-            with pytest.raises(ViewInvalidated, match="merged or removed"):
-                validity.check_unmoved(reader, txn, other)
+    removed = replace(pinned, links=(ChainLink(9, 0, 3),))
+    for read, words in ((pinned, "history before seqno 4 is gone"), (removed, "merged or removed")):
+        with pytest.raises(ViewInvalidated, match=words):
+            check(read)
