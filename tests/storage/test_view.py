@@ -36,6 +36,7 @@ def test_a_view_that_was_closed_says_so(path: str, writer: GroupWriter, monkeypa
     """Also in the middle of a read."""
     monkeypatch.setattr("storage.read.scan.CHUNK_ROWS", 1)
     publish(writer, 0, [(A, b"1", 1), (B, b"1", 2)])
+    writer.close()
     with open_view(path) as view:
         assert view.exists(A)
         assert view.vbid_of(A) == 0
@@ -123,7 +124,7 @@ def test_what_a_vbucket_serves_is_looked_at_once_a_commit_and_never_used_in_anot
 
 def test_what_ends_a_read_is_said(writer: GroupWriter, view: View) -> None:
     """A later snapshot ends none, a rollback that of what is served alone, the purger all."""
-    snapshots(writer, *([(A, b"%d" % seqno, seqno)] for seqno in (1, 2, 3)))
+    snapshots(writer, [(A, b"1", 1)], [(A, b"2", 2)], [(A, b"3", 3)])
     reader = view.reader(0)
     with reader.environment.read() as txn:
         served, pinned = reader.served(txn), validity.served_at(reader, txn, view.pin(0))
