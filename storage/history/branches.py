@@ -1,8 +1,8 @@
-"""The branches of a vbucket: their rows, and opening them for a rollback, abandoned rows or a resync.
+"""The branches of a vbucket: reads their records and opens new ones for a rollback, abandoned rows or a resync.
 
-Each function works inside one write transaction given by the writer and leaves the vbucket whole: `branch`, `pub`,
-`state`, `rollback` and the boundary row change together or not at all. Rows of the branch that is left are not touched;
-they are hidden by the cut and removed later by the purger. Branch numbers rise and are never reused.
+Each function works in a write transaction of the writer. It changes `branch`, `pub`, `state`, `rollback` and the
+boundary row together or not at all. Rows of the old branch stay in place: the cut hides them, and the purger removes
+them later. Branch numbers rise and are never reused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from storage.model import (
 )
 
 HISTORY_IDS_MAX = 512
-"""Most history ids of one branch, one for each owner that published on it. Positions of older ones are refused. A
-service that cron starts each minute is an owner each time; a full row takes 10 KiB.
+"""Most history ids of one branch, one for each owner that published on it. Positions with an older id are refused. If
+cron starts the service each minute, each start is a new owner. A full row takes 10 KiB.
 """
 
 
@@ -39,17 +39,17 @@ class Moment(NamedTuple):
     wall_ms: int
     """Milliseconds since 1970, for people and for reads as of a time."""
     history_ms: int
-    """`HistoryClock`, for what depends on age."""
+    """Time of the `HistoryClock`, for decisions that depend on age."""
 
 
 NEVER = Moment(0, 0)
 
 
 class BoundaryCounters(NamedTuple):
-    """Sums over the boundaries of a chain, kept to avoid a walk."""
+    """Running totals of a chain; each boundary stores them, so no walk is needed."""
 
     ordinal: int = 0
-    """Of the newest boundary; 0: there is none yet."""
+    """The newest boundary's ordinal; 0: there is no boundary yet."""
     row_bytes: int = 0
     """Bytes of all rows of the chain so far."""
 
@@ -58,13 +58,13 @@ class PurgeRow(NamedTuple):
     """The purger's position in a vbucket; zeros before the first purge."""
 
     purged_seqno: int = 0
-    """Up to here the purger has looked."""
+    """The purger has looked at rows up to here."""
     local_purge_seqno: int = 0
-    """The newest tombstone that it took."""
+    """The newest tombstone that the purger removed."""
     chain_id: int = 0
-    """Drawn at random whenever branches are merged or forgotten, which makes remembered chains void."""
+    """A random number. A new one tells readers to load the chains that they remember again."""
     resyncs_gone: int = 0
-    """Resyncs that readers saw and whose branches were forgotten."""
+    """Number of resyncs that readers saw and whose branches were forgotten."""
 
 
 Known = dict[int, records.BranchRow]
@@ -86,7 +86,7 @@ def change_purge_row(txn: Transaction, vbid: int, **fields: int) -> None:
 
 
 def draw_chain_id(txn: Transaction, vbid: int, **fields: int) -> None:
-    """Have readers read the vbucket's chains again."""
+    """Make readers load the vbucket's chains again."""
     change_purge_row(txn, vbid, chain_id=secrets.randbits(64) or 1, **fields)
 
 
@@ -131,7 +131,9 @@ def counters_at_end(txn: Transaction, state: VbucketState) -> BoundaryCounters:
 
 
 def newest_moment(txn: Transaction, vbid: int) -> Moment:
-    """Return the time of the newest published boundary or of the served branch; zeros if nothing was published."""
+    """Return the time of the newest published boundary or the served branch, the later one; zeros before the first
+    publish.
+    """
     pub = txn.pub(vbid)
     served = get_branch(txn, vbid, pub.branch)
     opened = Moment(served.time_ms, served.history_ms)
@@ -159,16 +161,18 @@ def change_branch(txn: Transaction, vbid: int, branch: int, **fields: Any) -> No
 
 
 def resyncs(txn: Transaction, vbid: int) -> tuple[tuple[int, ...], int]:
-    """Return when readers first saw each resynced copy whose branch is left, and how many resyncs they ever saw."""
+    """Return the times at which readers first saw each resynced copy that is still stored, and the count of all such
+    copies.
+    """
     rows = all_branches(txn, vbid).values()
     moments = tuple(row.time_ms for row in rows if row.reason == BranchReason.RESYNC and row.time_ms)
     return moments, purge_row(txn, vbid).resyncs_gone + len(moments)
 
 
 def forget(txn: Transaction, vbid: int, numbers: list[int]) -> None:
-    """Remove what is left of branches without rows: their rows in `branch`, copies of boundaries, leaps, manifests.
+    """Remove the records of branches that have no rows: `branch`, `span`, `manifest` and the copied boundary.
 
-    Their numbers are not used again: the newest branch is never one of them.
+    The newest branch is never among them, so no number is used again.
     """
     resyncs_gone = purge_row(txn, vbid).resyncs_gone
     for number in numbers:
@@ -191,18 +195,17 @@ def with_history(history_ids: records.HistoryIds, history_id: int, above_seqno: 
 
 
 def begin_history(txn: Transaction, vbid: int) -> None:
-    """Begin a new history id for positions above the published one, as each owner does.
+    """Begin a new history id for positions above the published one. Each new owner calls this.
 
-    Commits that readers saw may have been undone (by a power cut, an older copy of the file, a restored volume).
-    Positions that readers got above the published one must differ from those of the next commits. Readers that stayed
-    open read their chains again.
+    A power cut, an older copy of the file or a restored volume may have undone commits that readers saw. The new id
+    tells their positions from those of the next commits. Readers that stayed open load their chains again.
     """
     history_id = txn.environment.history_id
     pub = txn.pub(vbid)
     staging = txn.state_row(vbid).staging_branch
     history_ids = get_branch(txn, vbid, pub.branch).history_ids
     change_branch(txn, vbid, pub.branch, history_ids=with_history(history_ids, history_id, pub.seqno))
-    if staging != pub.branch:  # never published as far as this file knows
+    if staging != pub.branch:  # as far as this file knows, it was never published
         change_branch(txn, vbid, staging, history_ids=((history_id, 0),))
     draw_chain_id(txn, vbid)
 
@@ -219,10 +222,10 @@ def put_published(
     now: Moment,
     counters: BoundaryCounters,
 ) -> BoundaryCounters:
-    """Make readers see the staging branch up to the published seqno of `after`, and keep that boundary.
+    """Publish the staging branch up to the published seqno of `after`, and write that boundary.
 
-    The branch of a resync or a deferred rollback gets its time now: the purger tells from it that readers have seen the
-    branch, and since when. After a resync the purger starts again from the beginning.
+    The branch of a resync or a deferred rollback gets its time now: it tells the purger since when readers see the
+    branch. After a resync the purger starts again from seqno 0.
     """
     vbid, branch, seqno = after.vbid, after.branch, after.published_seqno
     if branch != before.branch:
@@ -235,7 +238,7 @@ def put_published(
     txn.put_pub(vbid, records.Pub(branch, seqno, after.history_floor_seqno, manifest_key))
     previous = before.staging_published_seqno
     if before.rollback_deferred and seqno == previous:
-        return counters  # its boundary is there since the branch was opened
+        return counters  # the boundary was written when the branch was opened
     if not seqno and branch == before.branch:
         return counters  # the source has no rows: `state` says so, and 0 is no boundary
     counters = BoundaryCounters(counters.ordinal + (seqno != previous), counters.row_bytes)
@@ -278,7 +281,7 @@ def _open_branch(
 
 
 def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seqno, **changes: Any) -> None:
-    """Write `state` for `branch` at the complete end `seqno`, with nothing staged above it."""
+    """Write `state` with `branch` as staging branch, published up to `seqno` and with nothing staged above."""
     at = state._replace(
         staging_branch=branch,
         staged_seqno=seqno,
@@ -292,8 +295,8 @@ def _put_state(txn: Transaction, state: VbucketState, branch: Branch, seqno: Seq
 def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Moment) -> None:
     """Open a branch at a kept boundary of the served chain and serve it.
 
-    During a resync the failover log is that of its stream, which may share no history with the served copy. Then the
-    new log begins with the vbuuid kept with the boundary.
+    During a resync `state` has the failover log of the new copy, which may share no history with the served copy. The
+    new log then begins with the boundary's vbuuid.
     """
     vbid, at, floor_seqno = state.vbid, boundary.seqno, state.history_floor_seqno
     other_copy = state.staging_branch != state.branch and not state.rollback_deferred
@@ -305,8 +308,8 @@ def roll_back(txn: Transaction, state: VbucketState, boundary: Boundary, now: Mo
     txn.put_pub(vbid, records.Pub(branch, at, min(floor_seqno, at), manifest_key))
     _copy_boundary(txn, vbid, branch, boundary, vbuuid)
     _put_rollback(txn, state, branch, at, vbuuid, now.wall_ms)
-    # The filter and the missing_seqno of the served copy were forgotten when the resync began. The latter lies below
-    # the floor.
+    # The resync overwrote the filter and the missing_seqno of the served copy. That missing_seqno is not above the
+    # floor.
     _put_state(
         txn,
         state,
@@ -338,9 +341,9 @@ def _put_rollback(
 
 
 def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) -> None:
-    """Open a branch at a kept boundary of the served chain, and stage on it; readers stay where they are.
+    """Open a branch at a kept boundary of the served chain, and stage on it; readers stay on the served branch.
 
-    Its first publish is the rollback (`put_published`): it takes readers to its end in one step.
+    The branch's first publish (`put_published`) is the rollback: it takes readers to the published end in one step.
     """
     log = state.failover_log.pruned(boundary.seqno, boundary.vbuuid)
     vbuuid = log.vbuuid_at(boundary.seqno)
@@ -350,7 +353,8 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
 
 def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
-    """Leave rows of an unfinished snapshot behind on their branch, where no chain will ever see them."""
+    """Open a branch without the rows of an unfinished snapshot. They stay on the old branch, where no chain sees them.
+    """
     vbid, base = state.vbid, state.published_seqno
     if state.rollback_deferred:
         defer_rollback(txn, state, _published_boundary(txn, state, state.staging_published_seqno))
@@ -364,7 +368,7 @@ def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
     history_ids: records.HistoryIds = ()
     left = get_branch(txn, vbid, parent)
     if left.reason == BranchReason.ABANDONED and left.base_seqno == base and left.parent is not None:
-        # Nothing was published on the branch that is left: the new one takes its place on the chain, and its positions.
+        # The old branch published nothing, so the new one takes over its place on the chain and its positions.
         parent, first_branch, history_ids = left.parent, left.first_branch, left.history_ids[:1]
     vbuuid = log.vbuuid_at(base)
     branch = _open_branch(txn, vbid, parent, base, vbuuid, BranchReason.ABANDONED, now, history_ids, first_branch)
@@ -390,7 +394,7 @@ def set_unavailable(txn: Transaction, vbid: int, unavailable: bool) -> None:
 
 
 def begin_resync(txn: Transaction, state: VbucketState, *, unavailable: bool = False) -> None:
-    """Open a staging branch without parent, next to what is served; its time stays 0 until readers see it."""
+    """Open a staging branch without parent, next to the served copy; its time stays 0 until readers see it."""
     branch = _open_branch(txn, state.vbid, None, 0, 0, BranchReason.RESYNC)
     pub = txn.pub(state.vbid)
     flags = keys.PUB_STALE | (keys.PUB_UNAVAILABLE if unavailable else 0)

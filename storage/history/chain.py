@@ -1,9 +1,10 @@
-"""Branches: which rows of a vbucket a view sees, and where its kept boundaries are.
+"""Chains: the rows of a vbucket that a view sees, and the kept boundaries among them.
 
-Knows the `branch` tree and boundary rows; writes nothing. A chain is the served branch and its parents, newest first,
-each with its cut: rows of that branch with seqno <= cut are visible. Invariants: a parent's number is smaller than its
-child's; a parent's cut is the smallest base_seqno below it on the chain, so cuts never rise towards the root; the rows
-of a branch lie above its base_seqno. So the rows of a chain, walked from root to tip, strictly rise in seqno.
+Knows the `branch` tree and boundary rows; writes only `span`. A chain is the served branch and its parents, newest
+first. Each link has a cut: rows of its branch with seqno <= cut are visible. Invariants:
+- a parent's number is smaller than its child's;
+- a parent's cut is the smallest base_seqno below it on the chain, so cuts never rise towards the root;
+- the rows of a branch lie above its base_seqno, so the rows of a chain strictly rise in seqno from root to tip.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class ChainLink(NamedTuple):
     base_seqno: int
     cut: int
     kept_seqno: int = SEQNO_MAX
-    """Rows of the branch above it may be gone already (they are on no served chain)."""
+    """Rows of the branch above this seqno may be gone already: no served chain sees them."""
     first_branch: int = 0
-    """The lowest number that means this link; those below `branch` had no rows and meant its base (0: `branch`)."""
+    """The oldest branch whose place this link took (0: `branch`). Positions on those branches mean the link's base."""
     history_ids: records.HistoryIds = ()
 
     def history_id(self, seqno: int) -> int:
@@ -38,7 +39,7 @@ class ChainLink(NamedTuple):
 Chain = tuple[ChainLink, ...]
 
 SPAN_SEQNOS = 100
-"""A snapshot with more seqnos than this is leapt over when boundaries are looked for."""
+"""A search for boundaries leaps over snapshots with more seqnos than this."""
 
 
 def load(txn: Transaction, vbid: int, branch: int, cut: int) -> Chain:
@@ -75,7 +76,7 @@ def _successor(cursor: Any, vbid: int, branch: int) -> bytes | None:
 
 
 def recut(chain: Chain, cut: int) -> Chain:
-    if chain and cut >= chain[0].base_seqno:  # only the tip may change: the cuts of the others are not above that
+    if chain and cut >= chain[0].base_seqno:  # the cuts of the other links are not above that base
         return chain if cut >= chain[0].cut else (chain[0]._replace(cut=cut), *chain[1:])
     return tuple(link if link.cut <= cut else link._replace(cut=cut) for link in chain)
 
@@ -104,7 +105,7 @@ def common_seqno(served: Chain, other: Chain) -> int | None:
 def newest_version(cursor: Any, wire_key: bytes, chain: Chain) -> bytes | None:
     """Return the newest visible dup of `wire_key` on `chain` (13 bytes), or None. `cursor` is on the key tree.
 
-    Cost: a seek for each branch that has versions of the key which are not visible, whatever the length of the chain.
+    Cost: one seek for each branch with invisible versions of the key, however long the chain is.
     """
     if not cursor.set_key(wire_key) or not cursor.last_dup():
         return None
@@ -133,7 +134,7 @@ def _link_of(chain: Sequence[ChainLink], branch: int, start: int) -> int:
 
 
 def boundary_of(key: bytes, value: bytes, vbid: int, link: ChainLink | None = None) -> Boundary:
-    """Decode a boundary row; its history is unknown without the link of its branch."""
+    """Decode a boundary row; its history id is 0 (unknown) without the link of its branch."""
     branch, seqno = keys.ROW.unpack_from(key)
     if len(value) != keys.BOUNDARY.size:
         raise CorruptedError(f"boundary row {branch}:{seqno} has {len(value)} bytes", vbid=vbid)
@@ -148,15 +149,15 @@ def boundary_at(txn: Transaction, vbid: int, branch: int, seqno: int) -> Boundar
 
 
 def newest_boundary(txn: Transaction, vbid: int, chain: Chain, to_seqno: int) -> Boundary | None:
-    """As `boundary_at`, for a chain that was loaded."""
+    """Do as `boundary_at`, on a loaded chain."""
     return next(boundaries(txn, vbid, recut(chain, to_seqno)), None)
 
 
 def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
-    """Generate the kept boundaries of a chain, newest first. Each once, though a rollback's branch repeats its base.
+    """Generate the kept boundaries of a chain, newest first, without the copies at the bases of branches.
 
-    Walks rows backwards, but leaps over those of long snapshots (`span`): from one boundary to the next it costs at
-    most `SPAN_SEQNOS` rows.
+    Walks rows backwards, but leaps over long snapshots (`span`): it passes at most `SPAN_SEQNOS` rows from one boundary
+    to the next.
     """
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)
@@ -166,9 +167,9 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
         position: int | None = _before_span(spans, vbid, link)
         while position is not None:
             if not seek_before(cursor, keys.ROW.pack(link.branch, position) + b"\x02"):
-                return  # nothing lies below the tip, so nothing below the tips of its parents either
+                return  # the tree has no row before this one, so the parents have none
             position = None
-            for key in cursor.iterprev(values=False):  # a value may be a document of 20 MiB, of 4 ms
+            for key in cursor.iterprev(values=False):  # reading a document of 20 MiB takes 4 ms
                 if not key.startswith(prefix):
                     break
                 if len(key) == keys.BOUNDARY_KEY_SIZE:
@@ -182,9 +183,7 @@ def boundaries(txn: Transaction, vbid: int, chain: Chain) -> Iterator[Boundary]:
 
 
 def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int) -> Iterator[Boundary]:
-    """Generate the boundaries of a chain above a seqno, rising. From one to the next it costs `SPAN_SEQNOS` rows at
-    most, as `boundaries` does.
-    """
+    """Generate the boundaries of a chain above a seqno, rising, at the cost of `boundaries`."""
     cursor = txn.cursor(keys.rows_db(vbid))
     spans = txn.cursor(keys.DB_SPAN)
     for link in reversed(chain):
@@ -195,7 +194,7 @@ def boundaries_after(txn: Transaction, vbid: int, chain: Chain, after_seqno: int
             span_key = keys.SPAN_KEY.pack(vbid, link.branch, first)
             if spans.set_range(span_key) and spans.key()[:6] == span_key[:6]:
                 (before,) = keys.SEQNO.unpack(spans.value())
-                if before < first:  # nothing lies between: on to the end of that snapshot
+                if before < first:  # no boundary lies between: go on at the end of that snapshot
                     first = int.from_bytes(spans.key()[6:], "big")
             position = link.cut
             if first <= link.cut and cursor.set_range(keys.ROW.pack(link.branch, first)):
@@ -232,7 +231,7 @@ def _before_span(spans: Any, vbid: int, link: ChainLink) -> int:
 
 
 def put_span(txn: Transaction, vbid: int, branch: int, end_seqno: int, before_seqno: int) -> None:
-    """Note that no boundary lies between two seqnos of a branch, if that spares a long walk."""
+    """Record that no boundary lies between two seqnos of a branch, if they are far apart."""
     if end_seqno - before_seqno > SPAN_SEQNOS:
         key = keys.SPAN_KEY.pack(vbid, branch, end_seqno)
         txn.put(keys.DB_SPAN, key, keys.SEQNO.pack(before_seqno))

@@ -19,11 +19,11 @@ class History(NamedTuple):
     floor_ms: int | None
     """Time of the floor's boundary, milliseconds since 1970; None: nothing was published."""
     boundaries: int | None
-    """Kept boundaries, including those of branches that a rollback left, plus each drop or creation of a collection.
-    None while staged rows wait for their key rows, because only a walk would tell.
+    """Kept boundaries, including those of branches that a rollback left; system events count as boundaries here. None
+    while staged rows wait for their key rows, because only a walk could count then.
     """
     versions: int
-    """Stored versions of documents, tombstones included. Without the live documents they are the history."""
+    """Stored versions of documents, tombstones included: the live documents and the history."""
     row_bytes: int
     """Pages of the row tree."""
     key_bytes: int
@@ -31,9 +31,9 @@ class History(NamedTuple):
     purged_seqno: Seqno
     """The purger has looked at rows up to here."""
     local_purge_seqno: Seqno
-    """The newest tombstone that the purger took."""
+    """The newest tombstone that the purger removed."""
     resync_count: int
-    """Copies read again from 0 that replaced an older one."""
+    """Resyncs whose copy replaced an older one."""
     resyncs_ms: tuple[int, ...]
     """Times at which readers first saw such a copy, if it is still stored: milliseconds since 1970, oldest first."""
 

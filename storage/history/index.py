@@ -1,10 +1,11 @@
 """Builds the key rows of a large staged snapshot just before it is published.
 
 A snapshot that spans several transactions first goes to `v<vbid>` alone; no reader sees its rows, so they need no key
-rows yet. When it is complete, this job reads them back, and sorts and inserts the key rows in slices of bounded size:
-inserting them as rows arrive would be several times slower and write ten times the bytes. Invariants: memory holds at
-most one run of `RUN_ROWS` key rows and a chunk of each spilled run; every write transaction holds at most `SLICE_ROWS`
-rows; doing the whole job again after a crash changes nothing (existing dups are kept).
+rows yet. Once it is complete, this job reads the rows back, sorts their key rows and inserts them in slices of bounded
+size. Inserting each key row as its row arrives would be several times slower and write ten times the bytes. Invariants:
+- memory holds at most one run of `RUN_ROWS` key rows and a chunk of each spilled run;
+- every write transaction holds at most `SLICE_ROWS` rows;
+- the whole job can be repeated after a crash: existing key rows stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SLICE_ROWS = 20_000
 
 KeyRow = tuple[bytes, bytes]
 BY_KEY = itemgetter(0)
-"""Sorts key rows for the key tree: they come in rising seqno, so a stable sort by key alone is by (key, dup)."""
+"""Sort key for the key tree. Key rows come in rising seqno, so a stable sort by key alone is a sort by (key, dup)."""
 
 
 class IndexJob:
@@ -41,7 +42,7 @@ class IndexJob:
         self.prefix = prefix
         self.to_seqno = to_seqno
         self.row_bytes = 0
-        """Of the rows that were read."""
+        """Bytes of the rows that were read."""
         self._position = from_seqno
         self._read_all = False
         self._runs: SortedRuns[KeyRow] = SortedRuns(environment.path, RUN_ROWS, BY_KEY)
@@ -66,8 +67,8 @@ class IndexJob:
         self._slice = list(islice(self._sorted, SLICE_ROWS))
 
     def write_slice(self, txn: Transaction) -> bool:
-        """Insert the slice in `txn`, which the caller commits; again if an earlier try failed. Return False when
-        nothing is left.
+        """Insert the slice in `txn`, which the caller commits. If that fails, call it again. Return False after the
+        last slice.
         """
         put_key_rows(txn, self.vbid, self._slice)
         return len(self._slice) == SLICE_ROWS
@@ -87,7 +88,7 @@ def rows_between(
 ) -> list[tuple[bytes, bytes]]:
     """Return at most `limit` rows (boundaries left out) of a branch with after_seqno < seqno <= to_seqno, rising.
 
-    With `bytes_max` only the rows that fit into it, and at least one.
+    With `bytes_max` return only the rows that fit into it, but at least one.
     """
     left = bytes_max if bytes_max is not None else float("inf")
     cursor = txn.cursor(keys.rows_db(vbid))
@@ -116,7 +117,7 @@ def rows_between(
 
 
 def check_end(txn: Transaction, vbid: int, cursor: Any, key: bytes, value: bytes) -> None:
-    """Raise CorruptedError if a walk over rows ended early at a row whose key a flipped bit changed."""
+    """Raise CorruptedError if a flipped bit in a row's key made a walk over rows end early."""
     check_place(txn, vbid, key, value)
     if cursor.next() and bytes(cursor.key()) <= key:
         raise not_in_order(txn, vbid)
@@ -135,10 +136,10 @@ def not_in_order(txn: Transaction, vbid: int) -> CorruptedError:
 def key_rows_between(
     txn: Transaction, vbid: int, prefix: bytes, after_seqno: int, to_seqno: int, limit: int
 ) -> tuple[list[KeyRow], int, int, int]:
-    """Return the key rows of the next `limit` rows after `after_seqno`, the number of these rows, the last one's seqno
-    and their bytes.
+    """Return the key rows of the next `limit` rows after `after_seqno`, and the number, last seqno and bytes of these
+    rows.
 
-    One loop that reads and takes apart, without holding the rows, takes a third of the time of two.
+    One loop that reads and decodes rows without keeping them takes a third of the time of two loops.
     """
     cursor = txn.cursor(keys.rows_db(vbid))
     end = row_key(prefix, to_seqno)
@@ -164,7 +165,7 @@ def key_rows_between(
 
 
 def put_key_rows(txn: Transaction, vbid: int, rows: list[KeyRow]) -> None:
-    """Insert sorted key rows; pairs that are there already stay as they are."""
+    """Insert sorted key rows; existing ones stay as they are."""
     if rows:
         consumed, _ = txn.cursor(keys.keys_db(vbid)).putmulti(rows, dupdata=False)
         assert consumed == len(rows), (vbid, consumed, len(rows))

@@ -1,14 +1,17 @@
-"""Leases: positions that readers hold for a while, so that the purger keeps the history that they need.
+"""Leases: positions that readers hold for a while, so that the purger keeps the history after them.
 
-Knows branches and positions of the vbuckets of one group, and until when each is held; must never know who holds it,
-nor how. What a lease of (vbid, branch, seqno) promises, until it ends: the floor of that vbucket does not pass the
-newest kept boundary at or below that position, nor, after a rollback, the point where the history that is served then
-left the held one; and rows that such a rollback retracts stay. So reads as of the position go on, and changes since it
-can be listed. A lease holds nothing once a vbucket is resynced, because no history is common then; nor at seqno 0,
-because all changes since can always be listed. A position above the published seqno, which a power cut has undone, is
-granted too: the lease holds what is kept below it, and the position itself once it is published again. If nothing was
-kept below it, the first published boundary may lie beyond it. Invariants: granted only for what is still kept; a lease
-that ended, by release or by time, holds nothing from then on.
+Knows the held positions in the vbuckets of one group and the end of each lease; must never know who holds a lease, nor
+how. A lease of (vbid, branch, seqno) makes these promises until it ends:
+- the floor of the vbucket does not pass the newest kept boundary at or below the position;
+- after a rollback, the floor does not pass the point where the served history left the held one;
+- rows that such a rollback retracts stay, so reads as of the position go on and changes since it can be listed.
+
+A lease holds nothing after a resync, because the new copy shares no history. Nor does it at seqno 0, because all
+changes since 0 can always be listed. A position above the published seqno (undone by a power cut) is granted too: the
+lease holds the history below it, and the position itself once it is published again. If no boundary was kept below it,
+the first published one may lie beyond it. Invariants:
+- a lease is granted only for history that is still kept;
+- a lease that ended, by release or by time, holds nothing from then on.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from storage.errors import CorruptedError, NoSuchBoundary
 from storage.history import chain
 
 LEASES_MAX = 256
-"""Most leases of a group: the purger looks at each. A job holds one."""
+"""Most leases of a group, because the purger looks at each. A job holds one."""
 
 LEASE_MAX_MS = 86_400_000
-"""Longest hold without a renewal, whatever the clock said when the lease was granted."""
+"""Longest time without a renewal, even if the clock was wrong when the lease was granted."""
 
 Position = tuple[int, int]
 """Branch and seqno."""
@@ -41,11 +44,11 @@ class Leases:
         self._held: dict[str, HeldLease] = {}
 
     def put(self, name: str, positions: Mapping[int, Position], until_ms: int) -> None:
-        """Hold positions that `check_kept` accepted; this replaces an older lease of that name."""
+        """Hold positions that `check_kept` accepted, in place of an older lease of that name."""
         self._held[name] = HeldLease(positions, until_ms)
 
     def renew(self, name: str, positions: Mapping[int, Position], until_ms: int, now_ms: int) -> bool:
-        """Renew a lease. Return False if no such lease holds these positions; what an ended one held may be gone."""
+        """Renew a lease. Return False if no lease of that name holds these positions; their history may be gone."""
         self.prune(now_ms)
         lease = self._held.get(name)
         if lease is None or lease.positions != positions:
@@ -68,7 +71,7 @@ class Leases:
         return [positions[vbid] for positions in active if vbid in positions and positions[vbid][1]]
 
     def floor_max(self, txn: Transaction, vbid: int, served: chain.Chain, now_ms: int) -> int | None:
-        """Return the seqno that the floor of the served chain may not pass; None: any."""
+        """Return the seqno that the floor of the served chain may not pass; None: no limit."""
         limits = [
             common
             for branch, seqno in self.of(vbid, now_ms)
@@ -85,7 +88,7 @@ class Leases:
 
 
 def check_kept(txn: Transaction, vbid: int, position: Position) -> None:
-    """Raise NoSuchBoundary unless all that a lease of the position would hold is still there."""
+    """Raise NoSuchBoundary if any history that a lease of the position would hold is gone."""
     if not position[1]:
         return
     branch, published, floor, *_ = txn.pub(vbid)

@@ -1,7 +1,7 @@
-"""The collections of a vbucket at each of its seqnos, from the rows of `manifest`.
+"""The collections of a vbucket at each of its seqnos, read from the tree `manifest`.
 
-A row holds the change of one system event, and now and then the whole manifest, so that few rows make one. Knows that
-tree, `pub` and chains; never when a row is written (`storage.write.pending`).
+A row holds the change of one system event. Now and then a row holds the whole manifest, so that a read needs few rows.
+Knows that tree, `pub` and chains; `storage.write.pending` decides when to write a row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from storage.model import Manifest, ManifestChange
 
 SHARED_MAX = 8
 _shared: dict[int, Manifest] = {}
-"""Recently read manifests, by uid. Vbuckets with equal collections share one: 1,000 collections in each of 1,024
-vbuckets would be a million objects, and a search for cycles among them takes 0.2 s.
+"""Recently read manifests, by uid. Vbuckets with equal collections share one. Without sharing, 1,000 collections in
+1,024 vbuckets are a million objects, and a garbage collection takes 0.2 s.
 """
 
 Key = tuple[int, int]
@@ -27,19 +27,19 @@ Key = tuple[int, int]
 
 
 class StagingRows(NamedTuple):
-    """The rows that the newest manifest of a staging branch is made of."""
+    """The `manifest` rows that make up the newest manifest of a staging branch."""
 
     key: Key
-    """The newest one at or below what is published."""
+    """The newest row at or below the published end."""
     above: list[Key]
     """The rows above it, in rising order."""
     depth: int
-    """The number of rows down to a whole one."""
+    """The number of rows back to and including a whole one."""
 
 
 def read(txn: Transaction, vbid: int, key: Key, known: Mapping[Key, Manifest] | None = None) -> tuple[Manifest, int]:
-    """Return the manifest as of a row, and the number of rows that were read for it: down to a whole one, or to one
-    that the caller remembers (`known`).
+    """Return the manifest as of a row, and the number of rows read for it. Reading stops at a whole row, or at a
+    manifest that the caller remembers (`known`).
     """
     base, known = Manifest.initial(), known or {}
     if key == (0, 0) or key in known:
@@ -80,14 +80,14 @@ def rows(txn: Transaction, vbid: int, links: chain.Chain) -> Iterator[tuple[Key,
 
 
 def key_on(txn: Transaction, vbid: int, links: chain.Chain) -> Key:
-    """Return the newest row that a chain sees."""
+    """Return the key of the newest manifest row that a chain sees."""
     return next((key for key, _ in rows(txn, vbid, links)), (0, 0))
 
 
 def between(
     txn: Transaction, vbid: int, branch: int, after_seqno: int, to_seqno: int
 ) -> Iterator[tuple[Key, ManifestChange]]:
-    """Generate the changes on a branch, rising."""
+    """Generate the changes on a branch in (after_seqno, to_seqno], rising."""
     cursor = txn.cursor(keys.DB_MANIFEST)
     last = keys.MANIFEST_KEY.pack(vbid, branch, to_seqno)
     if cursor.set_range(keys.MANIFEST_KEY.pack(vbid, branch, after_seqno + 1)):
@@ -96,9 +96,7 @@ def between(
 
 
 def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> bool:
-    """Remove the rows before a whole manifest, which no later read needs. Return False if it is not whole or there were
-    none.
-    """
+    """Remove the rows before a whole manifest; no later read needs them. Return False if none was removed."""
     data = txn.get(keys.DB_MANIFEST, keys.MANIFEST_KEY.pack(vbid, *key))
     if data is None or not records.decode_manifest(data).whole:
         return False
@@ -109,8 +107,8 @@ def forget_before(txn: Transaction, vbid: int, links: chain.Chain, key: Key) -> 
 
 
 def move(txn: Transaction, vbid: int, branch: int, parent: int, base_seqno: int, to_seqno: int) -> None:
-    """Give the rows of a branch up to `to_seqno` to its parent (`merge`). The parent's own rows above the base of the
-    branch belong to a lost history: they are removed.
+    """Move the rows of a branch up to `to_seqno` to its parent (`merge`). Remove the parent's own rows above the base
+    of the branch: they belong to a lost history.
     """
     cursor = txn.cursor(keys.DB_MANIFEST)
     there = cursor.set_range(keys.MANIFEST_KEY.pack(vbid, parent, base_seqno + 1))

@@ -1,20 +1,18 @@
-"""Merging links of a chain that are history, so that reads do not slow down with each failover in the life of a mirror.
+"""Merges old links of a chain, so that reads do not slow down with each failover in the life of a mirror.
 
-Knows chains, and every tree that names a branch; the purger chooses the moment. After a rollback a branch stays on the
-chain as long as one of its rows was not replaced. Below the floor no rollback ends on it, so its rows can become its
-parent's: they move there, oldest first, its base rises with them, and the empty branch goes. Of more than `LINKS_MAX`
-links the one with the fewest seqnos goes first, so a row moves again only after its branch has at least doubled.
+Knows chains and every tree that names a branch; the purger chooses the moment. After a rollback, the old branch stays
+on the chain while one of its rows is visible. No rollback can end on it once it lies below the floor, so its rows can
+move to its parent, oldest first. Its base rises with them, and the empty branch is removed. If more than `LINKS_MAX`
+links lie below the floor, the one with the fewest seqnos goes first, so a row moves again only after its branch has at
+least doubled.
 
 Invariants:
-- a step is one transaction, after which the same rows are visible at the same seqnos; the next one may be another
-  process's;
-- rows move only if the parent has none above the base of the branch, and the branch none that is not visible: those
-  that a rollback retracted are gone;
-- rows move only to above the base of the parent. A deeper rollback leaves an empty branch behind whose base lies above
-  that of its child: it becomes its own parent's first;
-- a position on the parent above that base was of a history that was lost: those that the moved rows make there are of a
-  new history id;
-- each step draws a new chain id: anyone who has read chains before reads them again.
+- a step is one transaction and leaves the same rows visible at the same seqnos; another process may do the next step;
+- rows move only after the purger removed retracted rows: the parent's above the branch's base, and the branch's own;
+- rows move only to seqnos above the parent's base. A deeper rollback leaves an empty branch whose base lies above its
+  child's; that branch is merged into its own parent first;
+- the moved rows get positions on the parent that belonged to a lost history, so these positions get a new history id;
+- each step draws a new chain id, so readers load their chains again.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from storage.history import branches, chain, manifests
 from storage.model import SEQNO_MAX, BranchReason
 
 LINKS_MAX = 16
-"""Most links of a chain below the floor. A mirror with few failovers never moves a row."""
+"""Most links of a chain below the floor. A mirror with few failovers therefore never moves a row."""
 ROLLBACKS_KEPT = 16
-"""The newest rollbacks stay in history: for people, and for readers that wait for a lost write."""
+"""The newest rollbacks stay, for people and for readers that wait for a lost write."""
 
 
 class Pair(NamedTuple):
@@ -42,7 +40,7 @@ class Pair(NamedTuple):
     child: int
     base_seqno: int
     top_seqno: int
-    """Rows of `branch` above the base and up to here are visible; it is the base where none is."""
+    """Rows of `branch` above the base and up to here are visible; equals the base if none is."""
 
 
 class Moved(NamedTuple):
@@ -54,9 +52,9 @@ class Moved(NamedTuple):
 
 
 def next_pair(txn: Transaction, vbid: int, links: chain.Chain, floor_seqno: int, known: branches.Known) -> Pair | None:
-    """Return the two links of the served chain to merge next; None: few lie below the floor, or none can be merged yet.
+    """Return the two links of the served chain to merge next, or None if few lie below the floor or none is ready.
 
-    Everything below the floor was purged. `known`: every branch of the vbucket.
+    Call it once the purger has reached the floor. `known`: every branch of the vbucket.
     """
     history = [number for number, link in enumerate(links) if number and link.cut < floor_seqno]
     if len(history) <= LINKS_MAX:
@@ -104,7 +102,7 @@ def step(txn: Transaction, vbid: int, pair: Pair, limit: int) -> Moved:
 
 
 def _move_rows(txn: Transaction, vbid: int, pair: Pair, limit: int) -> int:
-    """Move rows and their key rows; drop boundaries among them (they are below the floor). Return the last seqno."""
+    """Move rows and their key rows, and drop the boundaries among them, all below the floor. Return the last seqno."""
     rows_db, keys_db = keys.rows_db(vbid), keys.keys_db(vbid)
     prefix = keys.PREFIX.pack(pair.branch)
     cursor = txn.cursor(rows_db)
@@ -147,7 +145,7 @@ def forget_rollbacks(txn: Transaction, found: list[bytes]) -> None:
 
 
 def old_rollbacks(txn: Transaction, vbid: int, floor_seqno: int, limit: int) -> list[bytes]:
-    """Return keys of `rollback` that concern no kept history, oldest first; the newest `ROLLBACKS_KEPT` always stay."""
+    """Return keys of rollbacks that concern no kept history, oldest first, without the newest `ROLLBACKS_KEPT`."""
     cursor = txn.cursor(keys.DB_ROLLBACK)
     if not seek_before(cursor, keys.ROLLBACK_KEY.pack(vbid, 2**32 - 1)) or cursor.key()[:2] != keys.VBID_KEY.pack(vbid):
         return []

@@ -1,18 +1,21 @@
-"""The purger: raises the floor and removes, in small steps, rows that no boundary at or above it sees.
+"""The purger: raises the floor, and removes in small steps the rows that no boundary at or above the floor sees.
 
-Knows boundaries, versions, branches, and time only as `HistoryClock`. The group's writer calls it when idle. Its work
-depends on the changes, not on the size of the bucket: it visits each row once, in seqno order, after the floor has
-passed it. Invariants:
-- the floor is a kept boundary, falls only with a resync, is committed before anything below it is removed, and no
-  reader reaches below it (`vbucket_reader` and `validity` refuse);
-- a version goes only when its next version on the served chain is at or below the floor; a tombstone also as the newest
-  one at or below the floor with nothing older left, which raises local_purge_seqno;
-- rows of a dropped or flushed collection go when that event is at or below the floor;
-- rows that a rollback retracted go once the rollback is older than the window or the floor has passed its boundary:
-  until then a reader of changes may still need them; rows that were never published go at once;
-- what a lease holds stays until the lease ends (`leases`);
-- of many links of a chain that the floor has passed, one goes at a time (`merge`);
-- every step is one write transaction of bounded size (`STEP_ROWS`); stopping between any two steps is harmless.
+Knows boundaries, versions and branches, and time only as `HistoryClock`. The group's idle writer calls it. It visits
+each row once, in seqno order, after the floor has passed the row, so its work depends on the changes and not on the
+size of the bucket. Invariants:
+- the floor is a kept boundary and falls only with a resync;
+- a new floor is committed before any row below it is removed;
+- no reader reaches below the floor (`vbucket_reader` and `validity` refuse);
+- a version goes only when its next version on the served chain is at or below the floor;
+- a tombstone goes also if it is the newest version at or below the floor and no older version is left; this raises
+  local_purge_seqno;
+- rows of a dropped or flushed collection go when the drop or flush is at or below the floor;
+- rows that a rollback retracted go once it is older than the window or the floor has passed its boundary, because a
+  reader of changes may need them until then;
+- rows that were never published go at once;
+- history that a lease holds stays until the lease ends (`leases`);
+- if the floor has passed many links of a chain, they are merged one at a time (`merge`);
+- every step is one write transaction of bounded size (`STEP_ROWS`), and the purger may stop after any step.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ from storage.model import SEQNO_MAX, BranchReason, Seqno
 LOOK_VBUCKETS = 8
 """Vbuckets looked at for work in one call."""
 STEP_ROWS = 4_000
-"""Measure of a step, which removes at most four times as many."""
+"""Size of a step in rows; a step removes at most four times as many."""
 STEP_MS_MAX = 20
 """Longest step in milliseconds; a step that comes near it halves the next one."""
 NOT_SEEN_AT_FIRST = (BranchReason.RESYNC, BranchReason.DEFERRED_ROLLBACK)
 """Branches that readers see from their first publish on; until then `time_ms` is 0."""
 SHARE_MIN = 0.05
-"""Smallest share of STEP_ROWS for a step: below it, the disk's own sync takes the time."""
+"""Smallest share of STEP_ROWS for a step: smaller steps are not faster, because the disk's sync takes the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,9 @@ class AdaptiveStepSize:
 
 
 Work = Callable[[Transaction], int | None]
-"""Does a part of the work in a write transaction, perhaps again after the map was full; returns the removed rows."""
+"""A function that does a part of the work in a write transaction and returns the number of removed rows. The writer
+repeats it after the map was full.
+"""
 
 
 class Step(NamedTuple):
@@ -80,7 +85,7 @@ class Step(NamedTuple):
 
 
 class Purger:
-    """Purges the vbuckets of one group in turn: the writer has `step` do what `plan` returns."""
+    """Purges the vbuckets of one group in turn: the writer passes the result of `plan` to `step`."""
 
     def __init__(
         self, environment: Environment, vbids: Sequence[int], window: Window, leases: Leases | None = None
@@ -92,18 +97,18 @@ class Purger:
         self._turn = 0
         self._idle_looks = 0
         self._removal: Removal | None = None
-        self._walk: tuple[int, bytes, bytes] | None = None  # vbid, system event, key: where a walk over keys goes on
+        self._walk: tuple[int, bytes, bytes] | None = None  # vbid, system event, next key of an unfinished walk
         self._next_walk: tuple[int, bytes, bytes] | None = None  # the same, once the step is committed
         self._ranges: dict[int, tuple[tuple[int, int], list[Dead]]] = {}
         self._forgotten: dict[int, tuple[tuple[object, ...], list[int]]] = {}
-        self._short: dict[int, int] = {}  # served branches of short chains: the chain of a branch never gets longer
+        self._short: dict[int, int] = {}  # served branch by vbid, if its chain is short: it never gets longer
         self.moved: merge.Moved | None = None
         """Rows that the last step moved between branches."""
         self.step_size = AdaptiveStepSize()
         self.removed_rows = 0
 
     def plan(self, now_ms: int) -> Step | None:
-        """Return the next step, or None if none of the few vbuckets looked at in this call has work. Reads only."""
+        """Look at a few vbuckets and return the next step, or None if they have no work. Reads only."""
         if self._removal is not None:
             return Step(self._removal.vbid, self._remove)
         with self.environment.read() as txn:
@@ -121,7 +126,7 @@ class Purger:
         return self._idle_looks >= len(self._vbids)
 
     def next_work(self, txn: Transaction, vbid: int, now_ms: int) -> Work | None:
-        """Return the next part of a vbucket's work; it must run before any other commit."""
+        """Return the next part of a vbucket's work, or None. It must run before any other commit."""
         rows = self.step_size.rows
         if (dead := next(self._removable(txn, vbid, now_ms), None)) is not None:
             self._removal = Removal(vbid, dead)
@@ -145,7 +150,7 @@ class Purger:
         return None
 
     def step(self, txn: Transaction, planned: Step) -> int:
-        """Do what was planned; return the number of removed rows. Call `settle` after the commit."""
+        """Run a planned step and return the number of removed rows. Call `settle` after the commit."""
         self.moved = None
         self._next_walk = self._walk
         return planned.work(txn) or 0
@@ -164,12 +169,12 @@ class Purger:
 
     def _forget(self, txn: Transaction, vbid: int, numbers: list[int]) -> None:
         branches.forget(txn, vbid, numbers)
-        # The count that `_forgettable` goes by is the group's: another vbucket may open as many as went here.
+        # `_forgettable` compares the group's count of branches: another vbucket may open as many as were removed here.
         self._forgotten.pop(vbid, None)
 
     def _merge(self, txn: Transaction, vbid: int, pair: merge.Pair) -> None:
         self.moved = merge.step(txn, vbid, pair, self.step_size.rows)
-        self._ranges.pop(vbid, None)  # what was found dead, and empty, may have rows now
+        self._ranges.pop(vbid, None)  # a dead range that was empty may have rows now
         self._forgotten.pop(vbid, None)
 
     def _next_pair(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> merge.Pair | None:
@@ -182,8 +187,8 @@ class Purger:
     # -- the floor ------------------------------------------------------------------------------------------------
 
     def _is_history(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int) -> bool:
-        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary: until that is as
-        old as the window, tombstones below it stay.
+        """Return True if rows below the floor may go. A fresh mirror's floor is its first boundary; tombstones below it
+        stay until it is as old as the window.
         """
         window = self.window
         if window.time_ms is None or window.boundaries is not None or window.size_bytes is not None:
@@ -194,9 +199,9 @@ class Purger:
     def _target_floor(
         self, txn: Transaction, vbid: int, links: chain.Chain, floor: int, now_ms: int, looks: int
     ) -> int:
-        """Return the floor that the window asks for, or one on the way there: `looks` boundaries above at most.
+        """Return the floor that the window asks for, but at most `looks` boundaries above the present one.
 
-        Counters in each boundary give the history above it, so only passed boundaries are walked.
+        The counters in a boundary tell the size of the history above it, so only the boundaries passed are walked.
         """
         window = self.window
         tip = chain.newest_boundary(txn, vbid, links, links[0].cut)
@@ -219,14 +224,18 @@ class Purger:
         return max(floor, target)
 
     def _deferred_base(self, txn: Transaction, vbid: int, served: int) -> int | None:
-        """Return the boundary from which a deferred rollback continues: its readers will need history from there."""
+        """Return the boundary from which a deferred rollback continues, because its readers will need history from
+        there.
+        """
         state = txn.state_row(vbid)
         return state.staging_published_seqno or None if state.staging_branch != served else None
 
     # -- versions below the floor ---------------------------------------------------------------------------------
 
     def _purge_versions(self, txn: Transaction, vbid: int, links: chain.Chain, purged: int, floor: int) -> int:
-        """Visit rows in (purged, floor]: each removes its predecessors, a tombstone perhaps itself. Return how many."""
+        """Visit rows in (purged, floor]. Remove older versions of their keys, and tombstones. Return the number
+        removed.
+        """
         limit = self.step_size.rows
         victims = _Victims(txn, vbid, links, floor)
         boundaries: list[bytes] = []
@@ -244,7 +253,7 @@ class Purger:
                 position = seqno - 1
                 break
             visited += 1
-            seal.frame_of(frame, key, vbid, txn.path)  # a damaged row must not take the place of a sound one
+            seal.frame_of(frame, key, vbid, txn.path)  # a damaged row must not replace a sound one
             index.check_place(txn, vbid, key, frame)
             if not records.is_system_event(frame):
                 victims.add_replaced_by(key, frame)
@@ -252,7 +261,7 @@ class Purger:
             found, following = self._of_dropped_collections(txn, vbid, links, seqno, 2 * limit - visited)
             victims.found += found
             self._next_walk = None
-            if following:  # there is more to look at: come back to this event
+            if following:  # keys are left: come back to this event
                 self._next_walk = (vbid, key[records.ROW_KEY], following)
                 position = seqno - 1
                 break
@@ -267,10 +276,10 @@ class Purger:
     def _of_dropped_collections(
         self, txn: Transaction, vbid: int, links: chain.Chain, seqno: int, looks: int
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Return the key rows of collections that the system event at `seqno` ended or emptied, among the next `looks`;
-        and the key to go on from (empty: the end).
+        """Look at the next `looks` keys of collections that the system event at `seqno` ended or flushed. Return their
+        key rows, and the key to go on from (empty: none is left).
 
-        Only memory has the walk's position: a process that starts in the middle begins the walk again.
+        The walk's position is only in memory, so another process begins the walk again.
         """
         event = keys.ROW.pack(next(link.branch for link in links if link.base_seqno < seqno), seqno)
         start = self._walk[2] if self._walk is not None and self._walk[:2] == (vbid, event) else b""
@@ -319,7 +328,9 @@ class Purger:
                 ranges.remove(dead)  # only a merge writes there again (`_merge`)
 
     def _forgettable(self, txn: Transaction, vbid: int, now_ms: int) -> list[int]:
-        """Return `forgettable`, cached until branches or their rows change, without branches that a lease needs."""
+        """Return the result of `forgettable` without branches that a lease needs, cached until branches or their rows
+        change.
+        """
         served = txn.pub(vbid).branch
         ranges = self._dead_ranges(txn, vbid, served)
         seen = (self._ranges[vbid][0], len(ranges), txn.stat(keys.DB_BRANCH)["entries"])
@@ -336,7 +347,7 @@ class Purger:
         return any(link.branch == dead.branch and link.cut > dead.after_seqno for link in held)
 
     def _dead_ranges(self, txn: Transaction, vbid: int, served: int) -> list[Dead]:
-        """Return `dead_ranges`, cached until a branch is opened, published or merged."""
+        """Return the result of `dead_ranges`, cached until a branch is opened, published or merged."""
         newest = txn.newest_branch(vbid)
         known = self._ranges.get(vbid)
         if known is None or known[0] != (served, newest):
@@ -344,7 +355,9 @@ class Purger:
         return known[1]
 
     def _announce_gap(self, txn: Transaction, vbid: int, dead: Dead) -> None:
-        """Tell readers of the gap before its first row goes; remove its spans and manifests."""
+        """Lower `kept_seqno`, which tells readers of the gap, before the first row goes; remove the gap's spans and
+        manifests.
+        """
         row = branches.get_branch(txn, vbid, dead.branch)
         if row.kept_seqno > dead.after_seqno:
             branches.put_branch(txn, vbid, dead.branch, row._replace(kept_seqno=dead.after_seqno))
@@ -361,13 +374,13 @@ class Purger:
 
 
 class _Victims:
-    """Versions below the floor that go in one step."""
+    """Versions below the floor that one step removes."""
 
     def __init__(self, txn: Transaction, vbid: int, links: chain.Chain, floor: int) -> None:
         self.found: list[tuple[bytes, bytes]] = []
-        """Wire key and reference of each, some perhaps twice."""
+        """Wire key and reference of each version; a version may be in it twice."""
         self.local_purge_seqno = 0
-        """The seqno of their newest tombstone or collection end."""
+        """The seqno of the newest tombstone or collection end among them."""
         self._txn = txn
         self._links = links
         self._at_floor = chain.recut(links, floor)
@@ -376,14 +389,15 @@ class _Victims:
         self._cursor = txn.cursor(self._keys)
 
     def add_replaced_by(self, row_key: bytes, frame: bytes) -> None:
-        """Add older versions of a row's key, and the row itself if it is a tombstone, the newest version at the
-        floor."""
+        """Add the older versions of a row's key. Add the row itself if it is a tombstone and its key's newest version
+        at the floor.
+        """
         ((wire_key, dup),) = records.key_rows([(row_key, frame)])
         seqno = records.seqno_of(row_key)
         older = chain.recut(self._links, seqno - 1)
         while (before := chain.newest_version(self._cursor, wire_key, older)) is not None:
             if (wire_key, before) in self._seen:
-                break  # and so are those before it
+                break  # the versions before it were added too
             self._seen.add((wire_key, before))
             self.found.append((wire_key, before))
             older = chain.recut(older, records.seqno_of(before) - 1)
@@ -393,7 +407,7 @@ class _Victims:
             self.local_purge_seqno = seqno
 
     def delete(self) -> int:
-        """Delete them from both trees, each in its own order; return their number."""
+        """Delete the versions from both trees, each in its own order; return their number."""
         unique = sorted(set(self.found))
         for wire_key, dup in unique:
             removed = self._txn.delete(self._keys, wire_key, dup)
@@ -406,7 +420,8 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Remove boundaries up to `position`: those met on the way, the old floor's, and copies at a branch's base."""
+    """Remove boundaries up to `position`: those that the step passed, the old floor's, and copies at bases of branches.
+    """
     row_tree = keys.rows_db(vbid)
     for key in boundaries:
         if records.seqno_of(key) <= position:
@@ -453,9 +468,9 @@ def is_unseen(row: records.BranchRow) -> bool:
 
 
 def forgettable(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches whose rows in `branch` are not needed: none of their own rows is left (`with_rows`), and
-    readers never saw them, a later branch took their place before a publish (`branches.abandon`), or a resync replaced
-    them. Newest first, so that a child goes before its parent.
+    """Return the branches whose records are not needed, newest first, so that a child goes before its parent. They have
+    no rows (`with_rows`), and one of these is true: readers never saw them, a later branch took their place before a
+    publish (`branches.abandon`), or a resync replaced them.
     """
     found = {
         branch for branch, row in known.items() if is_unseen(row) and branch != staging and branch not in with_rows
@@ -473,8 +488,8 @@ def forgettable(known: branches.Known, served: int, staging: int, with_rows: set
 
 
 def _replaced(known: branches.Known, served: int, staging: int, with_rows: set[int]) -> list[int]:
-    """Return the branches of copies that a resync replaced and that have no row left in any branch: readers of such a
-    copy need all its branches to know what is still there (`storage.read.validity`).
+    """Return the branches of copies that a resync replaced, if no branch of the copy has a row left. While one has,
+    readers of the copy need all its branches to know which rows are kept (`storage.read.validity`).
     """
     copy_of: dict[int, int] = {}
     for branch, row in known.items():

@@ -1,11 +1,13 @@
-"""Removing a range of rows that no view sees, with their key rows, in steps of bounded work.
+"""Removes a range of rows that no view sees, with their key rows, in steps of bounded work.
 
-Knows both trees of a vbucket and which rows are dead, but not why. Neighbouring rows are cheap to remove; their key
-rows lie anywhere in the key tree, and each removal would touch another page. So rows are read in runs; each run's key
-rows are removed in key order, and then its rows. Invariants: a key row goes before its row, so every reference always
-has its row; memory holds one run; a step removes at most some multiple of `limit` rows in its transaction; without
-`settle` after the commit, the next step repeats it; a removal that is forgotten halfway is harmless, because the rest
-is found again.
+Knows both trees of a vbucket and the dead range, but not why it is dead. Neighbouring rows are cheap to remove; their
+key rows lie anywhere in the key tree, and each removal would touch another page. So the removal reads a run of rows,
+removes the run's key rows in key order, and then its rows. Invariants:
+- a key row goes before its row, so every reference always has its row;
+- memory holds one run;
+- a step removes at most a small multiple of `limit` rows in its transaction;
+- the next step repeats a step whose commit was not followed by `settle`;
+- a removal may be forgotten halfway, because the purger finds the remaining rows again.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ RUN_ROWS = 400_000
 BATCH_ROWS = 4_000
 SAMPLES_PER_BATCH = 16
 DEAL_SLICES = 8
-"""Slices that are handed out to batches in one step."""
+"""Slices distributed to batches in one step."""
 READ_SHARE = 2
 """Rows read in a step for each key row that one would remove."""
 ROW_SHARE = 4
-"""Rows removed in a step for each key row that one would remove: they lie side by side."""
+"""Rows removed in a step for each key row that one would remove, because rows lie side by side."""
 
 
 class Dead(NamedTuple):
-    """Rows (after_seqno, to_seqno] of a branch that no view has seen since `since_ms` (None: ever)."""
+    """Rows (after_seqno, to_seqno] of a branch that no view has seen since `since_ms` (None: that no view ever saw)."""
 
     branch: int
     after_seqno: int
@@ -42,7 +44,7 @@ class Dead(NamedTuple):
 
     @property
     def first_key(self) -> bytes:
-        """The first key of its rows; the boundary that ends `after_seqno` is not one of them."""
+        """The smallest possible key of the rows, right behind the boundary at `after_seqno`."""
         return keys.ROW.pack(self.branch, self.after_seqno) + keys.BOUNDARY_SUFFIX + b"\0"
 
     @property
@@ -51,7 +53,8 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A run of rows: their sorted key rows (key and dup in one), the counts of rows and boundaries, the next key."""
+    """Rows read in one step: their sorted key rows (key and dup joined), their count with boundaries, and the next key.
+    """
 
     references: list[bytes]
     size: int
@@ -66,7 +69,7 @@ def marks_of(slices: list[list[bytes]], batch_rows: int) -> list[bytes]:
 
 
 def deal(sorted_slice: list[bytes], marks: list[bytes], batches: list[list[list[bytes]]]) -> None:
-    """Hand a sorted slice out to the batches between the marks."""
+    """Distribute a sorted slice to the batches between the marks."""
     cuts = [0, *(bisect_left(sorted_slice, mark) for mark in marks), len(sorted_slice)]
     for number, (start, end) in enumerate(itertools.pairwise(cuts)):
         if start < end:
@@ -94,14 +97,14 @@ class Removal:
         self._position = position
         self._slices: list[list[bytes]] = []
         self._marks: list[bytes] = []
-        self._batches: list[list[list[bytes]]] = []  # of each batch its sorted parts; the last batch is the next one
+        self._batches: list[list[list[bytes]]] = []  # the sorted parts of each batch; the last batch is next
         self._left = 0  # rows and boundaries of the run that are still there
         self._slice: Slice | None = None
         self._batch: list[bytes] = []
         self._count = 0
 
     def step(self, txn: Transaction, limit: int) -> int:
-        """Do a bounded part in `txn`; return how many rows were removed."""
+        """Do a bounded part in `txn`; return the number of removed rows."""
         if self._phase is RemovalPhase.READ:
             self._slice = self._read(txn, limit * READ_SHARE)
             return 0
@@ -161,7 +164,7 @@ class Removal:
 
     def _remove_keys(self, txn: Transaction, limit: int) -> None:
         self._count = 0
-        if self._slices:  # merging them all in one go would take too long for a step
+        if self._slices:  # merging all slices at once would take too long for a step
             for _ in range(min(DEAL_SLICES, len(self._slices))):
                 deal(self._slices.pop(), self._marks, self._batches)
             return
@@ -170,7 +173,7 @@ class Removal:
         delete, tree, size = txn.raw.delete, txn.environment.db(self._keys), keys.DUP_SIZE
         self._count = min(limit, len(self._batch))
         for reference in islice(self._batch, self._count):
-            delete(reference[:-size], reference[-size:], tree)  # absent where the rows were never indexed
+            delete(reference[:-size], reference[-size:], tree)  # absent if the rows were never indexed
 
     def _remove_rows(self, txn: Transaction, limit: int) -> int:
         cursor = txn.cursor(self._rows)
