@@ -1,1 +1,3 @@
-"""Hands towards a cluster: login, streams, the map, commits. Knows sockets and the store; decides in `ingest` alone."""
+"""The side towards a cluster: login, streams, the map, commits. Knows sockets and the store; `ingest` makes the
+decisions.
+"""

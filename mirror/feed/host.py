@@ -1,10 +1,14 @@
 """The host of one vbucket: its machine, its sink, and the session that carries its stream.
 
-Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`): the machine gets
-events one at a time and in order; its instructions are executed in list order; the answer of one is handed to the
-machine, and what it returns is executed, before the next one; a refusal by the sink ends the list; an opaque of another
-session, or of a closed stream, never reaches the machine; after `drop_machine` nothing is sent and no pause runs.
-Errors of the store pass through: the group drops its machines and starts them again from what is stored.
+Must never know how rows are kept, nor how connections are made. Invariants (`ingest.instructions`):
+- the machine gets events one at a time and in order;
+- its instructions are executed in list order;
+- an instruction's answer goes to the machine, and the instructions that follow from it are executed, before the next
+  one;
+- a refusal by the sink ends the list;
+- an opaque of another session, or of a closed stream, never reaches the machine;
+- after `drop_machine` nothing is sent and no pause runs. Errors of the store pass through: the group drops its machines
+  and restarts them from the stored state.
 """
 
 from __future__ import annotations
@@ -38,10 +42,10 @@ Staging = ins.StageRows | ins.Advance | ins.StageSystemEvent
 
 
 class Sink(Protocol):
-    """The place where the rows of one vbucket go: a store or a spool. `ingest.instructions` describes each instruction.
+    """The destination of one vbucket's rows: a store or a spool. `ingest.instructions` describes each instruction.
 
-    Invariants of every sink: a staged row is not seen before its publish; what cannot be staged in full is refused,
-    never left out; a machine is started from `state`.
+    Invariants of every sink: a staged row is invisible until its publish; rows that cannot be staged in full are
+    refused, never left out; a machine is started from `state`.
     """
 
     def state(self) -> VbucketState: ...
@@ -51,21 +55,23 @@ class Sink(Protocol):
     def stage(self, staging: Staging) -> StagingRefused | None: ...
 
     def publish(self, snapshot: ins.PublishSnapshot) -> events.Published | None:
-        """Take the snapshot for complete; return Published if it is out already, else that follows its commit."""
+        """Mark the snapshot complete. Return Published if it is visible already; otherwise Published follows its
+        commit.
+        """
         ...
 
     def save(self, facts: SourceFacts) -> None: ...
 
     def roll_back(self, target: ins.RollbackTo) -> events.RolledBack | events.NoBoundary | None:
-        """Go back to a boundary; return None if nothing more is read of the vbucket after a rollback."""
+        """Go back to a boundary; return None if a rollback ends the vbucket's read."""
         ...
 
     def abandon(self, staged: ins.AbandonStaged) -> events.Abandoned | None:
-        """Drop the staged rows of the open snapshot; return None if a complete one must be published before."""
+        """Drop the staged rows of the open snapshot; return None if a complete one must be published first."""
         ...
 
     def begin_resync(self, cause: str) -> events.ResyncOpened | events.ResyncRefused | None:
-        """Begin a second copy; return None if nothing more is read of the vbucket."""
+        """Begin a second copy; return None if a resync ends the vbucket's read."""
         ...
 
 
@@ -98,7 +104,7 @@ class VbucketHost(ABC):
     def report(self, status: ins.VbucketStatus, text: str) -> None: ...
 
     def enter(self, event: MachineEvent) -> None:
-        """Hand in an event of a timer or of an answer, and handle what the sink raises."""
+        """Hand in an event of a timer or of an answer, and handle the sink's errors."""
         self.handle(event)
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ class VbucketHost(ABC):
                 continue
             self.execute(self.answered(answer))
             if isinstance(answer, StagingRefused):
-                return  # the rest of the list relied on what was refused
+                return  # the rest of the list relied on the refused instruction
 
     def _execute_one(self, instruction: ins.Instruction) -> events.Answer | None:
         """Execute one instruction; return its answer, if there is one already. The most frequent ones come first."""

@@ -1,1 +1,1 @@
-"""The source's nodes: finding them, following the cluster map, the connections to them and questions to all of them."""
+"""The source's nodes: discovery, the cluster map, the connections, and queries of all nodes."""

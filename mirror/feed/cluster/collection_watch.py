@@ -1,11 +1,13 @@
 """The collections that a mirror's streams request: their names, looked up in the source's manifest.
 
 Knows a selection, the newest manifest of any node, and the vbuckets that wait for a newer manifest; must never know
-streams or the store. Invariants: a manifest is never replaced by one of a lower uid; a missing name is waited for and
-reported; a vbucket that was refused for an unknown collection, or lost all collections, is notified once the selection
-has one. For a user without the privilege to look up the server's own collections the source leaves them out of streams
-without a word (docs/protocol.md 2.2); the watch warns if the cluster map says that there are some and the manifest
-shows none.
+streams or the store. Invariants:
+- a manifest never replaces one of a higher uid;
+- the watch waits for a missing name, and reports it;
+- a vbucket that was refused for an unknown collection, or lost all its collections, is notified once the selection has
+  a collection;
+- if the user may not see the server's own collections, the source silently leaves them out of streams (docs/protocol.md
+  2.2). The watch warns if the cluster map announces such collections and the manifest shows none.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class CollectionWatch:
         return found
 
     def look(self, vbid: int | None = None) -> None:
-        """Look at the manifest soon; the vbucket is notified when there is something to ask for."""
+        """Fetch the manifest soon; notify the vbucket once it has collections to request."""
         if vbid is not None:
             self._waiting.add(vbid)
         self._wake.set()
@@ -92,7 +94,7 @@ class CollectionWatch:
             await self._clock.sleep(PAUSE_MIN_S)
 
     async def _look_once(self) -> None:
-        """Ask nodes until one answers, beginning with another each time."""
+        """Ask nodes in turn until one answers; each call begins with another node."""
         sessions = self._connections.ready_sessions()
         self._turn += 1
         turn = self._turn % max(1, len(sessions))

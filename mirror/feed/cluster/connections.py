@@ -1,8 +1,11 @@
-"""The connections to the source: one session for each node that is needed, and whether the source may go on sending.
+"""The connections to the source: one session for each needed node, and backpressure on all of them.
 
-Must never know vbuckets or what streams bring. Invariants: at most one keeper for each address; opaques are unique over
-all sessions; held acknowledgements are held on every session, also on one that opens meanwhile; the pause after a
-failure doubles up to its cap and starts again once a session was ready; a failure is shown until the next success.
+Must never know vbuckets or the content of streams. Invariants:
+- an address has at most one keeper;
+- opaques are unique over all sessions;
+- while acknowledgements are held, every session holds them, new ones included;
+- the pause after a failure doubles up to its cap; a ready session resets it;
+- a failure is shown until the next success.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ class Connections:
         name: str,
         on_defect: Callable[[BaseException], None],
     ) -> None:
-        """`name` is the DCP name. `on_defect` is called when a defect ends a keeper: its node would stay away."""
+        """`name` is the DCP name. `on_defect` is called if a defect ends a keeper, because nothing would reconnect its
+        node.
+        """
         self.keepers: dict[NodeAddress, NodeKeeper] = {}
         self.opaques = Opaques()
         self.acks_held = False
@@ -60,7 +65,7 @@ class Connections:
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def keep(self, address: NodeAddress) -> NodeKeeper:
-        """Return the keeper of a node, begun if there was none."""
+        """Return the node's keeper; begin one if there is none."""
         keeper = self.keepers.get(address)
         if keeper is None:
             keeper = self.keepers[address] = NodeKeeper(address, self)
@@ -94,7 +99,7 @@ class Connections:
     # -- backpressure ---------------------------------------------------------------------------------------------
 
     def hold_acks(self) -> None:
-        """Have the source wait once the flow-control windows are full."""
+        """Hold all acknowledgements: the source pauses when its flow-control windows are full."""
         self.acks_held = True
         for session in self.ready_sessions():
             session.acks_held = True
@@ -106,7 +111,9 @@ class Connections:
 
 
 def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError | None = None) -> float:
-    """Return the pause before try number `attempt` (0 is the first after a failure); after a refusal up to a minute."""
+    """Return the pause before try number `attempt` (0 is the first after a failure). After a refusal it lasts up to a
+    minute.
+    """
     if error is not None and not error.retryable:
         return delay_s(RetryReason.REFUSED_FOR_NOW, attempt, jitter)
     full_ms = min(settings.retry_delay_min_ms << min(max(attempt, 0), 20), settings.retry_delay_max_ms)
@@ -114,7 +121,7 @@ def pause_s(attempt: int, settings: Settings, jitter: float, error: MirrorError 
 
 
 def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException], None]) -> None:
-    """Call `on_defect` with the error that ended a task; of several in a task group, with the first."""
+    """Call `on_defect` with the error that ended a task; of an error group, with the first error."""
     if task.cancelled() or (error := task.exception()) is None:
         return
     while isinstance(error, BaseExceptionGroup):
@@ -123,7 +130,7 @@ def report_defect(task: asyncio.Task[None], on_defect: Callable[[BaseException],
 
 
 class QueriedNode:
-    """A connection to one node for questions alone, opened when needed; after failures with growing pauses."""
+    """A connection to one node for queries only. It is opened on demand, after failures with growing pauses."""
 
     def __init__(self, address: NodeAddress, access: Access, clock: Clock) -> None:
         self.address = address

@@ -1,12 +1,15 @@
 """The first cluster map: the newest of all nodes that can be reached.
 
-Knows which nodes are queried and for how long; `topology` decides which map is newer. A single node is not believed:
-one that was failed over and comes back still has its old map, and may be the first host of the connection string.
+Knows which nodes are queried and for how long; `topology` decides which map is newer. One node's map is not enough: a
+node that was failed over and comes back still has its old map, and may be the first host of the connection string.
 
-Invariants: every host of the source, and every node that any map names, is queried once, side by side; after the first
-map, or refusal of user or bucket, the others have `SURVEY_S` together, so that silent ones delay no start. Only a
-single name without a port is looked up in DNS (`ConnectionString.srv_name`), and again for each call, so that no stale
-answer is kept; if DNS fails, the name itself is the host, as in SDKs: most names have no such records.
+Invariants:
+- every host of the source, and every node that any map names, is queried once, in parallel;
+- after the first map, or refusal of user or bucket, the other nodes together have `SURVEY_S`, so that silent nodes
+  delay no start;
+- DNS SRV records are looked up only for a single name without a port (`ConnectionString.srv_name`), and anew for each
+  call;
+- if DNS fails, the name itself is the host, as in SDKs: most names have no SRV records.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ async def find_source(access: Access, clock: Clock, bucket_uuid: str | None = No
 
 
 LOOK_UP_TIMEOUT_S = 2.0
-"""Timeout; after it a name counts as one without such records. SDKs wait half a second."""
+"""Timeout; after it, the name counts as one without SRV records. SDKs wait half a second."""
 DNS_PORT = 53
 
 
@@ -94,8 +97,8 @@ async def survey(
 ) -> Survey:
     """Ask all nodes for their cluster maps, beginning with `addresses` (None: those of the connection string).
 
-    With `bucket_uuid`, maps of other buckets count only if there is no other. Without any map, raise a refusal of user
-    or bucket, else a permanent error such as that of a certificate, else the last error.
+    With `bucket_uuid`, maps of other buckets count only if no node sends one of this bucket. If no node sends a map,
+    raise a refusal of user or bucket, else a permanent error (a certificate's, say), else the last error.
     """
     if addresses is None:
         addresses = await first_addresses(access.source, access.settings.dns_server)
@@ -114,7 +117,7 @@ def _weightiest(errors: list[ClusterError]) -> ClusterError | None:
 
 
 def _is_refusal(error: ClusterError) -> bool:
-    """Return True for an answer that all nodes share, unlike the certificate of one."""
+    """Return True for a refusal that every node would give; a certificate concerns one node."""
     return not error.retryable and not isinstance(error, TlsFailed)
 
 
@@ -171,7 +174,9 @@ async def _ask_all(
 
 
 def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None:
-    """Refuse a map of which no node can be reached in the requested way. Raises NotSupported."""
+    """Refuse a map if no node has an address in the requested network, or the required kind of port. Raises
+    NotSupported.
+    """
     tls = access.source.tls
     if not found.network_offered:
         raise NotSupported(
@@ -191,7 +196,7 @@ def check_ports(found: ClusterMap, access: Access, address: NodeAddress) -> None
 
 
 async def first_addresses(source: ConnectionString, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
-    """Return the hosts of the string, or those that its one name stands for."""
+    """Return the string's hosts, or the hosts in the SRV records of its only name."""
     name = source.srv_name
     if name is None:
         return source.addresses
@@ -203,7 +208,7 @@ async def first_addresses(source: ConnectionString, dns_server: str | None = Non
 
 async def look_up(record: str, dns_server: str | None = None) -> tuple[NodeAddress, ...]:
     """Return the targets of an SRV record, the most preferred first; empty if there is none, or no answer."""
-    import dns.asyncresolver  # here: a twentieth of a second that only such names need
+    import dns.asyncresolver  # imported here: it takes 50 ms, and only these names need it
     import dns.exception
     import dns.rdtypes.IN.SRV
 

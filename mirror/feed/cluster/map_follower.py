@@ -1,12 +1,16 @@
 """Follows the cluster map: finds the first one, takes newer ones from any node, and knows a vbucket's node.
 
-Must never know streams or the store, which are its user's. A node that was failed over while it was stopped still sends
+Must never know streams or the store: those are its user's. A node that was failed over while it was stopped still sends
 its old map, and may be the only node with a session. So every round queries all nodes of the followed map and all hosts
-of the source: over the session if there is one, else over a connection that stays open for announcements.
+of the source. A query uses the node's session, or else a connection that stays open for announcements.
 
-Invariants: no map is followed that is older than one followed before, or than the floor (`NewestMap`); a member of the
-cluster that sends the map of another bucket is refused before anything is requested of it (docs/protocol.md 2.5); the
-user gets each newer map once; a slow node delays no other; a node that failed is queried after growing pauses.
+Invariants:
+- a map older than a followed one, or than the floor, is never followed (`NewestMap`);
+- a member of the cluster that sends the map of another bucket is refused before any other request (docs/protocol.md
+  2.5);
+- the user gets each newer map once;
+- a slow node delays no other node;
+- a failed node is queried after growing pauses.
 """
 
 from __future__ import annotations
@@ -35,12 +39,12 @@ from mirror.wire.frame import Frame
 log = get_logger("feed")
 
 SHARED_MAP_S = 5.0
-"""Time for the user to follow a map that it was given; after that a first map is looked for again."""
+"""Time in which the user follows the first map that it was given; after it, the search starts again."""
 ROUND_PAUSE_S = 0.05
 """Minimal pause between two rounds: a thousand vbuckets that ask for a newer map cause one round."""
 ROUND_PAUSE_MAX_S = 1.0
-"""The pause doubles up to this while no requested newer map appears: the vbuckets of a source that is a mirror and not
-filled yet are refused for minutes.
+"""The pause doubles up to this while no requested newer map appears. A source that is a mirror in its first fill
+refuses vbuckets for minutes.
 """
 MAP_TIMEOUT_S = 2.0
 """Timeout for a node's map; it is queried again in the next round."""
@@ -50,7 +54,7 @@ class MapUser(Protocol):
     """The user of the maps: it moves its streams."""
 
     def check_map(self, found: ClusterMap, verdict: MapVerdict) -> None:
-        """Judge a map that is newer, or of another bucket. Raises MirrorError where it makes going on impossible."""
+        """Judge a map that is newer, or of another bucket. Raises MirrorError if mirroring cannot continue with it."""
         ...
 
     def on_newer_map(self, found: ClusterMap) -> None:
@@ -58,7 +62,7 @@ class MapUser(Protocol):
         ...
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """Handle what `check_map` raised for a map that came unasked."""
+        """Handle an error of `check_map` for a map that was not requested."""
         ...
 
 
@@ -97,7 +101,7 @@ class MapFollower:
 
     @property
     def network(self) -> str | None:
-        """The network of the first map; all others are read by it."""
+        """The network of the first map, used for all later maps."""
         return None if self.current is None else self.current.network
 
     @property
@@ -126,8 +130,8 @@ class MapFollower:
     # -- the first map --------------------------------------------------------------------------------------------
 
     async def find_first(self, on_refusal: Callable[[ClusterError], None] | None = None) -> None:
-        """Look for a map until one is followed. Raises the last error at `bootstrap_timeout_s`, and a permanent one
-        unless `on_refusal` takes it.
+        """Search until a map is followed. Raises the last error after `bootstrap_timeout_s`, and a permanent error at
+        once unless `on_refusal` takes it.
         """
         settings = self._access.settings
         started = self._clock.monotonic()
@@ -154,14 +158,14 @@ class MapFollower:
                 attempt += 1
 
     def begin(self, found: ClusterMap) -> None:
-        """Offer a first map. Raises OlderMap, and what `check_map` raises."""
+        """Offer a first map. Raises OlderMap, and the errors of `check_map`."""
         if self.offer(found) is MapVerdict.OLDER and self.maps.floor is not None:
             raise OlderMap.of(found.revision, self.maps.floor)
 
     # -- maps that come -------------------------------------------------------------------------------------------
 
     def offer(self, found: ClusterMap) -> MapVerdict:
-        """Give a map to the user if it is newer. Raises what `check_map` raises."""
+        """Give a map to the user if it is newer. Raises the errors of `check_map`."""
         verdict = self.check(found)
         self._search_error = None
         if verdict is MapVerdict.NEWER:
@@ -171,7 +175,7 @@ class MapFollower:
         return verdict
 
     def check(self, found: ClusterMap) -> MapVerdict:
-        """Compare a map with the one that is followed. Raises what `check_map` raises."""
+        """Compare a map with the followed one. Raises the errors of `check_map`."""
         verdict = self.maps.judge(found)
         if verdict in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             self._user.check_map(found, verdict)
@@ -194,11 +198,11 @@ class MapFollower:
     # -- maps of nodes and sessions -------------------------------------------------------------------------------
 
     def on_map(self, address: NodeAddress, found: ClusterMap) -> None:
-        """Take a node's map, which may be older than the one that is followed, or of another bucket."""
+        """Take a node's map; it may be older than the followed one, or of another bucket."""
         found = self.maps.instead(found, self._is_away)
         member = self.current is None or address in map(self._access.address_of, self.current.nodes)
         if self.maps.judge(found) is MapVerdict.OTHER_BUCKET and not member:
-            # A host that left the cluster serves another bucket of that name, which is none of ours.
+            # A host that left the cluster may serve another bucket of the same name; ignore it.
             log.debug("other-bucket-ignored", node=str(address), bucket_uuid=found.bucket_uuid)
             return
         try:
@@ -212,7 +216,7 @@ class MapFollower:
         return known is not None and known.failures > 0
 
     async def check_node(self, link: Link) -> None:
-        """Take the map of a node that a session is opened to, before anything is requested of it."""
+        """Take a node's map while its session opens, before any other request to the node."""
         link.on_push = partial(self._on_notice, link.address)
         found = await fetch_map(link, self._access.settings, network=self.network)
         try:
@@ -238,7 +242,7 @@ class MapFollower:
             self.wake()
 
     def _on_sent(self, config: bytes, address: NodeAddress) -> bool:
-        """Hand on a map that came unasked; return False if it is not newer than the one that is followed."""
+        """Hand on a map that was not requested; return False if it is not newer than the followed one."""
         try:
             found = self._read(config, address)
         except HandshakeFailed as error:
@@ -246,7 +250,7 @@ class MapFollower:
             return False
         if self.maps.judge(found) not in (MapVerdict.NEWER, MapVerdict.OTHER_BUCKET):
             return False
-        # Not from within: the vbucket that was refused is in the middle of performing its instructions.
+        # Later: the vbucket that was refused is still executing its instructions.
         asyncio.get_running_loop().call_soon(self.on_map, address, found)
         return True
 
@@ -280,7 +284,7 @@ class MapFollower:
                 node.close()
 
     async def _find_hosts(self) -> None:
-        """Look the source's name up again while no node answers: it may stand for other hosts by now."""
+        """Look the source's name up again while no node answers, because its hosts may have changed."""
         if not self._hosts or all(node.error is not None for node in self._nodes.values()):
             with contextlib.suppress(ConfigError):
                 self._hosts = await first_addresses(self._access.source, self._access.settings.dns_server)
@@ -303,7 +307,7 @@ class MapFollower:
         try:
             link, handshake = await self._connection(node)
             some_away = any(each.failures for each in self._nodes.values())
-            known = None if some_away else self.current  # theirs may be of equal revision and name other nodes
+            known = None if some_away else self.current  # a map of equal revision may name other nodes
             config = await fetch_newer_config(link, handshake, known, timeout_s=MAP_TIMEOUT_S)
             found = self._read(config, node.address) if config and (some_away or config != node.config) else None
         except (ClusterError, ConfigError) as error:

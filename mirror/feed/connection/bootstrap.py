@@ -1,10 +1,11 @@
 """The login to one node: HELLO, authentication, the bucket, its cluster map.
 
-Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants: only
-features that HELLO granted are used; password, certificates and key are read again for each handshake, so they can be
-replaced without a restart; the password is sent in the clear only if TLS or a setting allows it, and never to a server
-that failed to prove that it knows it. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL),
-docs/Duplex.md; SDK RFC 36 (a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
+Knows the order of the handshake and the remedy for each refusal; must never know streams or the store. Invariants:
+- only features that HELLO granted are used;
+- each handshake reads password, certificates and key again, so they can be replaced without a restart;
+- the password itself (PLAIN) is sent only inside TLS or if a setting allows it, and never to a server that failed to
+  prove that it knows the password. Sources: docs/protocol.md 2.2; kv_engine docs/BinaryProtocol.md (HELLO, SASL),
+  docs/Duplex.md; SDK RFC 36 (a server that knows us by certificate answers SASL with NOT_SUPPORTED), RFC 75 (maps).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ FEATURES = (
 
 PROPOSED_NAME = "dcp-mirror"
 REVISION_MAX = 2**63 - 1
-"""Requests carry signed numbers; a map with a larger one is requested whole."""
+"""The largest number in a request (signed). If the known revision is larger, the whole map is requested."""
 NO_MAP_HINT = "the node is not ready yet, or not part of the cluster any more"
 CERTIFICATE_HINT = (
     "have client certificates enabled at the cluster, check how it finds the user's name in them, that this user "
@@ -81,7 +82,7 @@ class Access:
     @staticmethod
     def of(source: ConnectionString, settings: Settings) -> Access:
         """Return the access that the settings describe; the string's network outranks the setting. Raises ConfigError
-        if the settings name certificates and the string says that there is no TLS.
+        if the settings name certificates and the string is without TLS.
         """
         for setting in ("tls_ca_file", "tls_client_cert_file"):
             if not source.tls and getattr(settings, setting) is not None:
@@ -95,7 +96,7 @@ class Access:
         return Access(source, PasswordSource.of(settings), settings)
 
     def address_of(self, node: Node) -> NodeAddress | None:
-        """Return where a node of the cluster map listens for connections of our kind; None: nowhere."""
+        """Return a node's address for our kind of connection (TLS or plain); None if it has none."""
         port = node.tls_port if self.source.tls else node.kv_port
         return None if port is None else NodeAddress(node.host, port)
 
@@ -136,7 +137,7 @@ async def fetch_map(link: Link, settings: Settings, *, network: str | None = Non
 async def fetch_newer_config(link: Link, handshake: Handshake, known: ClusterMap | None, *, timeout_s: float) -> bytes:
     """Ask a node for the cluster map's JSON; empty if it has none newer than `known`. Raises ClusterError.
 
-    Only servers from 7.6 on compare: others send what they have.
+    Older servers than 7.6 do not compare, and always send their map.
     """
     extras = b""
     compares = Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION in handshake.features
@@ -146,7 +147,7 @@ async def fetch_newer_config(link: Link, handshake: Handshake, known: ClusterMap
 
 
 async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, extras: bytes = b"") -> bytes:
-    """Return the value of the answer. Raises ClusterError."""
+    """Send a request; return its answer's value. Raises ClusterError."""
     answer = await link.request(opcode, extras=extras, timeout_s=timeout_s)
     if answer.status != Status.SUCCESS:
         raise HandshakeFailed(f"{link.address} sent no {what}: {status_name(answer.status)}", hint=hint)
@@ -156,7 +157,7 @@ async def _ask(link: Link, opcode: int, what: str, timeout_s: float, hint: str, 
 def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network: str | None = None) -> ClusterMap:
     """Parse a cluster map that the node at `address` sent. Raises HandshakeFailed.
 
-    `network` is that of the first map, so that a source is not reached by other addresses from one map to the next.
+    `network` is the first map's, so that the source's addresses do not change from map to map.
     """
     try:
         chosen = network or settings.network
@@ -176,7 +177,7 @@ def read_map(config: bytes, address: NodeAddress, settings: Settings, *, network
 
 
 def host_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Return True if a host is one of these: names, `*.example.com`, addresses, or networks."""
+    """Return True if a host matches a name, `*.example.com`, an address or a network in `allowed`."""
     name = host.lower().rstrip(".")
     try:
         address = ipaddress.ip_address(name)
@@ -194,9 +195,10 @@ def host_allowed(host: str, allowed: Sequence[str]) -> bool:
 async def fetch_high_seqnos(
     link: Link, settings: Settings, collection_ids: Sequence[int] | None = None
 ) -> dict[int, int]:
-    """Ask a node for the high seqnos of its active vbuckets, by vbid; with collections, the highest of theirs.
+    """Ask a node for the high seqnos of its active vbuckets, by vbid; with `collection_ids`, the highest seqno of these
+    collections.
 
-    A collection that the node does not know (yet, or any more) has none. Raises ClusterError.
+    A collection that the node does not know (yet, or any more) counts for nothing. Raises ClusterError.
     """
     queried_ids: Sequence[int | None] = [None] if collection_ids is None else collection_ids
     queries = [
@@ -222,9 +224,9 @@ async def fetch_high_seqnos(
 
 
 async def fetch_lost_contact(link: Link, settings: Settings) -> dict[int, int]:
-    """Ask a mirror for its vbuckets without contact to its source: {vbid: milliseconds}. Raises ClusterError."""
+    """Ask a mirror which vbuckets have lost contact with its source: {vbid: milliseconds}. Raises ClusterError."""
     answer = await link.request(Opcode.STAT, key=CONTACT_STATISTIC, timeout_s=settings.request_timeout_s)
-    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor does not know it
+    if answer.status == Status.KEY_ENOENT:  # a server without a supervisor lacks this statistic
         return {}
     try:
         if answer.status != Status.SUCCESS:
@@ -247,7 +249,7 @@ async def fetch_manifest(link: Link, settings: Settings) -> SourceManifest:
 
 
 async def _greet(link: Link, access: Access, name: str) -> frozenset[int]:
-    """Send HELLO; if no HELLO comes back, find out whether TLS is the reason."""
+    """Send HELLO; if the node does not answer with HELLO, find out if TLS is the reason."""
     secure = link.secure
     try:
         return await _hello(link, access.settings, name)
@@ -317,7 +319,7 @@ async def _authenticate(link: Link, access: Access) -> None:
         except SaslError:  # the server did not prove that it knows the password, so PLAIN must not send it
             raise
         except AuthRejected:
-            # Users kept in a directory service have no SCRAM keys at the server: inside TLS, PLAIN is the way.
+            # The server has no SCRAM keys of users in a directory service; they need PLAIN, inside TLS.
             if not (link.secure and "PLAIN" in offered):
                 raise
     answer = await link.request(

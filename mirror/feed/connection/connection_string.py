@@ -1,7 +1,8 @@
-"""The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, its parts and nothing else.
+"""The connection string: `couchbase://user@host[:port][,host2]/bucket[?network=external]`, and its parts.
 
-Knows text; opens nothing, resolves nothing. An invalid string raises a `ConfigError` that names the wrong part. A
-password in the string is refused: command lines are public. Invariant: `str(parse(s))` names the same source as `s`.
+Only reads text: opens no connection, resolves no name. An invalid string raises a `ConfigError` that names the wrong
+part. A password in the string is refused: command lines are public. Invariant: `str(parse(s))` names the same source as
+`s`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BUCKET = re.compile(r"^[A-Za-z0-9_.%-]{1,100}$")
 _EXAMPLE = "couchbase://user@host/bucket"
 
 Network = Literal["auto", "default", "external"]
-"""The set of advertised addresses to use; `auto`: the set that has the first host's address."""
+"""The set of advertised addresses to use; `auto`: the set with the first host's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ConnectionString:
     """The value of `?network=`; None: the setting decides."""
 
     def __str__(self) -> str:
-        """Return the string with every port, but no port after a name that may have DNS SRV records (`srv_name`)."""
+        """Return the string with all ports, except after a name that may have DNS SRV records (`srv_name`)."""
         user = f"{quote(self.user, safe='')}@" if self.user else ""
         hosts = self.srv_name or ",".join(str(address) for address in self.addresses)
         network = f"?network={self.network}" if self.network else ""

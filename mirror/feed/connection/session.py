@@ -1,9 +1,9 @@
-"""A DCP connection to one node with all our streams of it, from login to its end.
+"""A DCP connection to one node and all our streams over it, from login to the end.
 
 Knows how a connection is negotiated, the vbucket of each opaque, flow control and signs of life; must never know the
 meaning of a stream's messages, nor the store. Invariants:
-- a message whose opaque is not that of a live stream is dropped, yet acked (docs/protocol.md 2.1, 2.8);
-- every byte that counts is acked once, so the window never stays full;
+- a message without a live stream's opaque is dropped, but acked (docs/protocol.md 2.1, 2.8);
+- every byte that flow control counts is acked once, so the window never stays full;
 - a noop is answered before anything else of the same read;
 - a connection that is silent for twice the noop interval is closed; if the source sends no noops in time, our noops
   keep the connection open.
@@ -52,7 +52,7 @@ from storage.model import FailoverLog
 log = get_logger("feed")
 
 SILENCE_MAX_S = 3.0
-"""A node that answers nothing for longer is not in contact; its connection lives on for some time."""
+"""A node that answers nothing for longer counts as out of contact; its connection is closed later."""
 ACK_INTERVAL_S = 5.0
 """Interval of acknowledgements below the threshold; the server's own consumer does the same."""
 PLAIN_FLAGS = DcpOpenFlag.PRODUCER | DcpOpenFlag.INCLUDE_XATTRS
@@ -60,10 +60,10 @@ FLAGS_WITH_TIMES = PLAIN_FLAGS | DcpOpenFlag.INCLUDE_DELETE_TIMES
 OPEN_FLAGS = (FLAGS_WITH_TIMES | DcpOpenFlag.INCLUDE_DELETED_USER_XATTRS, FLAGS_WITH_TIMES, PLAIN_FLAGS)
 """The flags to try in turn: a server that does not know a flag answers EINVAL, and may hang up."""
 STREAM_FLAGS = int(StreamRequestFlag.ACTIVE_VB_ONLY)
-"""Never from a replica: its markers may overlap and mix disk and memory."""
+"""Only active vbuckets: a replica's markers may overlap, and mix disk and memory."""
 REQUIRED, OPTIONAL = True, False
 DEFAULT_COLLECTION_PREFIX = b"\0"
-"""Begins a stored key of the default collection; connections without collections leave it out."""
+"""The first byte of a stored key in the default collection; connections without collections leave it out."""
 
 StreamAnswer = StreamAccepted | StreamRollback | StreamRefused
 Accepted = bool
@@ -73,7 +73,7 @@ class StreamOwner(Protocol):
     vbid: int
 
     def on_rows(self, opaque: int, rows: list[Row], byte_count: int) -> None:
-        """Take data, in stored form. It is accepted (or given up) when this returns."""
+        """Take data in stored form. On return it is accepted, or given up."""
         ...
 
     def on_event(self, event: ev.Event | KeyRefused) -> None:
@@ -85,7 +85,7 @@ class StreamOwner(Protocol):
 
 class SessionOwner(Protocol):
     def on_closed(self, session: NodeSession, error: ClusterError) -> None:
-        """Learn that no stream of the session lives any more."""
+        """Note that the session and all its streams have ended."""
         ...
 
 
@@ -105,15 +105,15 @@ class NodeSession:
         opaques: Opaques,
         check: CheckNode | None = None,
     ) -> None:
-        """`name` is the DCP name: reusing that of a live connection ends the other one."""
+        """`name` is the DCP name. The node ends another live connection of the same name."""
         self.address = address
         self.name = name
         self.dropped_bytes = 0
-        """Bytes acked without being used: of stale opaques and streams closed a moment ago."""
+        """Bytes acked but not used, because their opaque is stale or their stream was just closed."""
         self.ledger = FlowControlLedger(access.settings.connection_buffer_size)
         self.noop_interval_s = access.settings.noop_interval_s
         self.controls: dict[str, bool] = {}
-        """By the control's name: True if the server took it."""
+        """The controls by name; True if the server accepted it."""
         self.handshake = Handshake(frozenset())
         self.ready = False
         self.acks_held = False
@@ -130,7 +130,7 @@ class NodeSession:
         self._acked_at = clock.monotonic()
         self._open_flags_taken = DcpOpenFlag(0)
         self.backfill_at = self.received_at = self._acked_at
-        """When data last came: of a disk snapshot, and of any kind."""
+        """Times of the last data: of a disk snapshot, and of any kind."""
         self.closed: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
 
     # -- opening --------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class NodeSession:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def on_batch(self, items: list[Run | Frame]) -> None:
-        """Take everything that one read brought: noops first, then all in order, then send the ack that is due."""
+        """Handle the items of one read: noops first, then all others in order; then send a due ack."""
         link = self.link
         byte_count = 0
         for item in items:
@@ -458,7 +458,7 @@ class NodeSession:
 
 
 def _with_collection(row: Row) -> Row:
-    """Return the row as a connection with collections would have brought it: the key in the default collection."""
+    """Return the row with its key in the default collection, as connections with collections bring it."""
     key, frame = row
     key_pos = 24 + frame[4]
     key_length = int.from_bytes(frame[2:4]) + 1

@@ -1,8 +1,10 @@
 """TLS towards a node: our requirements, and the remedy for each failure of a handshake.
 
-Knows certificates' files, contexts and the words of OpenSSL. Invariants: certificate and name are always verified; the
-files are read again for each connection, so they can be replaced without a restart; a file of ours that cannot be used
-is a `ConfigError`, a failure at the node a `TlsFailed` with one remedy; only what may pass by itself is retryable.
+Knows certificate files, SSL contexts and OpenSSL's error texts. Invariants:
+- certificate and name are always verified;
+- each connection reads the files again, so they can be replaced without a restart;
+- an unusable file of ours is a `ConfigError`, a failure at the node a `TlsFailed` with one remedy;
+- only failures that may pass by themselves are retryable.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PROBE_TIMEOUT_S = 2.0
 """Timeout for probing the protocol of a port that sent something unexpected."""
 
 CERTIFICATE_BEGIN = b"-----BEGIN CERTIFICATE-----"
-"""Finds which of two files is wrong, which OpenSSL does not always say."""
+"""Tells which of two files is wrong, because OpenSSL does not always say it."""
 
 _EXPIRED, _NOT_YET_VALID = 10, 9
 _NAME_MISMATCH = (62, 63, 64)
@@ -139,7 +141,7 @@ def _refused_by_node(what: str, where: str, settings: Settings) -> TlsFailed:
 
 
 def hung_up(when: str, where: str, settings: Settings) -> TlsFailed:
-    """Return the error for a node that ended the connection around the handshake. A starting node does so, too."""
+    """Return the error for a node that closed the connection around the handshake, as a starting node does, too."""
     version = f"no TLS version that we allow (at least {settings.tls_minimum_version})"
     ours = "rejects our client certificate" if settings.tls_client_cert_file else "demands a client certificate"
     return TlsFailed(

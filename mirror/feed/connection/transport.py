@@ -1,10 +1,11 @@
 """One connection to a node: TCP or TLS, bytes to frames, requests to their answers.
 
-Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants: bytes are scanned as
-they come, at linear cost also for a frame of 20 MiB in small pieces; one read takes `read_bytes_max` at most, into
-memory that all connections of a thread share; a connection keeps one incomplete frame at most, whose length was judged
-first; every request has an opaque of its own on this connection and is answered exactly once: by its response, or by
-the error that ended the connection or the wait.
+Knows sockets, the scanner and opaques; must never know vbuckets, streams or the store. Invariants:
+- bytes are scanned as they come, at linear cost even for a frame of 20 MiB in small pieces;
+- one read takes at most `read_bytes_max`, into a buffer that all connections of a thread share;
+- a connection keeps at most one incomplete frame, and checks its length first;
+- every request has its own opaque on this connection and is answered exactly once: by its response, or by the error
+  that ended the connection or the wait.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ OPAQUE_MAX = 2**32 - 1
 PENDING_REQUESTS_MAX = 8192
 """Unanswered requests on one connection: a stream request for each of 1,024 vbuckets, and plenty to spare."""
 WRITE_BUFFER_MAX = 8 * 1024 * 1024
-"""Unsent bytes of ours. Requests and acks are small, so with more the node does not read any more."""
+"""Limit of our unsent bytes. Requests and acks are small, so beyond it the node has stopped reading."""
 READ_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes of one read. The source sends its streams in turn: the more comes at once, the longer is the run of each."""
+"""Bytes of one read. The source sends its streams in turn, so a larger read brings a longer run of each."""
 NEXT_ADDRESS_DELAY_S = 0.25
-"""Delay before a name's next address is tried at the same time (RFC 8305): the first may be a dead node's."""
+"""Delay before a name's next address is tried in parallel (RFC 8305), because the first may be a dead node's."""
 
 OnAnswer = Callable[[Frame | ClusterError], None]
 Tap = Callable[["Link", bytes, bool], None]
-"""Sees every byte of a connection as it passes; True: it is ours."""
+"""Gets every byte of a connection as it passes; True: we sent it."""
 
 
 class _ReadBuffer(threading.local):
-    """The receive buffer of this thread's connections: each is done with it before the next one reads."""
+    """The receive buffer of this thread's connections. Each has used its bytes before the next one reads."""
 
     memory = memoryview(b"")
 
@@ -49,7 +50,7 @@ _read_buffer = _ReadBuffer()
 
 
 class Opaques:
-    """A counter of opaques, shared by all connections of a consumer: a vbucket never sees the same one twice."""
+    """A counter of opaques, shared by all connections of a consumer: a vbucket never sees an opaque twice."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -67,13 +68,13 @@ class Link(asyncio.BufferedProtocol):
         self.address = address
         self._tls = tls
         self.routes: dict[int, bytes] = {}
-        """By a stream's opaque, the prefix of its rows' keys; the scanner makes rows of no other stream."""
+        """The prefix of the rows' keys, by the stream's opaque. The scanner makes rows of these streams only."""
         self.on_batch: Callable[[list[Run | Frame]], None] | None = None
-        """Takes everything that one read brought that answers no request, in the order of the bytes."""
+        """Takes the items of one read, without answers to requests, in the order of the bytes."""
         self.on_lost: Callable[[ClusterError], None] | None = None
         """Called once, when the connection is over."""
         self.on_push: Callable[[Frame], None] | None = None
-        """Takes requests of the node besides streams (kv_engine docs/Duplex.md); it wants no answer to them."""
+        """Takes the node's requests outside of streams (kv_engine docs/Duplex.md). The node expects no answer."""
         self.tap: Tap | None = None
         self.read_bytes_max = READ_BYTES_MAX
         self._clock = clock
@@ -120,7 +121,7 @@ class Link(asyncio.BufferedProtocol):
             self.close(HandshakeFailed(f"{self.address} broke the protocol: {error}"))
 
     def _scan(self, data: bytes) -> list[Run | Frame]:
-        """Scan `data`, keep the rest, and return the items. `data` is not kept while they are worked on."""
+        """Scan `data`, keep its incomplete rest, and return the items."""
         items, pos = scan(data, 0, self.routes, BODY_LENGTH_MAX)
         rest = data[pos:]
         self._need = (frame_size(rest) or HEADER_SIZE) if rest else 0
@@ -153,7 +154,7 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def silence_s(self) -> float:
-        """Seconds for which requests have waited while nothing came; 0 while none waits."""
+        """Seconds without a received byte while a request waits; 0 if none waits."""
         return self._clock.monotonic() - max(self.last_received, self._waits_since) if self._pending else 0.0
 
     def next_opaque(self) -> int:
@@ -164,7 +165,7 @@ class Link(asyncio.BufferedProtocol):
                 return opaque
 
     def send(self, data: bytes) -> None:
-        """Send bytes that get no answer (or one that is answered already)."""
+        """Send bytes for which no answer is awaited here."""
         if self.error is not None or self._transport is None:
             return
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
@@ -189,7 +190,7 @@ class Link(asyncio.BufferedProtocol):
         self.send(encode(frame))
 
     def expect(self, opaque: int, on_answer: OnAnswer) -> None:
-        """Wait for another answer with this opaque (STAT); to be called while one of them is handed over."""
+        """Wait for another answer with this opaque (STAT). Call this while the previous answer is handed over."""
         assert opaque not in self._pending, "one waits at a time"
         if self.error is None:
             self._pending[opaque] = on_answer
@@ -277,7 +278,7 @@ async def open_link(
                 address.host,
                 address.port,
                 ssl=None if tls is None else tls.context,
-                # Only for names: asyncio forgets the socket of a race that is cancelled.
+                # Only for names, because asyncio leaks the socket of a cancelled race.
                 happy_eyeballs_delay=NEXT_ADDRESS_DELAY_S if is_name(address.host) else None,
                 server_hostname=None if tls is None else address.host.partition("%")[0],
             )

@@ -35,7 +35,7 @@ def _vbucket_of(consumer: Consumer, vbid: int) -> MirroredVbucket | None:
 
 @contextmanager
 def _noticed_by(group: Group) -> Iterator[None]:
-    """Have the group stop its streams if its store fails."""
+    """Stop the group's streams if its store fails."""
     try:
         yield
     except StorageError as error:

@@ -1,12 +1,13 @@
 """A worker's side of mirroring: it requests each vbucket's stream over the session to its node.
 
 Knows the node of each vbucket; decides nothing about a stream (the machines do), writes nothing (the sinks do). All of
-it runs in one thread and event loop: what a socket brings is worked on before the next read, so nothing queues.
+it runs in one thread and event loop: each read is processed before the next one, so nothing queues.
 
 Invariants:
 - an error of one vbucket, node or group never touches another;
-- with a supervisor, workers follow a newer map once the supervisor has recorded it; a map of another bucket than the
-  stored one is refused with `BucketChanged`; no connection and no map ever deletes local data;
+- with a supervisor, workers follow a newer map once the supervisor has recorded it;
+- a map of another bucket than the stored one is refused with `BucketChanged`;
+- no connection and no map ever deletes local data;
 - a mirror of some collections requests streams once it knows their ids (`collection_watch`).
 """
 
@@ -61,9 +62,9 @@ class Consumer:
     ) -> None:
         """Mirror the vbuckets of `writers`. The caller closes the writers.
 
-        `cluster_map` is one to begin with; no map older than `map_floor` is followed. With `share_map`, that
-        function gets each newer map; the caller records the map and then calls `follow`. Without
-        `ends_on_refusal` a refusal by the source is shown as the state of the vbuckets, and the source is asked again.
+        `cluster_map` is the first map; no map older than `map_floor` is followed. `share_map` gets each newer map; the
+        caller records the map and then calls `follow`. Without `ends_on_refusal`, a refusal by the source is shown as
+        the vbuckets' state, and retried.
         """
         self.clock: Clock = clock or SystemClock()
         self.settings = settings
@@ -169,7 +170,9 @@ class Consumer:
         (self._share_map or self.follow)(found)
 
     def on_map_refused(self, error: MirrorError) -> None:
-        """End, or without `ends_on_refusal` close the sessions; the same check refuses each new session."""
+        """End mirroring. Without `ends_on_refusal`, close the sessions instead; the same check refuses each new
+        session.
+        """
         if self._ends_on_refusal:
             self._end(error)
             return
@@ -177,7 +180,7 @@ class Consumer:
             session.close(error if isinstance(error, ClusterError) else None)
 
     def follow(self, found: ClusterMap) -> None:
-        """Move the vbuckets to where a map says they are, unless a newer one is followed already."""
+        """Move the vbuckets to the nodes that a map names, unless a newer map is followed already."""
         if not self.map_follower.take(found):
             return
         log.debug("map-followed", rev_epoch=found.rev_epoch, rev=found.rev, nodes=len(found.nodes))
@@ -215,7 +218,7 @@ class Consumer:
         self.collections.look()
 
     def on_node_failed(self, keeper: NodeKeeper, error: MirrorError) -> None:
-        """End on a refusal at the very start; show and retry failures after it."""
+        """End mirroring on a refusal at the very start; show and retry later failures."""
         self.map_follower.wake()
         for vbucket in self.vbuckets_at(keeper.address):
             if vbucket.session is None:
@@ -264,7 +267,7 @@ class Consumer:
     # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True once every vbucket of ours in `targets` has an open stream and has published its target."""
+        """Return True once every vbucket of this worker in `targets` has an open stream and has published its target."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()
@@ -272,7 +275,7 @@ class Consumer:
         )
 
     def source_high_seqnos(self) -> dict[int, int]:
-        """Return the source's high seqno of each vbucket, as last polled, without those that are unknown."""
+        """Return the source's high seqno of each vbucket, as last polled; leave out unknown ones."""
         return {
             vbid: vbucket.source_high_seqno
             for vbid, vbucket in self.vbuckets.items()

@@ -2,7 +2,8 @@
 
 Must never know connections or maps. Invariants:
 - waiting groups commit in turn: at once while commits take less than their share of the time, else no later than
-  `commit_interval_ms` after they began to wait; when all together hold `batch_bytes_max`, the fullest is written;
+  `commit_interval_ms` after they began to wait;
+- when all groups together hold `batch_bytes_max`, the fullest is written;
 - a commit informs the vbuckets' machines of what it published before it returns;
 - a failed group drops its machines and restarts them from the store after a pause, never after a permanent error; no
   other group is touched.
@@ -42,14 +43,14 @@ class CommitPace:
     """Times the groups' commits.
 
     Groups commit in the order in which they began to wait, one at a time. A commit that took t is paid for by t /
-    `COMMIT_SHARE` of elapsed time, and the next one waits until the ones before it are paid for. Time without commits
-    pays in advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does not
-    delay the commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would
-    otherwise wait for longer than they may. Only scheduled commits count, not writes of rows because memory is full.
+    `COMMIT_SHARE` of elapsed time; the next one waits until all earlier ones are paid for. Time without commits pays in
+    advance, at most `wait_max_s`: so all groups of an idle worker commit at once, and a late timer does not delay the
+    commits after it. Commits take more than their share, averaged over `wait_max_s`, only if groups would otherwise
+    wait for longer than they may. Only scheduled commits count, not writes of rows because memory is full.
     """
 
     def __init__(self, wait_max_s: float) -> None:
-        """`wait_max_s`: no group waits for longer because of what commits cost."""
+        """`wait_max_s` limits a group's wait for the cost of earlier commits."""
         self._wait_max_s = wait_max_s
         self._paid_at = 0.0
 
@@ -177,11 +178,11 @@ class GroupCommits:
         clock: Clock,
         on_reopened: Callable[[int], None],
     ) -> None:
-        """`on_reopened` is called with each vbucket of a group that works again: its stream is to be requested."""
+        """`on_reopened` requests the stream of each vbucket of a group that works again."""
         self.groups = [Group(writer, self) for writer in writers]
         self.queue: deque[Group] = deque()
         self.free_bytes = 0
-        """Bytes, at most, that may be received before the groups' pending bytes must be summed."""
+        """Bytes that may still be received before the groups' pending bytes must be summed again."""
         self.on_reopened = on_reopened
         self.settings = settings
         self._clock = clock
@@ -198,7 +199,7 @@ class GroupCommits:
             self._schedule_next()
 
     def flush_over_budget(self) -> None:
-        """Write the fullest group's rows to the file when all groups together hold as much as the worker may."""
+        """Write the fullest group's rows to the file once all groups together hold the worker's limit."""
         limit_bytes = self.settings.batch_bytes_max
         pending_bytes = sum(group.writer.pending_bytes for group in self.groups)
         self.free_bytes = limit_bytes - pending_bytes
@@ -243,7 +244,7 @@ class GroupCommits:
 
     async def work_in_background(self) -> None:
         while True:
-            if any(group.step() for group in self.groups):  # one at a time: memory has space for one snapshot's keys
+            if any(group.step() for group in self.groups):  # one at a time: memory suffices for one snapshot's keys
                 await asyncio.sleep(STEP_SHARE_S)
                 continue
             self.has_work.clear()

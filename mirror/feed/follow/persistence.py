@@ -1,15 +1,17 @@
 """Asks every copy of a vbucket what it has persisted, for `publish = persisted`: OBSERVE_SEQNO (docs/protocol.md 3.4;
 kv_engine docs/BinaryProtocol.md).
 
-Invariants: an end is released when the active copy and every replica of the map have said, of the open stream's history
-and since the end was complete, that they persisted it; over a failover only what both histories share counts; no node
-is queried while nothing waits.
+Invariants:
+- a snapshot's end is released once the active copy and every replica of the map report it persisted. The reports are of
+  the open stream's history, and newer than the complete snapshot;
+- over a failover, only seqnos that both histories share count;
+- no node is queried while no end waits.
 
-A rollback may lose nothing that was persisted: the history of a replica that is promoted with part of a snapshot on its
-disk begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the published seqno.
-So the rollback is deferred (storage/FORMAT.md): the new history is staged next to what readers see, and they change
-over at its first persisted end at or above that. If the source says twice on the new stream that the new history ends
-below, the loss is real, and they change over to all of it.
+A rollback can happen although no persisted row was lost. If a replica is promoted with part of a snapshot on its disk,
+its new history begins at that snapshot's start (kv_engine docs/dcp/documentation/failure-scenarios.md), below the
+published seqno. So the rollback is deferred (storage/FORMAT.md): the new history is staged next to the rows that
+readers see. Readers change over at its first persisted end at or above their seqno. If the source says twice on the new
+stream that the new history ends below, the loss is real, and readers change over to all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ log = get_logger("feed")
 
 
 def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
-    """Return how much of the history `vbuuid` a copy has persisted, by its answer."""
+    """Return the seqno up to which a copy has persisted the history `vbuuid`, by its answer."""
     if seen.old_vbuuid is None:
         return seen.persisted_seqno if seen.vbuuid == vbuuid else 0
     if seen.old_vbuuid != vbuuid:
@@ -46,7 +48,7 @@ def common_persisted(seen: codec_kv.ObservedSeqno, vbuuid: int) -> int:
 
 
 class PersistencePoller:
-    """Asks every copy of the vbuckets in which something waits, over one plain connection for each node."""
+    """Asks every copy of each vbucket with a waiting snapshot, over one plain connection for each node."""
 
     def __init__(self, access: Access, copies: MapFollower, clock: Clock) -> None:
         self._access = access
@@ -56,7 +58,7 @@ class PersistencePoller:
         self._nodes: dict[NodeAddress, QueriedNode] = {}
 
     async def run(self, vbuckets: Sequence[MirroredVbucket]) -> None:
-        """Ask until cancelled. Raises NotSupported if the source cannot say."""
+        """Ask until cancelled. Raises NotSupported if the source does not report persistence."""
         try:
             while True:
                 await self._clock.sleep(self._settings.persistence_poll_interval_ms / 1000)
@@ -74,7 +76,7 @@ class PersistencePoller:
                 node.close()
 
     async def ask(self, vbuuids: Mapping[int, int]) -> dict[int, int]:
-        """Return for each vbid and vbuuid what every copy has persisted, if every copy answered."""
+        """Return the seqno that every copy has persisted, by vbid, for vbuckets of which every copy answered."""
         by_node: dict[NodeAddress, list[int]] = {}
         for vbid in vbuuids:
             for address in self._copies.copies_of(vbid):
@@ -145,4 +147,4 @@ class PersistencePoller:
             )
         if frame.status == Status.NOT_MY_VBUCKET:
             self._copies.refresh_map(frame.value, vbid)
-        return None  # KEY_ENOENT: a replica that has not heard of this history yet
+        return None  # KEY_ENOENT: a replica that does not know this history yet

@@ -1,7 +1,7 @@
 """The report of a consumer: vbuckets, nodes, groups, counters, and warnings for people.
 
-Changes nothing. Invariants: counters only rise; a group whose store cannot be read is reported without its figures, and
-is no error of the report.
+Changes nothing. Invariants: counters only rise; a group with an unreadable store is reported without its figures, and
+does not fail the report.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class ConsumerStatus:
         ]
 
     def _clock_warnings(self) -> list[str]:
-        """Warn that the wall clock was set, which times of publication then show; each step is also logged, once."""
+        """Warn that the wall clock was set, because times of publication jumped with it. Each step is also logged,
+        once.
+        """
         clocks = [group.writer.owner.clock for group in self._consumer.commits.groups]
         steps = [(clock.step_count, clock.last_step_ms) for clock in clocks]
         count, step_ms = max(steps, default=(0, 0))

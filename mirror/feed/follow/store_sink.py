@@ -22,10 +22,10 @@ FREE_BYTES_MIN = 64 * 1024 * 1024
 
 
 POLLS_MIN = 2
-"""The first high seqno that comes after a stream's acceptance may answer an earlier poll."""
+"""Two polls, because the first high seqno after a stream's acceptance may answer an earlier one."""
 
 HELD_MAX = 64
-"""Ends that wait in one vbucket. More are thinned out: any complete end may be the one that is published."""
+"""Waiting ends of one vbucket. Beyond this, every second one is dropped: any complete end may be published."""
 
 Held = tuple[int, int]
 """End and start of a snapshot."""
@@ -34,7 +34,7 @@ Held = tuple[int, int]
 class PersistenceGate:
     """The complete snapshots of one vbucket that are not visible yet.
 
-    An end is never released by an earlier answer: the copies, and the history that they hold, may be others by then.
+    An answer never releases an end that comes after it, because the copies and their history may have changed.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class PersistenceGate:
     def hold(self, seqno: int, snap_start_seqno: int) -> None:
         self._held.append((seqno, snap_start_seqno))
         if len(self._held) > HELD_MAX:
-            del self._held[1:-1:2]  # the oldest is released first, and the newest is the way to the rest
+            del self._held[1:-1:2]  # keep the oldest, released first, and the newest, which releases all
 
     def stream_accepted(self) -> None:
         self._highs = []
 
     def polled(self, high_seqno: int, state: VbucketState) -> None:
-        """Note a polled high seqno. After the end of a shorter new history no message comes, so hold its end here."""
+        """Note a polled high seqno. No message follows the end of a shorter new history, so this holds that end."""
         self._highs = [*self._highs, high_seqno][-POLLS_MIN:]
         end_seqno = state.staging_published_seqno
         if state.rollback_deferred and not self._held and len(self._highs) == POLLS_MIN and high_seqno <= end_seqno:
@@ -66,7 +66,7 @@ class PersistenceGate:
     def release(self, persisted_seqno: int, state: VbucketState) -> Held | None:
         """Return the newest persisted end, and drop those before it.
 
-        While a rollback is deferred, the end must reach what readers see, or be that of a shorter new history.
+        While a rollback is deferred, the end must reach the seqno that readers see, or end a shorter new history.
         """
         self.persisted_seqno = persisted_seqno
         at_least = state.published_seqno if state.rollback_deferred else 0

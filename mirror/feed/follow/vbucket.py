@@ -1,8 +1,8 @@
 """A vbucket of a mirror: the host of its stream into the store, and its figures for status.
 
 Knows when a commit is due, the filter of its stream, and how snapshots wait to be persisted; decides nothing about the
-stream. Invariants: counters only rise; a row published when the process began, and neither rolled back nor resynced
-since, is counted when the source sends it again (`requested_again_bytes`).
+stream. Invariants: counters only rise; `requested_again_bytes` counts rows that the source sends again although they
+were published when the process began, and were not rolled back or resynced since.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MirroredVbucket(VbucketHost):
         self.polled: tuple[NodeSession, int] | None = None
         """The source's high seqno, and the session over which it was queried; None: unknown."""
         self.source_silent_ms: int | None = None
-        """Time for which the node, a mirror, has had no contact with its own source; None: it has contact."""
+        """If the node is a mirror, the time since it lost contact with its own source; None: it has contact."""
         self._maps = maps
         self._collections = collections
         self._filter: StreamFilter | None = None
@@ -133,7 +133,7 @@ class MirroredVbucket(VbucketHost):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def guarded(self, work: Callable[[], None]) -> None:
-        """Do something; if the store fails, stop the group."""
+        """Run `work`; if the store fails, stop the group."""
         try:
             work()
         except StorageError as error:
@@ -252,7 +252,7 @@ class MirroredVbucket(VbucketHost):
         return self.machine.stored.failover_log.newest_vbuuid or None
 
     def persisted(self, vbuuid: int, seqno: int) -> None:
-        """Publish what waited: every copy has persisted everything up to `seqno` of the history `vbuuid`."""
+        """Publish waiting snapshots: every copy has persisted the history `vbuuid` up to `seqno`."""
         if self.gate is None or vbuuid != self.observed_vbuuid:
             return
         released = self.gate.release(seqno, self.sink.state())

@@ -1,11 +1,11 @@
 """Polls the source's high seqnos from every node, and requests stalled streams again.
 
-A vbucket is stalled while it receives nothing although its source is ahead; the second time in a row its connection is
-closed, because nothing less fixes a window that leaked shut, or a node that answers and does not stream
-(docs/protocol.md 3). A stream that stops inside a snapshot is requested again, too: its filter may leave out all the
-rest, and the source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants: while a
-connection is busy with one vbucket's disk snapshot, the others that wait for their turn are not stalled; a node that
-sends no high seqnos counts as one that does not answer.
+A vbucket is stalled while it receives nothing although its source is ahead. The second time in a row, its connection is
+closed: only that fixes a leaked flow-control window, or a node that answers but does not stream (docs/protocol.md 3). A
+stream that stops inside a snapshot is requested again, too: its filter may leave out the rest of the snapshot, and the
+source sends the end only at the beginning of a stream (docs/protocol.md 2.7). Invariants:
+- while a connection is busy with one vbucket's disk snapshot, vbuckets that wait for their turn are not stalled;
+- a node that sends no high seqnos counts as one that does not answer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = get_logger("feed")
 STREAMS_BEFORE_RECONNECT = 2
 """Streams of a vbucket that may stall in a row before the connection is blamed."""
 COLLECTIONS_PER_S = 50
-"""Queries of a collection's high seqno that a node gets in a second, besides the first over a connection. Many
-collections take longer turns.
+"""Limit of a node's queries for collections' high seqnos, except the first over a connection. With many collections,
+the polls are less frequent.
 """
 
 
@@ -54,7 +54,7 @@ class SourceWatch:
         self._clock = connections.clock
         self._polls: dict[NodeAddress, asyncio.Task[None]] = {}
         self._polled: dict[NodeAddress, NodeSession | None] = {}
-        """The session over which each node was last polled, since all were."""
+        """The session over which each node was polled in this interval."""
         self._wake = asyncio.Event()
 
     def look(self) -> None:
@@ -75,7 +75,7 @@ class SourceWatch:
                             self._poll_new_sessions(polls)
 
     def _poll_new_sessions(self, polls: asyncio.TaskGroup) -> None:
-        """Poll the nodes that were not polled yet over their session. A slow node keeps no other waiting."""
+        """Poll the nodes whose session was not polled in this interval. A slow node delays no other."""
         for address, keeper in self._connections.keepers.items():
             last = self._polls.get(address)
             is_new = address not in self._polled or self._polled[address] != keeper.session
@@ -104,13 +104,13 @@ class SourceWatch:
             if vbucket.vbid in seqnos or collections is None:
                 seqno = seqnos.get(vbucket.vbid)
                 if by_mirror and collections is None and (seqno or 0) < published.get(vbucket.vbid, 0):
-                    seqno = None  # the node is behind this mirror; a filtered stream passes its collections' seqnos
+                    seqno = None  # the node is behind this mirror
                 vbucket.polled = None if seqno is None else (session, seqno)
             if vbucket.vbid in seqnos:
                 vbucket.guarded(partial(vbucket.handle, events.HighSeqno(seqnos[vbucket.vbid])))
 
     def judge(self) -> None:
-        """Request each stream again that is open and brings nothing although its source is ahead."""
+        """Request a stream again if it is open but brings nothing although its source is ahead."""
         for address in list(self._connections.keepers):
             for vbucket in self._vbuckets_at(address):
                 self._judge(vbucket)

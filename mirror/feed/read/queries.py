@@ -33,7 +33,7 @@ class SourceQueries:
     def __init__(self, maps: MapFollower, connections: Connections, timeout_s: float) -> None:
         """`timeout_s` is for each question."""
         self.refusal: MirrorError | None = None
-        """Raised by every question once it is set: no further query can reach the source."""
+        """Once set, every question raises it: no further query can reach the source."""
         self.stream_filter: FilterFields = {}
         """The JSON value of every stream request; see `resolve`."""
         self.maps = maps
@@ -92,7 +92,7 @@ class SourceQueries:
         return await self._until(attempt)
 
     async def resolve(self, names: Sequence[str | int]) -> None:
-        """Find the ids of collections, or of one scope, by which streams are filtered from then on."""
+        """Look up the ids of collections, or of one scope; later streams are filtered by them."""
 
         async def attempt() -> None:
             session = self._any_session()
@@ -116,8 +116,9 @@ class SourceQueries:
         return session
 
     async def _until(self, attempt: Callable[[], Coroutine[Any, Any, T]], hint: str | None = None) -> T:
-        """Repeat an attempt while its error is retryable. After `timeout_s` raise SourceTimeout with its text and the
-        hint."""
+        """Repeat an attempt while its error is retryable. After `timeout_s` raise SourceTimeout with the error's text
+        and the hint.
+        """
         deadline = self.clock.monotonic() + self._timeout_s
         pause_s = POLL_S
         while True:

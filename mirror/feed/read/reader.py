@@ -2,10 +2,9 @@
 
 It runs its connections in a thread of its own, and hands the items of a read to the thread that iterates. The source is
 a cluster or another mirror. Invariants:
-- the reader follows no map older than its last one, and none older than that of the mirror under comparison
-  (`followed`);
+- the reader follows no map older than its last one, or older than the compared mirror's (`followed`);
 - connections live as long as the reader; one read at a time uses them;
-- a permanent refusal is raised at once, any other obstacle if a vbucket makes no progress for `timeout_s`;
+- a permanent refusal is raised at once; any other error, once a vbucket makes no progress for `timeout_s`;
 - no thread, connection or file outlives the context.
 
     with SourceReader("couchbase://reader@db1/orders", password="...") as reader:
@@ -86,11 +85,11 @@ class SourceReader:
     ) -> None:
         """`source` is a connection string.
 
-        `password`: by default from where the settings say. `collections`: names (`scope.collection`), ids, or the name
-        of one scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment.
-        `memory_bytes` limits the rows held in memory; other rows go to a temporary file. `parallel` limits the
-        vbuckets that are read at a time. `tap` gets every byte. `followed`: a map that a mirror followed; the
-        reader follows no older one of that bucket. Raises ConfigError.
+        `password`: by default as the settings say. `collections`: names (`scope.collection`), ids, or the name of one
+        scope; by default everything. `ca`: a PEM file. `settings`: by default from the environment. `memory_bytes`
+        limits the rows held in memory; other rows go to a temporary file. `parallel` limits the vbuckets that are read
+        at a time. `tap` gets every byte. `followed`: a map that a mirror followed; the reader follows no older one of
+        that bucket. Raises ConfigError.
         """
         if memory_bytes < MEMORY_BYTES_MIN or parallel < 1 or timeout_s <= 0:
             raise ConfigError(f"a reader needs memory_bytes from {MEMORY_BYTES_MIN}, parallel and timeout_s above 0")
@@ -172,7 +171,7 @@ class SourceReader:
         self, positions: Mapping[int, Position], until: Mapping[int, int] | None = None
     ) -> Generator[Snapshot | SourceRolledBack | ReadEnded, None, None]:
         """Yield the changes since the positions in whole snapshots. Snapshots of different vbuckets come in the order
-        in which they are complete.
+        of their completion.
 
         With `until`, each vbucket is read until a snapshot ends at or beyond its seqno, or until the source has sent
         all changes of the collections up to it. ReadEnded follows; its position may be beyond the seqno. Without
@@ -288,7 +287,7 @@ class _Core:
         loop = asyncio.get_running_loop()
 
         def on_half_empty() -> None:
-            with contextlib.suppress(RuntimeError):  # the reader is closed, and a snapshot is closed after it
+            with contextlib.suppress(RuntimeError):  # a snapshot may be closed after the reader
                 loop.call_soon_threadsafe(self.connections.release_acks)
 
         reading = self._reading = BoundedRead(

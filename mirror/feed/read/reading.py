@@ -1,12 +1,12 @@
 """One bounded read of a source: the vbuckets that are read, and the queue to the reader.
 
-Knows which vbuckets are streamed at a time, what bounds the memory, and when a vbucket's read is over; must never know
-how connections are made, nor the threads on the other side of the queue. Invariants:
-- a snapshot that was handed out is never taken back: if the source says that it lost some of it, or that it cannot say
-  what was deleted since, the vbucket's read ends with SourceRolledBack;
+Knows which vbuckets are streamed at a time, the limits of memory, and the end of a vbucket's read; must never know how
+connections are made, nor the threads on the other side of the queue. Invariants:
+- a snapshot that was handed out is never taken back. If the source lost part of it, or no longer knows all deletions
+  since, the vbucket's read ends with SourceRolledBack;
 - part of a snapshot that came before a broken connection is kept only if the source continues exactly there;
-- memory holds no more than `memory_bytes` of rows and one window for each connection: open snapshots beyond half of it
-  go to disk, and complete ones that nobody takes make the source wait.
+- memory holds no more than `memory_bytes` of rows and one window for each connection: open snapshots beyond half of
+  `memory_bytes` go to disk, and complete ones that nobody takes make the source wait.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from storage.model import SEQNO_MAX
 DISK_FACTOR = 16
 """Complete snapshots that nobody takes may lie on disk up to this many times `memory_bytes`."""
 WAITING_SNAPSHOTS_MAX = 10_000
-"""Live snapshots hold two or three rows: their objects weigh more than their bytes."""
+"""A limit by number, because live snapshots hold two or three rows: their objects need more memory than the bytes."""
 
 
 class Outbox:
-    """The queue from the loop to the reader: whole items, bounded by making the source wait."""
+    """The queue from the loop to the reader. While it is full, the source waits."""
 
     def __init__(self, memory_bytes: int, on_half_empty: Callable[[], None]) -> None:
         """`on_half_empty` is called, from any thread, when the source may go on."""
@@ -54,12 +54,12 @@ class Outbox:
         self.full = False
 
     def put(self, item: Item, memory_bytes: int = 0, disk_bytes: int = 0) -> None:
-        """Add an item; the bytes are those it holds until it is closed."""
+        """Add an item, with the bytes that it holds until it is closed."""
         with self._changed:
             self._items.append(item)
             self._memory_bytes += memory_bytes
             self._disk_bytes += disk_bytes
-            self.full = self.full or (  # `gave_back` alone ends it, and lets the source go on
+            self.full = self.full or (  # only `gave_back` resets it, and lets the source go on
                 self._memory_bytes >= self._memory_max
                 or self._disk_bytes >= self._disk_max
                 or len(self._items) >= WAITING_SNAPSHOTS_MAX
@@ -120,7 +120,7 @@ class ReadVbucket(VbucketHost):
 
     @property
     def idle(self) -> bool:
-        """True while an endless stream is open: it may bring nothing for any time."""
+        """True while an endless stream is open, which may be silent for any time."""
         return self.until is None and self.streaming
 
     def start_event(self, session: NodeSession) -> events.Start:
@@ -246,7 +246,7 @@ class BoundedRead:
     def vbucket_done(self, vbucket: ReadVbucket, item: Item) -> None:
         self.outbox.put(item)
         self.active.pop(vbucket.vbid, None)
-        # Not from within: the vbucket is in the middle of executing its instructions.
+        # Later: the vbucket is still executing its instructions.
         asyncio.get_running_loop().call_soon(self.fill_up)
 
     def fill_up(self) -> None:

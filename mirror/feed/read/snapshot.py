@@ -1,9 +1,10 @@
 """The snapshots of a bounded read: collected by a vbucket's sink in a spool, and handed out when they are complete.
 
-Must never know connections or the reader. Invariants: only whole snapshots are handed out, those of a vbucket in the
-order of their seqnos, each once; none is taken back: a rollback or a resync ends the vbucket's read; a message that
-cannot be part of a snapshot is refused, so that it is never missing from one. A snapshot is valid until it is closed,
-and gives its memory and disk back then, once.
+Must never know connections or the reader. Invariants:
+- only whole snapshots are handed out, those of a vbucket in the order of their seqnos, each once;
+- no snapshot is taken back: a rollback or a resync ends the vbucket's read;
+- a message that fits no snapshot is refused, never skipped;
+- a snapshot is valid until it is closed, and then returns its memory and disk, once.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Snapshot:
     end_seqno: int
     spool: Spool = field(repr=False)
     manifest: Manifest = field(repr=False)
-    """Scopes and collections at its end, as far as the read has seen them made: all, if it began at 0."""
+    """Scopes and collections at the snapshot's end, without those made before the read began."""
     purge_seqno: int | None = None
-    """Tombstones up to here are gone at the source, if it says so (8.0 and newer)."""
+    """Tombstones up to here are gone at the source; None if it does not say so (before 8.0)."""
     on_close: Callable[[int, int], None] | None = field(default=None, repr=False)
     """Called once, with the bytes of memory and disk that the snapshot held."""
     _closed: bool = field(default=False, repr=False)
@@ -117,7 +118,7 @@ class SpoolSink:
         hand_out: Callable[[Snapshot], None],
         on_lost: Callable[[int], None],
     ) -> None:
-        """`on_lost` is called with the seqno up to which the source still holds what was read: the read ends there."""
+        """`on_lost` ends the read; it gets the seqno up to which the source still holds the rows that were read."""
         self.vbid = vbid
         self._spool: Spool | None = None
         self._spools = spools
@@ -193,7 +194,7 @@ class SpoolSink:
         return Published(snapshot.seqno)
 
     def save(self, facts: SourceFacts) -> None:
-        """Keep the failover log alone: a read has one filter from its beginning to its end."""
+        """Keep only the failover log: a read has one filter from its beginning to its end."""
         self._log = facts.get("failover_log", self._log)
 
     # -- ends -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The spool of a snapshot's rows until it is whole: in memory, and beyond a bound in a temporary file.
 
-Knows frames and blocks of a file. Invariants: frames come out in the order in which they went in; memory that `spill`
-gave back is not taken again for the same rows; blocks of a closed spool are used again, so the file is never larger
-than what waited at one time. One thread fills a spool, and hands it over; another may read and close it.
+Knows frames and blocks of a file. Invariants:
+- frames come out in the order in which they went in;
+- memory that `spill` returned is not taken again for the same rows;
+- blocks of a closed spool are used again, so the file never exceeds the bytes that waited at one time;
+- one thread fills a spool and hands it over; another may read and close it.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class SpoolFile:
         return data
 
     def free(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free the blocks; with the last one the file gives its space back."""
+        """Free the blocks; once all are free, the file returns its space."""
         with self._lock:
             self._free += [number for number, _ in blocks]
             if self._fd >= 0 and len(self._free) == self._count:
@@ -152,7 +154,7 @@ class OpenSpools:
         return Spool(self._file)
 
     def release(self, spool: Spool) -> None:
-        """Stop to count a spool: its snapshot is complete or given up."""
+        """Stop counting a spool: its snapshot is complete or given up."""
         if spool in self._spools:
             self._spools.remove(spool)
             self.memory_bytes -= spool.memory_bytes
