@@ -353,8 +353,7 @@ def defer_rollback(txn: Transaction, state: VbucketState, boundary: Boundary) ->
 
 
 def abandon(txn: Transaction, state: VbucketState, now: Moment) -> None:
-    """Open a branch without the rows of an unfinished snapshot. They stay on the old branch, where no chain sees them.
-    """
+    """Open a branch without the rows of an unfinished snapshot. No chain sees them on the old branch."""
     vbid, base = state.vbid, state.published_seqno
     if state.rollback_deferred:
         defer_rollback(txn, state, _published_boundary(txn, state, state.staging_published_seqno))

@@ -420,8 +420,7 @@ class _Victims:
 def _forget_boundaries(
     txn: Transaction, vbid: int, links: chain.Chain, boundaries: list[bytes], purged: int, floor: int, position: int
 ) -> None:
-    """Remove boundaries up to `position`: those that the step passed, the old floor's, and copies at bases of branches.
-    """
+    """Remove boundaries up to `position`: those that the step passed, the old floor's, and copies at branch bases."""
     row_tree = keys.rows_db(vbid)
     for key in boundaries:
         if records.seqno_of(key) <= position:

@@ -53,8 +53,7 @@ class Dead(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Rows read in one step: their sorted key rows (key and dup joined), their count with boundaries, and the next key.
-    """
+    """Rows read in one step: their sorted key rows (key and dup joined), count with boundaries, and the next key."""
 
     references: list[bytes]
     size: int
