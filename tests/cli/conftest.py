@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,6 +158,11 @@ def output_nobody_takes(*arguments: object) -> tuple[int, str]:
     finally:
         os.close(writing)
     return ended.returncode, ended.stderr.decode()
+
+
+def copy_of(mirrored: Path, to: Path) -> Path:
+    """A copy of a mirror without the sockets in it."""
+    return Path(shutil.copytree(mirrored, to, ignore=shutil.ignore_patterns("*.sock")))
 
 
 def fill(cluster: SandboxCluster) -> None:

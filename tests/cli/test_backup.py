@@ -8,7 +8,6 @@ import signal
 import subprocess
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from storage.format.tokens import Token
 from storage.read.view import open_view
 from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes
 from tests.processes import caught_up
+from tests.supervise.conftest import eventually_now as eventually
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -67,14 +67,10 @@ def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_sour
         source.call(fill, source.cluster)
         flags = ("run", "--source", source.connection_string, "--data", data, "--groups", "2")
         with background(*flags) as service, under_load(source):
-            deadline = time.monotonic() + LIMIT_S
-            while not is_caught_up(data):
-                assert time.monotonic() < deadline
+            eventually(lambda: is_caught_up(data))
             before = tokens_of(data)
             moment = datetime.now(UTC)
-            while min(token.seqno - before[vbid].seqno for vbid, token in tokens_of(data).items()) < 5:
-                assert time.monotonic() < deadline + LIMIT_S
-                time.sleep(0.05)
+            eventually(lambda: min(token.seqno - before[vbid].seqno for vbid, token in tokens_of(data).items()) >= 5)
             made = call("backup", "--data", data, "--to", folder, "--json")
             assert made.code == 0, made.err
             assert [name for name in made.json if f"`{name}`" not in JSON_MD] == []

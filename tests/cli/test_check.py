@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import lmdb
 
-from tests.cli.conftest import call
+from tests.cli.conftest import call, copy_of
 
 
 def test_a_sound_mirror(mirrored: Path) -> None:
@@ -18,7 +17,7 @@ def test_a_sound_mirror(mirrored: Path) -> None:
 
 
 def test_a_row_that_is_gone_is_found(mirrored: Path, tmp_path: Path) -> None:
-    data = Path(shutil.copytree(mirrored, tmp_path / "copy"))
+    data = copy_of(mirrored, tmp_path / "copy")
     with lmdb.open(str(data / "group-0001"), max_dbs=100) as env:
         rows = env.open_db(b"v1", create=False)
         with env.begin(write=True, db=rows) as txn:
@@ -34,6 +33,6 @@ def test_a_row_that_is_gone_is_found(mirrored: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_of_garbage_is_found(mirrored: Path, tmp_path: Path) -> None:
-    data = Path(shutil.copytree(mirrored, tmp_path / "copy"))
+    data = copy_of(mirrored, tmp_path / "copy")
     (data / "group-0002" / "data.mdb").write_bytes(b"garbage" * 1000)
     assert call("check", "--data", data).code == 3

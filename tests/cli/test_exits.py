@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from cli.exits import Absent, CommandEnded, code_of, guarded
 from mirror.errors import AuthRejected, BucketChanged, ConfigError, ConnectFailed, MirrorError
 from mirror.wire.errors import RemoteProtocolError
 from storage.errors import CorruptedError, Full, NotAMirror, StorageError, WrongBucket
-from tests.cli.conftest import COMMAND, call_here, environment
+from tests.cli.conftest import call_here, environment, output_nobody_takes
 
 
 @pytest.mark.parametrize(
@@ -98,18 +97,7 @@ def test_without_asserts_nothing_runs() -> None:
 
 
 def test_a_reader_that_has_had_enough_is_no_failure(mirrored: Path) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    done = subprocess.run(
-        [*COMMAND, "scan", "--data", mirrored, "--json"],
-        env=environment(),
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert output_nobody_takes("scan", "--data", mirrored, "--json") == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import COMMAND, call, environment
+from tests.cli.conftest import COMMAND, call, copy_of, environment
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,7 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
 def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     mirrored: Path, made: Path, tmp_path: Path
 ) -> None:
-    harmed = tmp_path / "harmed"
-    shutil.copytree(mirrored, harmed, ignore=shutil.ignore_patterns("*.sock"))
+    harmed = copy_of(mirrored, tmp_path / "harmed")
     file = harmed / "group-0002" / "data.mdb"
     data = file.read_bytes()
     key = call("scan", "--data", mirrored, "--vbid", "2", "--limit", "1", "--json").lines[0]["key"].encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill
 from tests.processes import caught_up
+from tests.supervise.conftest import eventually_now as eventually
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
@@ -83,15 +83,12 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
     newest = state_of(data)["published_seqno"]
     contents = documents(data)
     with background("run", "--source", source.connection_string, "--data", data) as service:
-        deadline = time.monotonic() + 60
-        while not caught_up(call("status", "--data", data, "--json").json):
-            assert time.monotonic() < deadline
+        eventually(lambda: caught_up(call("status", "--data", data, "--json").json))
         result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--json")
         assert result.code == 0, result.err
         assert (result.json["service"], result.json["done"]) == ("up", True)
         assert result.json["retracted"] > 0
-        while state_of(data)["published_seqno"] != newest:
-            assert time.monotonic() < deadline
+        eventually(lambda: state_of(data)["published_seqno"] == newest)
         assert documents(data) == contents
         refused = call("rollback", "--data", data, "--vbid", "1", "--to", "0")
         assert refused.code == 1

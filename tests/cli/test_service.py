@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mirror.sandbox.thread import SandboxThread
 from tests.cli.conftest import LIMIT_S, background, call
-from tests.cli.test_run import eventually
+from tests.supervise.conftest import eventually_now as eventually
 
 
 def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp_path: Path) -> None:
@@ -32,11 +32,3 @@ def test_a_service_is_waited_for_reloaded_and_stopped(source: SandboxThread, tmp
     assert (result.code, "no service runs" in result.out) == (1, True)
     again = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
     assert again.code == 0, "nothing holds the directory any more"
-
-
-def test_a_stop_that_takes_too_long_says_so(source: SandboxThread, tmp_path: Path) -> None:
-    with background("run", "--source", source.connection_string, "--data", tmp_path) as service:
-        call("status", "--data", tmp_path, "--wait-ready", "--timeout", "60")
-        result = call("stop", "--data", tmp_path, "--timeout", "0")
-        assert (result.code, "has not ended within 0 s" in result.complaint) == (1, True)
-        assert service.wait(LIMIT_S) == 0

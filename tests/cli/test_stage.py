@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import psutil
@@ -8,18 +7,25 @@ import pytest
 
 from cli.stage import Stage
 from mirror.errors import SupervisionError
-from tests.cli.test_run import eventually
 from tests.processes import caught_up
+from tests.supervise.conftest import eventually_now as eventually
 
 
 def stage(tmp_path: Path) -> Stage:
     return Stage(tmp_path / "data", tmp_path, nodes=1, vbuckets=4, documents=10, rate=0, workers=1)
 
 
-def test_source_and_mirror_come_and_go_together(tmp_path: Path) -> None:
+def test_source_and_mirror_come_and_go_together_without_settings_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_MIRROR_WORKERS", "nonsense")
+    monkeypatch.setenv("DCP_MIRROR_PASSWORD", "another")
     before = set(psutil.Process().children(recursive=True))
     with stage(tmp_path) as both:
-        status = eventually(lambda: caught_up(found := both.status()) and found)
+        assert both.connection_string.startswith("couchbase://demo@")
+        eventually(lambda: caught_up(both.status()))
+        status = both.status()
+        assert status is not None
         assert both.ask_source("status")["documents"] == 10
         assert status["totals"]["published_seqnos"] == 10
         pid = status["workers"][0]["pid"]
@@ -37,13 +43,3 @@ def test_a_source_that_does_not_start_leaves_nothing_behind(tmp_path: Path, monk
     with pytest.raises(SupervisionError, match="no way"):
         stage(tmp_path).__enter__()
     assert not set(psutil.Process().children(recursive=True)) - before
-
-
-def test_settings_of_the_user_who_runs_the_demo_do_not_reach_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "DCP_MIRROR_WORKERS", "nonsense")
-    monkeypatch.setitem(os.environ, "DCP_MIRROR_PASSWORD", "another")
-    with stage(tmp_path) as both:
-        eventually(lambda: caught_up(both.status()))
-        assert both.connection_string.startswith("couchbase://demo@")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import termios
@@ -13,7 +12,7 @@ import pytest
 from cli import status
 from mirror import client
 from mirror.supervise.status import stored_status
-from tests.cli.conftest import COMMAND, LIMIT_S, call, environment
+from tests.cli.conftest import COMMAND, LIMIT_S, call, copy_of, environment
 from tests.processes import ProcessGroup
 from tests.terminal import Terminal, plain
 
@@ -117,8 +116,7 @@ def test_what_the_service_does_not_know_yet_comes_from_the_store(
 
 def damaged_copy(mirrored: Path, to: Path, group: int) -> Path:
     """Copy a mirror and overwrite all pages of a group's file but the two meta pages."""
-    shutil.copytree(mirrored, to, ignore=lambda _, names: [name for name in names if name.endswith(".sock")])
-    file = to / f"group-{group:04}" / "data.mdb"
+    file = copy_of(mirrored, to) / f"group-{group:04}" / "data.mdb"
     with file.open("r+b") as pages:
         pages.seek(2 * 4096)
         pages.write(b"\xa5" * (file.stat().st_size - 2 * 4096))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.env import directory
 from storage.format import keys, seal
-from tests.cli.conftest import LIMIT_S, background, call
-from tests.cli.test_run import eventually
+from tests.cli.conftest import LIMIT_S, background, call, copy_of
 from tests.processes import caught_up
 from tests.storage.frames import sealed
+from tests.supervise.conftest import eventually_now as eventually
 
 ALTERED = 3
 JSON_MD = Path(cli.__file__).with_name("JSON.md")
@@ -27,7 +26,7 @@ JSON_MD = Path(cli.__file__).with_name("JSON.md")
 
 def alter(mirrored: Path, data: Path, work: Callable[[bytes], bytes]) -> Path:
     """A copy of the mirror in which one stored row of vbucket 3 is another."""
-    shutil.copytree(mirrored, data, ignore=shutil.ignore_patterns("*.sock"))
+    copy_of(mirrored, data)
     group = directory.group_path(str(data), ALTERED % 4)
     with lmdb.open(group, max_dbs=64, map_size=1 << 30) as environment:
         tree = environment.open_db(keys.rows_db(ALTERED), create=False)
@@ -90,7 +89,7 @@ def test_a_source_that_went_on_is_compared_as_far_as_the_mirror_is_and_that_is_s
             thread.call(thread.cluster.set, f"old-{number}", {"new": number})
         found = call("verify", *flags, "--json").json
         plain = call("verify", *flags)
-        compared = call("pipeline", "compare", *flags, "--json").json
+        compared = call("pipeline", "compare", *flags, "--processes", "1", "--json").json
         promised = JSON_MD.read_text()
     said = "compared up to the published seqnos: the source is 32 seqnos ahead"
     said += ", 31 keys changed meanwhile and were not compared"
@@ -171,15 +170,14 @@ def test_a_mirror_of_one_collection_is_compared_with_that_alone(tmp_path: Path) 
 def test_the_running_service_says_how_its_source_is_reached(
     source: SandboxThread, mirrored: Path, tmp_path: Path
 ) -> None:
-    data = shutil.copytree(mirrored, tmp_path / "data", ignore=shutil.ignore_patterns("*.sock"))
+    data = copy_of(mirrored, tmp_path / "data")
     for command in ("verify", "doctor"):
         result = call(command, "--data", data)
         assert (result.code, f"no service runs on {data}" in result.complaint) == (2, True)
     with background(
         "run", "--source", source.connection_string, "--data", data, "--set", "tls_minimum_version=1.3"
     ) as run:
-        eventually(lambda: client.ask(data, GetSource()))
-        answer = client.ask(data, GetSource())
+        answer = eventually(lambda: client.ask(data, GetSource()))
         assert answer is not None
         assert (answer["settings"]["source"], answer["settings"]["tls_minimum_version"]) == (
             source.connection_string,

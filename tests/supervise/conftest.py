@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import pytest
 
+from mirror.supervise.reports import collector
+
 T = TypeVar("T")
 LIMIT_S = 60.0
 POLL_S = 0.05
@@ -36,3 +38,8 @@ def eventually_now(look: Callable[[], T]) -> T:
 def _plain_script(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCRIPT", "NOTIFY_SOCKET", "WATCHDOG_USEC"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "REPORT_INTERVAL_S", 0.1)

@@ -13,13 +13,11 @@ import psutil
 
 from mirror.client import socket_address
 from mirror.clock import SystemClock
-from mirror.feed.cluster.discovery import Source
 from mirror.supervise.supervisor import Supervisor
 from tests.processes import ProcessGroup
 from tests.supervise.scripted import look_up, settings_for, worker_command
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
-SOURCE = Source("c1", "demo", "b1", 8)
 
 
 def service_of(data: Path, **values: Any) -> Supervisor:
@@ -71,6 +69,4 @@ def ask_now(data: Path) -> dict[str, Any]:
         answer: dict[str, Any] = asyncio.run(ask(data, {"op": "status"}))["status"]
     except (OSError, ValueError):
         return {"workers": []}
-    absent = {"phase": "absent"}
-    answer["workers"] += [absent] * (2 - len(answer["workers"]))
     return answer

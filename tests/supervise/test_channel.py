@@ -4,31 +4,30 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 
+import msgpack
 import pytest
 import pytest_asyncio
 
 from mirror.errors import SupervisionError
 from mirror.messages import Answer, Beat
-from mirror.supervise.processes import channel
+from mirror.supervise.processes import channel as module
 from mirror.supervise.processes.channel import Channel
 
 
 @pytest_asyncio.fixture
-async def ends() -> AsyncIterator[tuple[Channel, Channel]]:
-    left, right = socket.socketpair()
-    one, other = await Channel.open(left), await Channel.open(right)
-    yield one, other
-    await one.close()
-    await other.close()
+async def ends() -> AsyncIterator[tuple[socket.socket, Channel]]:
+    line, ours = socket.socketpair()
+    channel = await Channel.open(ours)
+    with line:
+        yield line, channel
+    await channel.close()
 
 
-async def test_an_end_in_the_middle_of_a_message_is_an_end() -> None:
-    left, right = socket.socketpair()
-    receiver = await Channel.open(right)
-    left.sendall(struct.pack(">I", 100) + b"half")
-    left.close()
-    assert await receiver.receive() is None
-    await receiver.close()
+async def test_an_end_in_the_middle_of_a_message_is_an_end(ends: tuple[socket.socket, Channel]) -> None:
+    line, channel = ends
+    line.sendall(struct.pack(">I", 100) + b"half")
+    line.close()
+    assert await channel.receive() is None
 
 
 @pytest.mark.parametrize(
@@ -41,21 +40,19 @@ async def test_an_end_in_the_middle_of_a_message_is_an_end() -> None:
     ],
     ids=["too long", "no msgpack", "no object", "no op"],
 )
-async def test_garbage_is_an_error_by_name(garbage: bytes) -> None:
-    left, right = socket.socketpair()
-    receiver = await Channel.open(right)
-    left.sendall(garbage)
+async def test_garbage_is_an_error_by_name(ends: tuple[socket.socket, Channel], garbage: bytes) -> None:
+    line, channel = ends
+    line.sendall(garbage)
     with pytest.raises(SupervisionError):
-        await receiver.receive()
-    left.close()
-    await receiver.close()
+        await channel.receive()
 
 
 async def test_too_long_a_message_is_refused_before_it_is_sent(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[socket.socket, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "MESSAGE_LENGTH_MAX", 100)
+    line, channel = ends
+    monkeypatch.setattr(module, "MESSAGE_LENGTH_MAX", 100)
     with pytest.raises(SupervisionError, match="limit"):
-        ends[0].send(Answer(1, {"x": "x" * 200}))
-    ends[0].send(Beat())
-    assert await ends[1].receive() == Beat()
+        channel.send(Answer(1, {"x": "x" * 200}))
+    channel.send(Beat())
+    assert msgpack.unpackb(line.recv(100)[4:]) == {"op": "beat"}

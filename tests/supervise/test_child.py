@@ -17,7 +17,6 @@ from mirror.config import to_wire
 from mirror.messages import (
     Answer,
     Beat,
-    ExitReport,
     GetStatus,
     PipeMessage,
     Ready,
@@ -103,29 +102,6 @@ async def test_a_terminals_signals_are_the_supervisors_to_handle(
         await expect(channel, Answer)
         channel.send(StopWork())
     assert await process.wait() == 0
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "exit_code", "fatal"),
-    [("refused", "wrong password for demo", 4, True), ("bug", "internal error: ZeroDivisionError", 1, False)],
-)
-async def test_its_exit_report_says_what_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str, exit_code: int, fatal: bool
-) -> None:
-    monkeypatch.setenv("SCRIPT", script)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *scripted_command(theirs.fileno()), pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL
-        )
-    channel = await Channel.open(ours)
-    channel.send(start_of(tmp_path))
-    await expect(channel, Ready)
-    failed = await expect(channel, ExitReport)
-    assert words in failed.message
-    assert (failed.exit_code, failed.fatal) == (exit_code, fatal)
-    assert await process.wait() == exit_code
-    await channel.close()
 
 
 @pytest.mark.parametrize(

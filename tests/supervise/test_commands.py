@@ -7,26 +7,14 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mirror.client import ServiceSaidNo
-from mirror.errors import ExitCode
 from mirror.lease import Lease
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
 from tests.supervise.service import ask, pids, running, service_of, serving
-
-
-async def test_commands_arrive(tmp_path: Path) -> None:
-    service = service_of(tmp_path)
-    task = asyncio.create_task(service.run())
-    await eventually(running(service))
-    status = (await ask(tmp_path, {"op": "status"}))["status"]
-    assert [row["vbid"] for row in status["vbuckets"]] == list(range(8))
-    assert status["vbuckets"][0]["vbuuid"] == "000000000abc"
-    assert "unknown command" in (await ask(tmp_path, {"op": "dance"}))["error"]
-    assert (await ask(tmp_path, {"op": "stop"}))["ok"]
-    assert await task == ExitCode.DONE
 
 
 async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp_path: Path) -> None:
@@ -43,10 +31,10 @@ async def test_new_limits_of_leases_take_effect_without_a_restart_of_workers(tmp
         assert pids(service) == before
 
 
-async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_it(
+async def test_a_worker_that_stands_still_is_replaced_and_a_lease_outlives_it_until_one_refuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=1.5)
+    settings = settings_for(tmp_path, worker_heartbeat_timeout_s=1.2)
     async with serving(service_of(tmp_path, settings=settings)) as service:
 
         def is_another(victim: int) -> bool:
@@ -64,6 +52,9 @@ async def test_a_lease_outlives_the_death_of_a_worker_and_ends_when_one_refuses_
         assert (await ask(tmp_path, renewal))["ok"], "requested while it was stopped, and answered once it was dead"
         assert (await ask(tmp_path, renewal))["ok"], "it is not there, or still starting"
         await eventually(lambda: is_another(victim))
+        worker = service.status_document()["workers"][0]
+        assert (worker["last_exit"], worker["last_error"]) == ("SIGKILL", "no heartbeat")
+        assert not psutil.pid_exists(victim)
         assert (await ask(tmp_path, renewal))["ok"]
         assert lease.lost is None
         monkeypatch.setenv("SCRIPT", "forgetful")

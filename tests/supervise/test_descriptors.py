@@ -45,7 +45,7 @@ async def test_exhausted_descriptors_are_one_line_and_commands_wait(
                     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             line.setblocking(False)
             answer = await asyncio.get_running_loop().sock_recv(line, 1000)
-            assert json.loads(answer)["ok"]
+            assert json.loads(answer) == {"ok": True, "pid": os.getpid()}
         complained()
     assert said.count("control-socket-refuses") == 1
     assert "ulimit -n" in said

@@ -75,7 +75,8 @@ async def test_a_source_that_is_away_at_the_start_is_one_event_and_its_answer_an
     async with in_process.serving(tmp_path, look_up=look_up) as service:
         await eventually(lambda: len(service.status_document()["events"]) == 3)
         assert names(tmp_path) == ["source-unreachable", "source-reached", "first-fill-done"]
-        assert "nobody there" in service.status_document()["events"][2]["text"]
+        document = service.status_document()
+        assert ("nobody there" in document["events"][2]["text"], document["source_error"]) == (True, None)
 
 
 async def test_settings_that_are_read_again_are_said_one_by_one(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mirror.config import EFFECTS, Settings
+from mirror.config import Settings
 from mirror.config_reader import validated
 from mirror.errors import ConfigError
 from mirror.supervise.listeners.addresses import Listeners, kind_of, outdated_by
@@ -183,12 +183,3 @@ def test_an_address_may_gain_tls_or_another_host_at_its_port(tmp_path: Path, mon
         listeners.change(replace(settings, kv=f"tls://0.0.0.0:{port}"))
         assert listeners.start_message(1000, {}).listeners == [[f"tls://0.0.0.0:{port}", None]]
     listeners.release()
-
-
-def test_what_a_change_needs_is_said() -> None:
-    assert [EFFECTS[name] for name in ("source", "kv", "dcp_processes", "users_file")] == [
-        "restart",
-        "reload, restarts its servers",
-        "reload",
-        "reload, restarts servers",
-    ]

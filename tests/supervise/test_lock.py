@@ -59,11 +59,6 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
         ServiceLock(tmp_path / "file" / "below")
 
 
-def test_a_place_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        ServiceLock(Path("/proc/no-such-place"))
-
-
 def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     """The service would write its process id into any file that the link names."""
     victim = tmp_path / "victim"

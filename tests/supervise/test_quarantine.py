@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -16,8 +15,8 @@ from mirror.config import Settings
 from mirror.sandbox import SandboxCluster, SandboxThread
 from mirror.supervise.processes.quarantine import DEATHS, WINDOW_MS, GroupMark, Quarantine
 from mirror.supervise.setup import look_up_with
-from mirror.supervise.supervisor import Supervisor
 from tests.supervise.conftest import eventually
+from tests.supervise.service import service_of, serving
 
 VBUCKETS = 4
 
@@ -53,21 +52,17 @@ async def test_a_group_in_which_its_worker_dies_again_and_again_is_named_and_the
         for number in range(40):
             source.call(source.cluster.set, f"k{number}", {"n": number})
         settings = Settings(source=source.connection_string, data=tmp_path / "data", groups=2, workers=1)
-        service = Supervisor(settings, look_up_with(SystemClock()), clock=SystemClock(), command=dying_command)
-        running = asyncio.create_task(service.run())
+        look_up = look_up_with(SystemClock())
+        async with serving(service_of(tmp_path, settings=settings, look_up=look_up, command=dying_command)) as service:
 
-        def settled() -> bool:
-            rows = {row["vbid"]: row for row in service.status_document()["vbuckets"]}
-            return len(rows) == VBUCKETS and all(
-                row["state"] == "damaged" if vbid % 2 else row["published_seqno"] > 0 for vbid, row in rows.items()
-            )
+            def settled() -> bool:
+                rows = {row["vbid"]: row for row in service.status_document()["vbuckets"]}
+                return len(rows) == VBUCKETS and all(
+                    row["state"] == "damaged" if vbid % 2 else row["published_seqno"] > 0 for vbid, row in rows.items()
+                )
 
-        try:
-            await eventually(lambda: running.done() or settled())
+            await eventually(settled)
             document = service.status_document()
-        finally:
-            service.stop()
-            await running
     (worker,) = document["workers"]
     assert worker["restarts"] == DEATHS
     for row in document["vbuckets"]:

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from storage.model import Identity
 from tests.supervise import in_process
 from tests.supervise.conftest import eventually
 from tests.supervise.in_process import Report, vbids_of, vbucket
-from tests.supervise.service import ask, phases, pids, running, service_of, serving
+from tests.supervise.service import ask, phases, pids, service_of, serving
 
 
 async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> None:
@@ -37,14 +36,6 @@ async def test_groups_are_shared_out_and_everyone_reports(tmp_path: Path) -> Non
         assert directory.load(str(tmp_path)) == Identity("c1", "demo", "b1", 8, 4)
     assert phases(service) == ["absent", "absent"]
     assert not (tmp_path / SOCKET_NAME).exists()
-
-
-async def test_until_caught_up_ends_by_itself(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-    service = service_of(tmp_path, until_caught_up=True, progress=seen.append)
-    assert await service.run() == ExitCode.DONE
-    assert seen[-1]["catch_up"]["vbuckets_done"] == 8
-    assert seen[-1]["catch_up"]["share"] == 1.0
 
 
 async def test_news_of_a_worker_is_not_kept_until_the_next_regular_report(
@@ -77,16 +68,13 @@ async def test_a_stopped_worker_is_neither_ready_nor_waited_for(tmp_path: Path) 
     """Its rows stayed `caught up` until its heartbeat was overdue, and each status waited for its report."""
     service = service_of(tmp_path)
     async with serving(service):
-        await eventually(running(service))
         await eventually(lambda: service.status_document()["state"] == "following")
         stopped = pids(service)[1]
         os.kill(stopped, signal.SIGSTOP)
         try:
-            await eventually(lambda: bool(service.status_document()["reasons"]))
             await eventually(lambda: service.status_document()["state"] == "degraded")
             document = service.status_document()
             assert "4 of 8 vbuckets of worker 1, silent for " in document["message"]
-            assert "4 of 8 vbuckets" in document["message"]
             assert document["totals"]["lag_seqnos"] is None
             ages = {row["worker"]: row["report_age_s"] for row in document["vbuckets"]}
             assert ages[1] > SILENT_S > ages[0]

@@ -32,7 +32,9 @@ from storage.model import FailoverLog, Identity, Seqno, SnapshotRange
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.oracle import kv_client
 from tests.serve.dcp_rig import DcpClient
-from tests.supervise.scripted import look_up, settings_for, worker_command
+from tests.supervise.conftest import eventually as until
+from tests.supervise.scripted import settings_for
+from tests.supervise.service import service_of, serving
 
 IDENTITY = Identity("c1", "demo", "b1", 8, 4)
 KEY = b"k1"
@@ -73,32 +75,10 @@ async def service(
     data: Path, reload: Callable[[], Settings] | None = None, **values: Any
 ) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     lines: list[str] = []
-    supervisor = Supervisor(
-        served(data, **values),
-        look_up,
-        clock=SystemClock(),
-        command=worker_command,
-        announce=lines.append,
-        reload=reload,
-    )
-    running = asyncio.create_task(supervisor.run())
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not lines or any(row["phase"] != "running" for row in supervisor.status_document()["servers"]):
-                assert not running.done(), running.result()
-                await asyncio.sleep(0.02)
+    made = service_of(data, settings=served(data, **values), announce=lines.append, reload=reload)
+    async with serving(made) as supervisor:
+        await until(lambda: lines and {row["phase"] for row in supervisor.status_document()["servers"]} == {"running"})
         yield supervisor, lines
-    finally:
-        supervisor.stop()
-        await running
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.02)
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

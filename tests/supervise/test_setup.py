@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mirror.config import Settings
-from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, MirrorError, SupervisionError
+from mirror.errors import BucketChanged, ConfigError, ConnectFailed, ExitCode, SupervisionError
 from mirror.feed.cluster.discovery import Source
 from mirror.supervise.lock import ServiceLock
 from mirror.supervise.setup import LookUp, set_aside_another_bucket
@@ -20,26 +20,11 @@ from storage.model import Identity
 from storage.write.writer import GroupWriter, WriterOptions
 from tests.supervise.conftest import eventually
 from tests.supervise.scripted import settings_for
-from tests.supervise.service import SOURCE, running, service_of, serving
+from tests.supervise.service import running, service_of, serving
 
 
 def digest(group: str) -> bytes:
     return hashlib.sha256((Path(group) / "data.mdb").read_bytes()).digest()
-
-
-async def test_a_source_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    answers: list[Source | MirrorError] = [ConnectFailed("nobody there"), ConnectFailed("nobody there"), SOURCE]
-
-    async def come_back(settings: Settings, bucket_uuid: str | None = None) -> Source:
-        answer = answers.pop(0)
-        if isinstance(answer, MirrorError):
-            raise answer
-        return answer
-
-    async with serving(service_of(tmp_path, look_up=come_back)) as service:
-        await eventually(lambda: "nobody there" in (service.status_document()["source_error"] or ""))
-        await eventually(running(service))
-        assert service.status_document()["source_error"] is None
 
 
 async def test_known_data_is_worked_on_while_the_source_is_away(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ def row(vbid: int = 0, published: int = 0, high: int | None = 0, **more: Any) ->
     report["rollback_count"] = 0
     report["lag_seqnos"] = None if high is None else high - published
     return reported_row(report | more, group=0)
+
+
+def lag_s(trend: Trend, now_ms: int, published: int, high: int | None) -> float | None:
+    rows = [row(0, published, high)]
+    trend.observe(rows, {}, now_ms)
+    trend.fill(rows, now_ms)
+    return rows[0]["lag_s"]
 
 
 def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
@@ -41,11 +49,11 @@ def test_a_stored_row_and_a_reported_row_have_the_same_shape() -> None:
 
 
 def test_what_is_not_known_is_not_zero() -> None:
-    assert row(high=None)["lag_seqnos"] is None
-    sums = totals([row(high=None), row(1, high=None)])
-    assert sums["documents"] is None
-    assert sums["lag_seqnos"] is None
-    assert totals([])["vbuckets"] == 0
+    rows = [row(published=5, high=5), row(published=5, high=None)]
+    Trend().fill(rows, 0)
+    sums = totals(rows)
+    assert (sums["documents"], sums["source_high_seqnos"], sums["lag_seqnos"], sums["lag_s"]) == (None,) * 4
+    assert (totals([])["vbuckets"], totals([])["lag_seqnos"]) == (0, None)
     damaged = reported_row({"vbid": 2, "state": "damaged", "text": "permission denied"}, group=0)
     assert [damaged[name] for name in ("branch", "published_seqno", "staged_seqno", "rollback_count")] == [None] * 4
     sums = totals([row(published=5), damaged])
@@ -58,23 +66,8 @@ def test_totals_are_the_sums_of_the_rows() -> None:
     assert sums["states"] == {"streaming": 3}
 
 
-def test_the_lag_in_total_is_not_known_while_that_of_one_vbucket_is_not() -> None:
-    rows = [row(published=5, high=5), row(published=5, high=None)]
-    Trend().fill(rows, 0)
-    sums = totals(rows)
-    assert (sums["source_high_seqnos"], sums["lag_seqnos"], sums["lag_s"]) == (None, None, None)
-    assert totals([])["lag_seqnos"] is None
-
-
 def test_lag_in_seconds_is_the_age_of_the_oldest_seqno_that_is_missing() -> None:
-    trend = Trend()
-
-    def seconds(now_ms: int, published: int, high: int) -> float | None:
-        rows = [row(0, published, high)]
-        trend.observe(rows, {}, now_ms)
-        trend.fill(rows, now_ms)
-        return rows[0]["lag_s"]
-
+    seconds = functools.partial(lag_s, Trend())
     assert seconds(0, 5, 5) == 0.0
     assert seconds(1_000, 5, 8) == 0.0
     assert seconds(3_000, 5, 20) == 2.0
@@ -159,15 +152,7 @@ def test_a_source_that_lost_its_tail_lowers_the_mark() -> None:
 
 
 def test_without_contact_the_lag_counts_from_the_last_one() -> None:
-    trend = Trend()
-
-    def seconds(now_ms: int, published: int, high: int | None) -> float | None:
-        rows = [row(0, published, high)]
-        trend.observe(rows, {}, now_ms)
-        trend.fill(rows, now_ms)
-        lag: float | None = rows[0]["lag_s"]
-        return lag
-
+    seconds = functools.partial(lag_s, Trend())
     assert seconds(0, 5, None) is None, "there was none yet"
     assert seconds(1_000, 5, 5) == 0.0
     assert seconds(21_000, 5, None) == 20.0
