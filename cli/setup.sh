@@ -1,5 +1,5 @@
 #!/bin/sh
-# The two commands of the README: from a bare checkout to the demo, or to all tests.
+# The two commands of the README: from a bare checkout to the demo, or to the tests.
 #
 #   sh cli/setup.sh demo [options of `dcp-mirror demo`]
 #   sh cli/setup.sh test [options of pytest; without any: on every core]

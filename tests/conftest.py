@@ -80,11 +80,11 @@ TAKES = {
     "not long and not ci": "about 8 minutes on two cores (-n auto); .ci/run runs more, -m long larger figures",
     "not long": "about 16 minutes on two cores (-n auto)",
 }
-"""How long all tests take, by the expression that chooses them."""
+"""How long the tests take, by the expression that chooses them."""
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"all tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
+    return f"these tests take {TAKES.get(config.getoption('markexpr'), 'hours')}"
 
 
 @pytest.fixture(autouse=True)
