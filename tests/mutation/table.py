@@ -109,7 +109,25 @@ MUTATIONS = (
         'self._number = reader.environment.env.info()["last_txnid"]',
         "tests/storage/test_stream.py -k looks_while",
     ),
+    Mutation(
+        "mirror/serve/dcp/watch.py",
+        "found += [each for each in self._followers if each % group_count == group]",
+        "raise",
+        "tests/serve/test_dcp_watch.py",
+    ),
     # --- a mirror as the source
+    Mutation(
+        "mirror/feed/follow/watch.py",
+        "if by_mirror and collections is None and (seqno or 0) < published.get(vbucket.vbid, 0):",
+        "if by_mirror and (seqno or 0) < published.get(vbucket.vbid, 0):",
+        "tests/serve/test_dcp_cascade.py -k one_collection_of",
+    ),
+    Mutation(
+        "mirror/feed/follow/watch.py",
+        "if by_mirror and collections is None and (seqno or 0) < published.get(vbucket.vbid, 0):",
+        "if False:",
+        "tests/serve/test_dcp_cascade.py -k mirror_that_is_behind",
+    ),
     Mutation(
         "mirror/feed/follow/watch.py",
         "vbucket.source_silent_ms = lost_ms.get(vbucket.vbid)",

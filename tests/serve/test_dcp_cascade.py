@@ -428,6 +428,8 @@ async def test_the_lag_of_one_collection_of_a_mirror_is_known_while_others_are_w
             high_seqnos = {vbid: cluster.vbucket(vbid).high_seqno for vbid in range(VBUCKETS)}
             for vbid, high_seqno in high_seqnos.items():  # it hears of the others' seqnos
                 await second.until_published(vbid, high_seqno)
+        await second.stop()
+        second.start(endpoint.url)  # nothing is known of polls before
         await second.until(lambda: all(second.row(vbid)["lag_seqnos"] == 0 for vbid in range(VBUCKETS)), "the lags")
         await second.stop()
     await first.stop()
