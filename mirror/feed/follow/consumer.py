@@ -267,7 +267,7 @@ class Consumer:
     # -- progress -------------------------------------------------------------------------------------------------
 
     def caught_up(self, targets: Mapping[int, int]) -> bool:
-        """Return True once every vbucket of this worker in `targets` has an open stream and has published its target."""
+        """Return True once every vbucket of this worker in `targets` streams and has published its target."""
         return all(
             self.vbuckets[vbid].streaming and self.vbuckets[vbid].has_published(seqno)
             for vbid, seqno in targets.items()
