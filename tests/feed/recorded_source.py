@@ -19,6 +19,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 from mirror.server import dcp_requests, dispatch, requests
@@ -42,6 +43,7 @@ from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, encode
 from mirror.wire.sasl import ScramServer
 from storage.model import FailoverLog
+from tests.feed.harness import Mirror
 from tests.recordings import Passed, passed
 
 USER, PASSWORD, BUCKET, BUCKET_UUID, CLUSTER_UUID = "demo", "secret", "default", "b0", "c0"
@@ -107,6 +109,11 @@ class Script:
             vbid: max((each.end_seqno for each in exchanges if each.status == Status.SUCCESS), default=0)
             for vbid, exchanges in self.exchanges.items()
         }
+
+
+def mirror_at(path: Path, **settings: Any) -> Mirror:
+    """A mirror of the source of any recording, not started."""
+    return Mirror(path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD, settings=settings)
 
 
 def read_script(name: str) -> Script:

@@ -150,8 +150,7 @@ async def test_a_node_that_was_failed_over_and_does_not_know_is_left(profile: st
     """The consumer is connected to this node only, but queries the other one, too."""
     async with source_of(tmp_path, profile=profile) as (cluster, mirrors):
         write(cluster, 100)
-        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        mirror.start(cluster.connection_string)
+        mirror = mirrors.start(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         await mirror.follow()
         alone = cluster.split_off(1)
         await cluster.failover_node(1)
@@ -171,8 +170,7 @@ async def test_a_vbucket_alone_that_gets_a_node_again_is_found_by_polling(tmp_pa
     """The consumer has no session at all, and the nodes that announce maps are none of its own."""
     async with source_of(tmp_path, profile="8.0") as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        mirror.start(cluster.connection_string)
+        mirror = mirrors.start(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         await mirror.follow()
         ours = range(1, VBUCKETS, 2)
         for vbid in ours:
@@ -192,9 +190,7 @@ async def test_a_host_that_serves_another_bucket_now_does_not_end_a_mirror(tmp_p
     """The host left the cluster and has its own bucket of that name, but the settings still name it."""
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        url = cluster.connection_string
-        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        mirror.start(url)
+        mirror = mirrors.start(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         await mirror.follow()
         alone = cluster.split_off(1)
         await cluster.failover_node(1)
@@ -222,8 +218,7 @@ async def test_no_map_older_than_the_floor_is_followed_and_the_reason_is_said(tm
 async def test_a_map_is_handed_to_who_shares_it_and_followed_when_it_comes_back(tmp_path: Path) -> None:
     async with source_of(tmp_path) as (cluster, mirrors):
         write(cluster, 50)
-        mirror = mirrors.make(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
-        mirror.start(cluster.connection_string)
+        mirror = mirrors.start(groups=2, own_groups=[1])  # whose vbuckets all lie on node 1
         shared: list[ClusterMap] = []
         mirror.consumer._share_map = shared.append
         await mirror.until(lambda: bool(shared), "a map to share")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from mirror.wire.constants import StreamEndReason
 from storage.env.directory import MapRecord
 from storage.model import Kind
 from tests.sandbox.past import state_at
+from tests.supervise.conftest import eventually_now as eventually
 
 VBUCKETS = 8
 WAIT_S = 30.0
@@ -95,6 +95,10 @@ class Copy:
             self.positions[item.vbid] = item.position
             self.snapshots += 1
 
+    def take_rows(self, items: Iterator[Snapshot | SourceRolledBack | ReadEnded], count: int) -> None:
+        while self.rows < count:
+            self.take(next(items))
+
     def assert_equal(self, source: SandboxThread) -> None:
         for vbid, position in self.positions.items():
             state = source.call(state_at, source.cluster.vbucket(vbid), position.seqno)
@@ -107,13 +111,6 @@ def read_all(reader: SourceReader, copy: Copy | None = None) -> Copy:
     for item in reader.read(copy.positions, reader.high_seqnos()):
         copy.take(item)
     return copy
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 # -- what is there ------------------------------------------------------------------------------------------------
@@ -152,11 +149,9 @@ def test_without_an_end_it_follows_until_it_is_closed(source: SandboxThread) -> 
     copy = Copy()
     with reader_of(source) as reader:
         items = reader.read(copy.positions)
-        while copy.rows < 20:
-            copy.take(next(items))
+        copy.take_rows(items, 20)
         write(source, 20)
-        while copy.rows < 40:
-            copy.take(next(items))
+        copy.take_rows(items, 40)
         items.close()
         copy.assert_equal(source)
         write(source, 20)
@@ -197,16 +192,14 @@ def test_a_reader_that_takes_nothing_makes_the_source_wait(source: SandboxThread
     copy = Copy()
     with reader_of(source, memory_bytes=4096) as reader:
         items = reader.read(copy.positions)
-        while copy.rows < 8:
-            copy.take(next(items))
+        copy.take_rows(items, 8)
         for turn in range(TURNS):
             write(source, 20, f"turn-{turn}", size=500)
         sent = sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS))
-        eventually(lambda: reader._core.connections.acks_held, "acks are held back")
+        eventually(lambda: reader._core.connections.acks_held)
         assert sum(source.call(source.cluster.sent, vbid).bytes for vbid in range(VBUCKETS)) < TURNS * 20 * 500 / 2
         assert sent < TURNS * 20 * 500 / 2
-        while copy.rows < 8 + TURNS * 20:
-            copy.take(next(items))
+        copy.take_rows(items, 8 + TURNS * 20)
         items.close()
         copy.assert_equal(source)
 
@@ -303,12 +296,10 @@ def test_streams_that_end_are_requested_again(source: SandboxThread) -> None:
     copy = Copy()
     with reader_of(source) as reader:
         items = reader.read(copy.positions)
-        while copy.rows < 20:
-            copy.take(next(items))
+        copy.take_rows(items, 20)
         assert source.call(source.cluster.faults.end_streams, StreamEndReason.STATE_CHANGED) == VBUCKETS
         write(source, 20)
-        while copy.rows < 40:
-            copy.take(next(items))
+        copy.take_rows(items, 40)
         items.close()
     copy.assert_equal(source)
 
@@ -422,7 +413,7 @@ def test_a_read_leaves_a_node_that_is_failed_over_without_its_knowledge(source: 
     with reader_of(source) as reader:
         copy = read_all(reader)
         fail_over_node_1(source)
-        eventually(lambda: reader.followed is not None and reader.followed.rev == source.cluster.bucket.map.rev, "map")
+        eventually(lambda: reader.followed is not None and reader.followed.rev == source.cluster.bucket.map.rev)
         read_all(reader, copy).assert_equal(source)
 
 
@@ -437,8 +428,7 @@ def test_a_bucket_that_was_recreated_is_refused_before_a_stream_is_requested(
     with reader_of(source, settings={"map_poll_interval_s": 600}) as reader:
         copy = Copy()
         items = reader.read(copy.positions)
-        while copy.rows < 20:
-            copy.take(next(items))
+        copy.take_rows(items, 20)
 
         def requested_seqnos() -> list[int]:
             return [len(source.cluster.sent(vbid).stream_requests) for vbid in range(VBUCKETS)]

@@ -24,13 +24,10 @@ from storage.read.view import open_view
 from tests import recordings
 from tests.feed.harness import Mirror
 from tests.feed.recorded_source import (
-    BUCKET,
-    BUCKET_UUID,
-    PASSWORD,
-    VBUCKETS,
     RecordedSource,
     Script,
     fresh_exchange,
+    mirror_at,
     read_script,
     stored_events,
 )
@@ -156,14 +153,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
     script = read_script(name)
     vbids = sorted(script.exchanges)
     assert set(vbids) == {int(vbid) for vbid in COMPARABLE[name]}
-    mirror = Mirror(
-        tmp_path,
-        bucket=BUCKET,
-        bucket_uuid=BUCKET_UUID,
-        vbuckets=VBUCKETS,
-        password=PASSWORD,
-        settings={"connection_buffer_size": 16 * 1024},
-    )
+    mirror = mirror_at(tmp_path, connection_buffer_size=16 * 1024)
     before = BEFORE[name.partition("_")[2]](name) if name.partition("_")[2] in BEFORE else []
     async with RecordedSource(script, seed=len(name)) as source:
         for index, (earlier, published_seqno, staged_seqno) in enumerate(before):
@@ -186,10 +176,7 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
             else:
                 await mirror.until(lambda: bool(source.requests), "a request")
                 await mirror.until_state(vbid, "streaming", "backfilling")
-                await mirror.until(
-                    partial(is_at_end, mirror, script, source, vbid),
-                    f"vb {vbid} at the end",
-                )
+                await mirror.until(partial(is_at_end, mirror, script, source, vbid), f"vb {vbid} at the end")
         assert_window_is_whole(mirror, source)
         if before:
             assert_request_was_the_recorded_one(name, source)
@@ -201,13 +188,10 @@ async def test_store_equals_the_recorded_state(name: str, tmp_path: Path) -> Non
         compare(mirror.path, name, vbid, whole=bool(before))
 
 
-def end_of(script: Script, source: RecordedSource, vbid: int) -> int:
-    """Return the end of the last snapshot, or the start of a stream that brought nothing."""
-    return source.last_end.get(vbid) or script.exchanges[vbid][-1].request.start_seqno
-
-
 def is_at_end(mirror: Mirror, script: Script, source: RecordedSource, vbid: int) -> bool:
-    return bool(mirror.row(vbid)["published_seqno"] == end_of(script, source, vbid))
+    """True at the end of the last snapshot, or at the start of a stream that brought nothing."""
+    end = source.last_end.get(vbid) or script.exchanges[vbid][-1].request.start_seqno
+    return bool(mirror.row(vbid)["published_seqno"] == end)
 
 
 def has_staged(mirror: Mirror, vbid: int, seqno: int) -> bool:
@@ -319,7 +303,7 @@ async def test_rollback_below_the_only_boundary_resyncs_the_vbucket(tmp_path: Pa
     (accepted,) = (exchange for exchange in script.exchanges[9] if exchange.status == Status.SUCCESS)
     held = [marker(9, 0, 100), *stored_events(states_of(name)[9], 9, 100)]
     accepted.messages = fresh_exchange(9, [], held).messages + accepted.messages
-    mirror = Mirror(tmp_path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD)
+    mirror = mirror_at(tmp_path)
     async with RecordedSource(first) as source:
         mirror.start(source.connection_string)
         await mirror.until_published(9, 210)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,11 +13,7 @@ from typing import Any
 import pytest
 
 from mirror.clock import SystemClock
-from mirror.config import PasswordSource
-from mirror.config_reader import validated
 from mirror.errors import ClusterError, HandshakeFailed, NotSupported, PrivilegeMissing, SourceTimeout
-from mirror.feed.connection.bootstrap import Access
-from mirror.feed.connection.connection_string import parse
 from mirror.feed.connection.session import NodeSession, StreamAnswer
 from mirror.feed.connection.transport import Opaques
 from mirror.ingest.events import KeyRefused, StreamAccepted, StreamRefused, StreamRollback
@@ -30,7 +27,8 @@ from mirror.wire.flow_control import ProducerWindow, counted_size
 from mirror.wire.frame import Frame, decode, encode, request, response
 from mirror.wire.scan import Row
 from storage.model import FailoverLog, Seqno, Vbuuid
-from tests.feed.scripted_node import PASSWORD, Answer, ScriptedNode, refuse, silent
+from tests.feed.scripted_node import Answer, ScriptedNode, refuse, silent
+from tests.feed.test_bootstrap import access_to, first
 
 PREFIX = b"\0\0\0\7"
 VBID = 3
@@ -70,31 +68,14 @@ class Owner:
         async with asyncio.timeout(10):
             while not holds():
                 self.notified.clear()
-                with_poll = asyncio.wait_for(self.notified.wait(), 0.01)
-                try:
-                    await with_poll
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.notified.wait(), 0.01)
 
 
 def make(node: ScriptedNode, path: Path, **settings: Any) -> tuple[NodeSession, Owner]:
-    file = path / "password"
-    file.write_text(PASSWORD)
-    values = {
-        "password_file": file,
-        "connect_timeout_s": 5,
-        "request_timeout_s": 5,
-        "noop_interval_s": 20,
-        "connection_buffer_size": 4096,
-        **settings,
-    }
-    made = validated(values)
-    source = parse(f"couchbase://demo@127.0.0.1:{node.port}/b")
+    access = access_to(node, path, **{"noop_interval_s": 20, "connection_buffer_size": 4096, **settings})
     owner = Owner()
-    access = Access(source, PasswordSource.of(made), made)
-    session = NodeSession(
-        access, source.addresses[0], owner, SystemClock(), name="dcp-mirror:test:0", opaques=Opaques()
-    )
+    session = NodeSession(access, first(access), owner, SystemClock(), name="dcp-mirror:test:0", opaques=Opaques())
     return session, owner
 
 

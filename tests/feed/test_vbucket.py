@@ -18,7 +18,7 @@ from storage.read.view import open_view
 from storage.write.background import Background
 from storage.write.pending import PendingVbucket
 from tests.feed.harness import Mirror
-from tests.feed.recorded_source import BUCKET, BUCKET_UUID, PASSWORD, VBUCKETS, Exchange, RecordedSource, Script
+from tests.feed.recorded_source import Exchange, RecordedSource, Script, mirror_at
 
 VBID, OTHER = 3, 4
 LOG = encode_failover_log([(99, 0)])
@@ -40,10 +40,6 @@ def success(*events: ev.Event) -> Exchange:
 def script(*exchanges: Exchange) -> Script:
     other = [ev.SnapshotMarker(OTHER, 1, 1, 1), ev.Mutation(OTHER, b"\0other", 1, 1, 1, value=b"{}")]
     return Script(FEATURES, {VBID: list(exchanges), OTHER: [success(*other)]})
-
-
-def mirror_at(path: Path, **settings: Any) -> Mirror:
-    return Mirror(path, bucket=BUCKET, bucket_uuid=BUCKET_UUID, vbuckets=VBUCKETS, password=PASSWORD, settings=settings)
 
 
 def stored(mirror: Mirror) -> list[int]:

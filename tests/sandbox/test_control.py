@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -59,4 +58,3 @@ async def test_a_client_gets_the_reason_of_an_error(server: SandboxControl, tmp_
 def test_the_socket_is_named_after_the_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_path(1234) == tmp_path / "dcp-mirror-sandbox-1234.sock"
-    assert json.dumps(str(default_path(1)))
