@@ -37,6 +37,11 @@ class Result:
     err: str
     raw: bytes
 
+    def complains(self, code: int, words: str) -> None:
+        """Fail unless this is its exit code, and its one complaint has the words."""
+        assert self.code == code, self.err
+        assert words in self.complaint
+
     @property
     def json(self) -> Any:
         """The one JSON value on stdout."""
@@ -105,6 +110,13 @@ def call(
         err.seek(0)
         raw = out.read()
         return Result(code, raw.decode(errors="replace"), err.read().decode(), raw)
+
+
+def succeed(*arguments: object, **more: Any) -> Result:
+    """Run the command, which succeeds."""
+    result = call(*arguments, **more)
+    assert result.code == 0, result.err
+    return result
 
 
 def call_here(*arguments: object, text: str = "", env: dict[str, str] | None = None, cwd: Path | None = None) -> Result:

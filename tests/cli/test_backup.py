@@ -19,7 +19,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.format.tokens import Token
 from storage.read.view import open_view
-from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes
+from tests.cli.conftest import COMMAND, LIMIT_S, background, call, environment, fill, output_nobody_takes, succeed
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
@@ -71,15 +71,14 @@ def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_sour
             before = tokens_of(data)
             moment = datetime.now(UTC)
             eventually(lambda: min(token.seqno - before[vbid].seqno for vbid, token in tokens_of(data).items()) >= 5)
-            made = call("backup", "--data", data, "--to", folder, "--json")
-            assert made.code == 0, made.err
+            made = succeed("backup", "--data", data, "--to", folder, "--json")
             assert [name for name in made.json if f"`{name}`" not in JSON_MD] == []
             assert (made.json["groups"], made.json["vbuckets"]) == (2, 8)
-            streamed = call("backup", "--data", data, "--to", "-")
-            assert streamed.code == 0, streamed.err
+            streamed = succeed("backup", "--data", data, "--to", "-")
             tar.write_bytes(streamed.raw)
-            older = call("backup", "--data", data, "--to", tmp_path / "older", "--as-of", moment.isoformat(), "--json")
-            assert older.code == 0, older.err
+            older = succeed(
+                "backup", "--data", data, "--to", tmp_path / "older", "--as-of", moment.isoformat(), "--json"
+            )
             assert older.json["published_seqnos"] < made.json["published_seqnos"]
             status = call("status", "--data", data, "--json").json
             assert (status["service"], status["totals"]["resync_count"]) == ("up", 0)
@@ -89,8 +88,7 @@ def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_sour
         source.call(source.cluster.set, "written afterwards", {})
         for copy in (folder, tar, tmp_path / "older"):
             target = copy.with_name(f"restored {copy.name}")
-            restored = call("restore", "--from", copy, "--data", target, "--json")
-            assert restored.code == 0, restored.err
+            restored = succeed("restore", "--from", copy, "--data", target, "--json")
             if copy == folder:
                 assert restored.json["published_seqnos"] == made.json["published_seqnos"]
             assert call("check", "--data", target).code == 0
@@ -101,8 +99,7 @@ def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_sour
                         times_ms = {each.seqno: each.time_ms for each in view.boundaries(vbid)}
                         newer = [time_ms for seqno, time_ms in times_ms.items() if seqno > token.seqno]
                         assert times_ms[token.seqno] <= moment.timestamp() * 1000 < min(newer)
-            run = call("run", "--source", source.connection_string, "--data", target, "--until-caught-up")
-            assert run.code == 0, run.err
+            succeed("run", "--source", source.connection_string, "--data", target, "--until-caught-up")
             equal = call("verify", "--data", target, "--source", source.connection_string, "--json")
             assert (equal.code, equal.json["ok"]) == (0, True), equal.err
             with open_view(target) as view:  # resumed: each of its positions is on the way to what it has now
@@ -118,8 +115,7 @@ def test_made_under_load_it_is_restored_elsewhere_catches_up_and_equals_its_sour
 
 
 def test_stdout_is_a_tar_and_nothing_else(mirrored: Path, tmp_path: Path) -> None:
-    made = call("backup", "--data", mirrored, "--to", "-")
-    assert made.code == 0, made.err
+    made = succeed("backup", "--data", mirrored, "--to", "-")
     assert "copied to stdout" in made.err
     with tarfile.open(fileobj=io.BytesIO(made.raw)) as tar:
         names = tar.getnames()
@@ -137,9 +133,9 @@ def test_one_that_was_killed_leaves_nothing_that_restore_accepts(mirrored: Path,
         process.kill()
         process.wait()
     (tmp_path / "begun.tar").write_bytes(begun)
-    refused = call("restore", "--from", tmp_path / "begun.tar", "--data", tmp_path / "target")
-    assert refused.code == 3
-    assert "damaged or cut short" in refused.complaint
+    call("restore", "--from", tmp_path / "begun.tar", "--data", tmp_path / "target").complains(
+        3, "damaged or cut short"
+    )
     assert not (tmp_path / "target").exists()
 
 
@@ -160,7 +156,5 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
         (["--to", "-", "--json"], 2, "--to - and --json both print to stdout"),
         (["--to", "/proc/backup"], 1, "/proc/backup"),
     ):
-        result = call("backup", "--data", mirrored, *arguments)
-        assert result.code == code, result.err
-        assert words in result.complaint
+        call("backup", "--data", mirrored, *arguments).complains(code, words)
     assert "no such directory" in call("backup", "--data", tmp_path / "none", "--to", tmp_path / "c").complaint

@@ -15,7 +15,7 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Seqno
 from storage.read.view import Token, open_view
-from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes
+from tests.cli.conftest import LIMIT_S, background, call, output_nobody_takes, succeed
 from tests.supervise.conftest import eventually_now as eventually
 
 ID = "00000000000000ff"
@@ -54,9 +54,7 @@ def test_a_token_that_is_none(token: str) -> None:
 
 
 def test_a_token_of_a_history_that_nobody_knows(mirrored: Path) -> None:
-    result = call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}")
-    assert result.code == 1
-    assert "branch 77" in result.complaint
+    call("changes", "--data", mirrored, "--since", f"3:77:5:{ID}").complains(1, "branch 77")
 
 
 def test_tokens_belong_to_their_vbuckets(mirrored: Path) -> None:
@@ -118,8 +116,7 @@ def write(source: SandboxThread, name: str) -> None:
 
 
 def catch_up(source: SandboxThread, data: Path) -> None:
-    result = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
-    assert result.code == 0, result.err
+    succeed("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
 
 
 def test_one_file_is_the_position_in_all_vbuckets(moving: tuple[SandboxThread, Path], tmp_path: Path) -> None:

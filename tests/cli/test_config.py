@@ -72,6 +72,4 @@ def test_a_setting_is_explained_to_people() -> None:
 
 
 def test_a_setting_that_does_not_exist_is_named_with_the_nearest() -> None:
-    result = call_here("config", "explain", "histori_s")
-    assert result.code == 2
-    assert "did you mean history_s" in result.complaint
+    call_here("config", "explain", "histori_s").complains(2, "did you mean history_s")

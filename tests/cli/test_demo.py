@@ -11,14 +11,13 @@ import psutil
 import pytest
 
 from cli.demo import LOST_CHANGES
-from tests.cli.conftest import LIMIT_S, background, call
+from tests.cli.conftest import LIMIT_S, background, call, succeed
 
 SMALL = ["--documents", "3000", "--rate", "300"]
 
 
 def test_the_whole_story_ends_well(tmp_path: Path) -> None:
-    result = call("demo", "--seconds", "3", "--data", tmp_path / "data", "--json", *SMALL)
-    assert result.code == 0, result.err
+    result = succeed("demo", "--seconds", "3", "--data", tmp_path / "data", "--json", *SMALL)
     summary = result.json
     assert summary["ok"] is True
     assert summary["kill"]["requested_again_bytes"] == 0
@@ -78,6 +77,4 @@ def test_a_source_that_is_killed_ends_it_with_one_line(tmp_path: Path) -> None:
 
 
 def test_somebody_elses_mirror_is_not_touched(mirrored: Path) -> None:
-    result = call("demo", "--data", mirrored)
-    assert result.code == 2
-    assert "holds a mirror already" in result.complaint
+    call("demo", "--data", mirrored).complains(2, "holds a mirror already")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import call
+from tests.cli.conftest import call, succeed
 
 
 def test_a_sound_source_and_its_mirror(source: SandboxThread, mirrored: Path) -> None:
-    result = call("doctor", "--source", source.connection_string, "--data", mirrored, "--json")
-    assert result.code == 0, result.err
+    result = succeed("doctor", "--source", source.connection_string, "--data", mirrored, "--json")
     facts = result.json
     assert (facts["ok"], facts["service"], facts["data"]) == (True, "down", str(mirrored))
     steps = {finding["step"]: finding for finding in facts["findings"]}
@@ -35,4 +34,4 @@ def test_the_first_failure_is_the_exit_code(source: SandboxThread) -> None:
     assert call("doctor", "--source", "couchbase://demo@127.0.0.1:1/demo").code == 1
     for arguments, said in (([], "no source is given"), (["--source", "nonsense"], "not a scheme")):
         result = call("doctor", *arguments)
-        assert (result.code, said in result.complaint) == (2, True), result.err
+        result.complains(2, said)

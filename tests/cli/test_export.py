@@ -18,14 +18,13 @@ from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
 from storage.model import Branch, Document, Kind, Seqno
 from storage.read.view import open_view
-from tests.cli.conftest import call
+from tests.cli.conftest import call, succeed
 
 JSON_MD = (Path(__file__).parents[2] / "cli" / "JSON.md").read_text()
 
 
 def test_stdout_has_every_document_with_its_metadata_and_its_collection(mirrored: Path) -> None:
-    result = call("export", "--data", mirrored)
-    assert result.code == 0, result.err
+    result = succeed("export", "--data", mirrored)
     found = {json.dumps(line, sort_keys=True) for line in result.lines}
     scanned = call("scan", "--data", mirrored, "--json").lines
     assert found == {json.dumps(line | {"collection": "_default._default"}, sort_keys=True) for line in scanned}
@@ -97,8 +96,7 @@ def moving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SandboxTh
     with SandboxThread(SandboxCluster(vbuckets=4)) as source:
         for number in range(20):
             source.call(source.cluster.set, f"k{number}", {"n": number})
-        run = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
-        assert run.code == 0, run.err
+        succeed("run", "--source", source.connection_string, "--data", data, "--until-caught-up", "--groups", "2")
         yield source, data
 
 
@@ -160,6 +158,4 @@ def test_mistakes_are_one_line(mirrored: Path, tmp_path: Path) -> None:
         (["--collection", "a.b"], 2, "no collection 'a.b'"),
         (["--to", "/proc/none/file"], 1, "/proc/none"),
     ):
-        result = call("export", "--data", mirrored, *arguments)
-        assert result.code == code, result.err
-        assert words in result.complaint
+        call("export", "--data", mirrored, *arguments).complains(code, words)

@@ -13,22 +13,19 @@ from cli import init
 from mirror.config import Settings
 from mirror.config_reader import load
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import call
+from tests.cli.conftest import call, succeed
 from tests.terminal import Terminal, plain
 
 
 def test_the_file_is_what_run_takes_and_says_what_comes_next(source: SandboxThread, tmp_path: Path) -> None:
     to, data = tmp_path / "made" / "orders.toml", tmp_path / "data"
-    made = call("init", "--source", source.connection_string, "--data", data, "--to", to)
-    assert made.code == 0, made.err
+    made = succeed("init", "--source", source.connection_string, "--data", data, "--to", to)
     assert any(line.startswith("ok    login") for line in made.out.splitlines())
     next_lines = [line.split()[1:] for line in made.out.splitlines() if line.startswith("next")]
     assert next_lines == [["dcp-mirror", "run", "--config", str(to)], ["dcp-mirror", "status", "--config", str(to)]]
-    run = call(*next_lines[0][1:], "--until-caught-up")
-    assert run.code == 0, run.err
+    succeed(*next_lines[0][1:], "--until-caught-up")
     assert call(*next_lines[1][1:], "--json").json["data"] == str(data)
-    again = call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to)
-    assert (again.code, f"{to} exists" in again.complaint) == (2, True)
+    call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to).complains(2, f"{to} exists")
     assert call("init", "--source", source.connection_string, "--data", tmp_path, "--to", to, "--force").code == 0
     assert [entry.name for entry in to.parent.iterdir()] == ["orders.toml"]
 
@@ -110,8 +107,9 @@ def test_a_source_that_is_not_reached_is_named_and_nothing_is_written(tmp_path: 
 
 def test_systemd_files_go_below_a_root_and_only_the_owner_reads_the_password(tmp_path: Path) -> None:
     arguments = ["--no-check", "--systemd", "orders", "--root", tmp_path]
-    made = call("init", "--source", "couchbases://reader@db1/orders", *arguments, env={"DCP_MIRROR_PASSWORD": "secret"})
-    assert made.code == 0, made.err
+    made = succeed(
+        "init", "--source", "couchbases://reader@db1/orders", *arguments, env={"DCP_MIRROR_PASSWORD": "secret"}
+    )
     etc = tmp_path / "etc"
     found = {str(path.relative_to(etc)) for path in etc.rglob("*") if path.is_file()}
     assert found == {

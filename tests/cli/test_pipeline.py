@@ -19,31 +19,27 @@ from mirror.errors import ConfigError
 from mirror.sandbox.thread import SandboxThread
 from mirror.spark.pipeline.progress import BatchFigures
 from tests.bench import stores
-from tests.cli.conftest import LIMIT_S, background, call, call_here, environment
+from tests.cli.conftest import LIMIT_S, background, call, call_here, environment, succeed
 from tests.supervise.conftest import eventually_now as eventually
 
 
 def test_export_writes_parquet_and_says_what(mirrored: Path, tmp_path: Path) -> None:
-    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", "--processes", "1", "--json")
-    assert done.code == 0, done.err
+    done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", "--processes", "1", "--json")
     facts = done.json
     assert (facts["documents"], facts["format"], facts["vbuckets"], facts["version"]) == (183, "parquet", 16, None)
     table = ds.dataset(tmp_path / "out", format="parquet").to_table()
     assert table.num_rows == 183
     assert {each.stat().st_mode & 0o077 for each in ((tmp_path / "out"), *(tmp_path / "out").rglob("*"))} == {0}
     assert "\ufffdbase64://5rZXk=" in table.column("key").to_pylist()
-    again = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out")
-    assert again.code == 2
-    assert "--overwrite" in again.complaint
+    call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out").complains(2, "--overwrite")
 
 
 def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--format", "delta", "--schema", "number int, `stra\u00dfe` string", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    assert (done.code, "the body is not a JSON object" in done.complaint) == (3, True)
+    done.complains(3, "the body is not a JSON object")
     arguments += ["--mode", "permissive", "--max-misfits", "0.5"]
-    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    assert done.code == 0, done.err
+    done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
     assert "183 documents of 16 vbuckets" in done.out
     assert "version 0" in done.out
     rows = DeltaTable(str(tmp_path / "out")).to_pyarrow_table().to_pylist()
@@ -55,11 +51,9 @@ def test_export_writes_a_delta_table_with_typed_columns(mirrored: Path, tmp_path
 def test_a_schema_that_most_documents_do_not_fit_is_exit_3_and_no_export(mirrored: Path, tmp_path: Path) -> None:
     arguments = ["--schema", "number boolean", "--mode", "permissive", "--processes", "1"]
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments)
-    assert done.code == 3
-    assert "documents do not fit the schema" in done.complaint
+    done.complains(3, "documents do not fit the schema")
     assert list(tmp_path.iterdir()) == []
-    done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments, "--max-misfits", "1")
-    assert done.code == 0, done.err
+    done = succeed("pipeline", "export", "--data", mirrored, "--to", tmp_path / "out", *arguments, "--max-misfits", "1")
     assert "do not fit the schema" in done.out
 
 
@@ -94,8 +88,7 @@ def test_compare_is_silent_about_what_is_equal(source: SandboxThread, mirrored: 
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], what: str, mirrored: Path, tmp_path: Path) -> None:
     done = call_here("pipeline", *arguments, "--data", mirrored, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
-    assert done.code == 2
-    assert what in done.complaint
+    done.complains(2, what)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,8 +104,7 @@ def test_a_stream_of_nothing_ends_before_java_starts(
     arguments: list[str], code: int, what: str, tmp_path: Path
 ) -> None:
     done = call_here("pipeline", "sync", "--to", "lake", *arguments, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())})
-    assert done.code == code
-    assert what in done.complaint
+    done.complains(code, what)
     assert "Spark" not in done.err
     assert list(tmp_path.iterdir()) == []
 
@@ -141,26 +133,21 @@ def test_schemas_of_sync_are_for_all_tables_or_for_a_collection_s() -> None:
 def test_a_schema_that_sync_cannot_keep_is_refused_before_java_starts(
     mirrored: Path, arguments: list[str], what: str, tmp_path: Path
 ) -> None:
-    done = call_here("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments)
-    assert done.code == 2
-    assert what in done.complaint
+    call_here("pipeline", "sync", "--data", mirrored, "--to", tmp_path / "lake", *arguments).complains(2, what)
     assert not (tmp_path / "lake").exists()
 
 
 def test_a_source_that_refuses_is_exit_4(source: SandboxThread, tmp_path: Path) -> None:
     arguments = ["--source", source.connection_string, "--to", tmp_path / "lake"]
-    done = call("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"})
-    assert done.code == 4, done.err
-    assert "password" in done.complaint
+    call("pipeline", "sync", *arguments, env={"DCP_MIRROR_PASSWORD": "wrong"}).complains(4, "password")
 
 
 def test_no_mirror_and_no_space_are_reported_with_their_place(mirrored: Path, tmp_path: Path) -> None:
     done = call("pipeline", "export", "--data", tmp_path / "nowhere", "--to", tmp_path / "out")
-    assert (done.code, "no such directory" in done.complaint) == (2, True)
+    done.complains(2, "no such directory")
     (tmp_path / "file").touch()
     done = call("pipeline", "export", "--data", mirrored, "--to", tmp_path / "file" / "out")
-    assert done.code == 1
-    assert str(tmp_path / "file" / "out") in done.complaint
+    done.complains(1, str(tmp_path / "file" / "out"))
 
 
 def test_without_the_extra_the_remedy_is_said(mirrored: Path, tmp_path: Path) -> None:
@@ -213,8 +200,7 @@ def test_a_killed_export_leaves_nothing_to_be_read_and_no_process(form: str, lar
         eventually(lambda: not any(running(pid) for pid in children))
     assert not (target / "_SUCCESS").exists()
     assert not DeltaTable.is_deltatable(str(target))
-    again = call(*arguments, "--json")
-    assert again.code == 0, again.err
+    again = succeed(*arguments, "--json")
     assert again.json["documents"] == 60_000
     assert again.json["orphans_removed"] > 0
     assert len(list(target.glob("*.parquet"))) == again.json["files"]

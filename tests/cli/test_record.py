@@ -7,14 +7,13 @@ from pathlib import Path
 
 from mirror.sandbox.thread import SandboxThread
 from mirror.wire.constants import Opcode
-from tests.cli.conftest import call
+from tests.cli.conftest import call, succeed
 from tests.recordings import passed
 
 
 def test_it_ends_after_a_stop_command(source: SandboxThread, tmp_path: Path) -> None:
     url = source.connection_string
-    result = call("record", "--source", url, "--to", tmp_path / "all", "--json")
-    assert result.code == 0, result.err
+    result = succeed("record", "--source", url, "--to", tmp_path / "all", "--json")
     facts = result.json
     assert facts["ended_by"] == "caught up"
     frames = list(passed(tmp_path / "all"))
@@ -41,7 +40,6 @@ def test_every_mistake_is_one_line_and_leaves_no_file(source: SandboxThread, tmp
         (2, "there is no vbucket 99", ["--source", url, "--to", tmp_path / "x", "--vbid", "99"]),
         (1, "cannot be reached", ["--source", "couchbase://demo@127.0.0.1:1/demo", "--to", tmp_path / "z"]),
     ):
-        result = call("record", *arguments)
-        assert (result.code, said in result.complaint) == (code, True), (arguments, result.code, result.err)
+        call("record", *arguments).complains(code, said)
     assert (tmp_path / "there").read_text() == "mine"
     assert not (tmp_path / "z").exists()

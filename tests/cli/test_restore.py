@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import COMMAND, call, copy_of, environment
+from tests.cli.conftest import COMMAND, call, copy_of, environment, succeed
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,7 @@ def made(mirrored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_directory_and_a_tar_on_stdin_give_the_same_mirror(mirrored: Path, made: Path, tmp_path: Path) -> None:
-    first = call("restore", "--from", made / "copy", "--data", tmp_path / "a")
-    assert first.code == 0, first.err
+    first = succeed("restore", "--from", made / "copy", "--data", tmp_path / "a")
     assert "restored (bucket demo, 16 vbuckets" in first.out
     with (made / "copy.tar").open("rb") as tar:
         command = [*COMMAND, "restore", "--from", "-", "--data", str(tmp_path / "b")]
@@ -43,8 +42,7 @@ def test_of_an_older_moment_the_mirror_serves_that_one_and_goes_on_from_there(
     boundaries = call("state", "--data", mirrored, "--json").json["vbuckets"]
     before = max(each["boundaries"][1]["time_ms"] for each in boundaries if len(each["boundaries"]) > 1)
     moment = datetime.fromtimestamp(before / 1000, UTC).isoformat()
-    made = call("backup", "--data", mirrored, "--to", tmp_path / "copy", "--as-of", moment)
-    assert made.code == 0, made.err
+    succeed("backup", "--data", mirrored, "--to", tmp_path / "copy", "--as-of", moment)
     assert call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target").code == 0
     assert call("check", "--data", tmp_path / "target").code == 0
     older = call("scan", "--data", tmp_path / "target", "--json").lines
@@ -77,9 +75,7 @@ def test_what_is_damaged_is_named_and_nothing_is_left(
     copy = tmp_path / "copy"
     shutil.copytree(made / "copy", copy)
     harm(copy)
-    refused = call("restore", "--from", copy, "--data", tmp_path / "target")
-    assert refused.code == 3
-    assert words in refused.complaint
+    call("restore", "--from", copy, "--data", tmp_path / "target").complains(3, words)
     assert not (tmp_path / "target").exists()
 
 
@@ -91,20 +87,16 @@ def test_rows_that_were_damaged_before_are_refused_unless_they_are_requested(
     data = file.read_bytes()
     key = call("scan", "--data", mirrored, "--vbid", "2", "--limit", "1", "--json").lines[0]["key"].encode()
     file.write_bytes(data.replace(key, key.upper() if key != key.upper() else key.lower()))
-    made_of_it = call("backup", "--data", harmed, "--to", tmp_path / "copy")
-    assert made_of_it.code == 0, made_of_it.err
+    succeed("backup", "--data", harmed, "--to", tmp_path / "copy")
     refused = call("restore", "--from", tmp_path / "copy", "--data", tmp_path / "target")
-    assert refused.code == 3
-    assert "its checksum does not match" in refused.complaint
+    refused.complains(3, "its checksum does not match")
     assert not (tmp_path / "target").exists()
     arguments = ("--from", tmp_path / "copy", "--data", tmp_path / "target", "--no-check")
     assert call("restore", *arguments).code == 0
 
 
 def test_only_into_an_empty_directory(mirrored: Path, made: Path) -> None:
-    refused = call("restore", "--from", made / "copy", "--data", mirrored)
-    assert refused.code == 1
-    assert "is not empty: it holds" in refused.complaint
+    call("restore", "--from", made / "copy", "--data", mirrored).complains(1, "is not empty: it holds")
 
 
 def test_a_backup_that_is_not_there_is_named(tmp_path: Path) -> None:

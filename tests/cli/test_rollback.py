@@ -12,7 +12,7 @@ import pytest
 
 from mirror.sandbox.cluster import SandboxCluster
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill
+from tests.cli.conftest import LIMIT_S, background, call, delete_some, fill, succeed
 from tests.processes import caught_up
 from tests.supervise.conftest import eventually_now as eventually
 
@@ -26,8 +26,7 @@ def source_and_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         for change in (fill, delete_some):
             thread.call(change, thread.cluster)
             arguments = ["--data", path, "--until-caught-up", "--groups", "2"]
-            result = call("run", "--source", thread.connection_string, *arguments)
-            assert result.code == 0, result.err
+            succeed("run", "--source", thread.connection_string, *arguments)
         yield thread, path
 
 
@@ -59,8 +58,7 @@ def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThre
     assert foretold["boundary"]["seqno"] == older["seqno"]
     assert foretold["retracted"] == foretold["restored"] == newest["seqno"] - older["seqno"] > 0
     assert state_of(data) == before
-    result = call(*arguments, "--json")
-    assert result.code == 0, result.err
+    result = succeed(*arguments, "--json")
     done = result.json
     assert [name for name in done if f"`{name}`" not in JSON_MD] == []
     assert (done["done"], done["service"], done["branch"]) == (True, "down", before["branch"] + 1)
@@ -74,8 +72,7 @@ def test_offline_it_is_foretold_and_then_done_so(data: Path, source: SandboxThre
     events = call("changes", "--data", data, "--vbid", "1", "--since", done["since"], "--json").lines
     assert [event["kind"] for event in events].count("retraction") == done["retracted"]
     assert call("check", "--data", data).code == 0
-    again = call("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
-    assert again.code == 0, again.err
+    succeed("run", "--source", source.connection_string, "--data", data, "--until-caught-up")
     assert documents(data) == contents  # the source still has it all: streamed again from there
 
 
@@ -84,15 +81,12 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
     contents = documents(data)
     with background("run", "--source", source.connection_string, "--data", data) as service:
         eventually(lambda: caught_up(call("status", "--data", data, "--json").json))
-        result = call("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--json")
-        assert result.code == 0, result.err
+        result = succeed("rollback", "--data", data, "--vbid", "1", "--to", str(newest - 1), "--json")
         assert (result.json["service"], result.json["done"]) == ("up", True)
         assert result.json["retracted"] > 0
         eventually(lambda: state_of(data)["published_seqno"] == newest)
         assert documents(data) == contents
-        refused = call("rollback", "--data", data, "--vbid", "1", "--to", "0")
-        assert refused.code == 1
-        assert "history begins at seqno" in refused.complaint
+        call("rollback", "--data", data, "--vbid", "1", "--to", "0").complains(1, "history begins at seqno")
         assert state_of(data)["rollback_count"] == 1
         service.send_signal(signal.SIGTERM)
         service.communicate(timeout=LIMIT_S)
@@ -102,9 +96,9 @@ def test_a_running_service_rolls_back_and_streams_on(data: Path, source: Sandbox
 def test_what_cannot_be_done_changes_nothing_and_says_why(data: Path) -> None:
     before = state_of(data)
     floor = before["history_floor_seqno"]
-    refused = call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1))
-    assert refused.code == 1
-    assert f"history begins at seqno {floor}" in refused.complaint
+    call("rollback", "--data", data, "--vbid", "1", "--to", str(floor - 1)).complains(
+        1, f"history begins at seqno {floor}"
+    )
     assert "there is no vbucket 99" in call("rollback", "--data", data, "--vbid", "99", "--to", "1").complaint
     assert call("rollback", "--data", data, "--vbid", "1").code == 2
     nothing = call("rollback", "--data", data, "--vbid", "1", "--to", "999999999")

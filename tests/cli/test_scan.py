@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mirror.sandbox.thread import SandboxThread
-from tests.cli.conftest import call
+from tests.cli.conftest import call, succeed
 from tests.serve.test_objects import FIELDS
 
 
@@ -43,9 +43,7 @@ def test_people_get_readable_lines(mirrored: Path) -> None:
 
 
 def test_a_seqno_needs_its_vbucket(mirrored: Path) -> None:
-    result = call("scan", "--data", mirrored, "--as-of", "5")
-    assert result.code == 2
-    assert "--vbid" in result.complaint
+    call("scan", "--data", mirrored, "--as-of", "5").complains(2, "--vbid")
     assert call("scan", "--data", mirrored, "--as-of", "2999-01-01", "--limit", "1").code == 0
 
 
@@ -63,8 +61,7 @@ def test_as_of_a_time_every_vbucket_says_its_boundary(mirrored: Path) -> None:
     }
     moment_ms = max(each[-1][0] for each in boundaries.values())  # when the last one got its first boundary
     text = datetime.fromtimestamp(moment_ms / 1000, tz=UTC).isoformat(timespec="milliseconds")
-    result = call("scan", "--data", mirrored, "--as-of", text.replace("+00:00", "Z"), "--json")
-    assert result.code == 0, result.err
+    result = succeed("scan", "--data", mirrored, "--as-of", text.replace("+00:00", "Z"), "--json")
     reported = {vbid: max(each for each in kept if each[0] <= moment_ms)[1] for vbid, kept in boundaries.items()}
     for vbid, seqno in reported.items():
         assert f"as of vbucket {vbid}, seqno {seqno}, published " in result.err

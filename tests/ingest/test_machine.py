@@ -32,6 +32,7 @@ from mirror.wire.events import (
     SnapshotMarker,
     StreamEnd,
     StreamEvent,
+    SystemEventContent,
 )
 from mirror.wire.system_events import encode_system_event
 from storage.model import SEQNO_MAX, FailoverLog
@@ -63,6 +64,15 @@ def streaming_at(*boundaries: int, **more: Any) -> Rig:
     """Return the same rig with its stream accepted."""
     rig = rig_at(*boundaries, **more)
     rig.feed(ev.StreamAccepted(rig.opaque_counter, rig.machine.stored.failover_log or LOG))
+    return rig
+
+
+def resyncing_at_100() -> Rig:
+    """Return a rig whose source has no common history with it; the stream of the new one is accepted."""
+    rig = rig_at(100)
+    rollback(rig, 0)
+    rig.feed(ev.FailoverLogReceived(log()))
+    rig.feed(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
     return rig
 
 
@@ -348,14 +358,16 @@ def filtered(rig: Rig, stream_filter: StreamFilter) -> list[type]:
     return kinds(rig.feed(ev.Start(filter=stream_filter)))
 
 
-def created(rig: Rig, seqno: int, collection_id: int) -> None:
-    content = CollectionCreated(1, 0, collection_id, f"c{collection_id}")
+def told(rig: Rig, seqno: int, content: SystemEventContent) -> None:
     rig.feed(replace(encode_system_event(content, vbid=0, seqno=seqno), opaque=rig.opaque_counter))
+
+
+def created(rig: Rig, seqno: int, collection_id: int) -> None:
+    told(rig, seqno, CollectionCreated(1, 0, collection_id, f"c{collection_id}"))
 
 
 def dropped(rig: Rig, seqno: int, collection_id: int) -> None:
-    content = CollectionDropped(2, 0, collection_id)
-    rig.feed(replace(encode_system_event(content, vbid=0, seqno=seqno), opaque=rig.opaque_counter))
+    told(rig, seqno, CollectionDropped(2, 0, collection_id))
 
 
 def filtered_at(stream_filter: StreamFilter, *boundaries: int) -> Rig:
@@ -544,10 +556,7 @@ def test_without_common_history_a_resync_begins_at_once() -> None:
 
 
 def test_a_resync_is_swapped_in_by_its_publish() -> None:
-    rig = rig_at(100)
-    rollback(rig, 0)
-    rig.feed(ev.FailoverLogReceived(log()))
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    rig = resyncing_at_100()
     assert status_of(rig) is ins.VbucketStatus.RESYNCING
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
@@ -559,10 +568,7 @@ def test_a_resync_is_swapped_in_by_its_publish() -> None:
 
 
 def test_a_resync_that_broke_goes_on_after_a_restart() -> None:
-    rig = rig_at(100)
-    rollback(rig, 0)
-    rig.feed(ev.FailoverLogReceived(log()))
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    rig = resyncing_at_100()
     marker(rig, 0, 30, DISK)
     rows(rig, 10)
     rig.restart()
@@ -577,10 +583,7 @@ def test_a_resync_that_broke_goes_on_after_a_restart() -> None:
 @pytest.mark.parametrize("how", ["poll", "marker"])
 def test_a_resync_from_an_empty_source_is_complete_at_zero(how: str) -> None:
     """No snapshot will ever say so, and the old copy would be shown for ever."""
-    rig = rig_at(100)
-    rollback(rig, 0)
-    rig.feed(ev.FailoverLogReceived(log()))
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, log((0xC, 0))))
+    rig = resyncing_at_100()
     done = rig.feed(ev.HighSeqno(0)) if how == "poll" else marker(rig, 0, 0)
     assert kinds(done) == [ins.PublishSnapshot]
     assert rig.store.served.seqno == 0
@@ -754,11 +757,7 @@ def test_a_stream_without_end_is_not_at_its_end_when_the_source_says_so() -> Non
 
 def test_a_resync_that_is_published_just_before_the_source_breaks_the_protocol_is_no_longer_one() -> None:
     """Found by the simulation: the run ended the snapshot and went on beyond it; the machine still said "resyncing"."""
-    rig = Rig(ToyStore().holding(100, LOG))
-    rig.feed(ev.Start())
-    rig.feed(ev.StreamRollback(rig.opaque_counter, 0))
-    rig.feed(ev.FailoverLogReceived(FailoverLog.of([(0xEE, 0)])))
-    rig.feed(ev.StreamAccepted(rig.opaque_counter, FailoverLog.of([(0xEE, 0)])))
+    rig = resyncing_at_100()
     assert rig.machine.resyncing
     marker(rig, 0, 3)
     rows(rig, 1, 3, 4)

@@ -41,22 +41,21 @@ def test_whatever_a_state_says_an_offset_can_be_made_of_it(
     assert made.inside_snapshot or made.start_seqno == made.snap_start_seqno == made.snap_end_seqno == boundary
 
 
-def test_between_snapshots_the_boundary_is_sent_in_three_places_with_the_history_it_lies_on() -> None:
-    assert requested(99, 99, None) == (99, 99, 99, 0xA)
-    assert requested(100, 100, None) == (100, 100, 100, 0xB)
-
-
-def test_the_range_of_a_marker_without_its_first_item_is_never_sent() -> None:
-    assert requested(99, 99, (100, 120)) == (99, 99, 99, 0xA)
-
-
-def test_inside_a_snapshot_the_range_begins_at_our_own_boundary_and_not_where_the_marker_said() -> None:
-    assert requested(40, 45, (45, 60)) == (45, 40, 60, 0xA)
-    assert requested(40, 45, (0, 60)) == (45, 40, 60, 0xA)
-
-
-def test_inside_a_snapshot_the_history_is_the_one_its_end_lies_on() -> None:
-    assert requested(40, 45, (41, 120)) == (45, 40, 120, 0xB)
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        pytest.param((99, 99, None), (99, 99, 99, 0xA), id="between snapshots the boundary, three times"),
+        pytest.param((100, 100, None), (100, 100, 100, 0xB), id="with the history that it lies on"),
+        pytest.param((99, 99, (100, 120)), (99, 99, 99, 0xA), id="never the range of a marker without its first item"),
+        pytest.param((40, 45, (45, 60)), (45, 40, 60, 0xA), id="inside, the range begins at our own boundary"),
+        pytest.param((40, 45, (0, 60)), (45, 40, 60, 0xA), id="and not where the marker said"),
+        pytest.param((40, 45, (41, 120)), (45, 40, 120, 0xB), id="with the history that its end lies on"),
+    ],
+)
+def test_each_position_has_its_request(
+    held: tuple[int, int, tuple[int, int] | None], expected: tuple[int, int, int, int]
+) -> None:
+    assert requested(*held) == expected
 
 
 @pytest.mark.parametrize("open_snapshot", [None, (41, 45), (41, 44)])

@@ -93,6 +93,14 @@ class Client:
             assert await client.control(key, value) == Status.SUCCESS, key
         return client
 
+    @staticmethod
+    async def streamed(cluster: SandboxCluster, seqno: int, value: bytes = b"", **more: Any) -> Client:
+        """One with a stream of vbucket 0 that has come to a seqno."""
+        client = await Client.dcp(cluster, **more)
+        await client.stream(0, value=value)
+        await client.until_seqno(0, seqno)
+        return client
+
     @classmethod
     async def close_all(cls) -> None:
         """Close what a test opened, and stop its clusters."""

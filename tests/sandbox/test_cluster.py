@@ -81,9 +81,7 @@ async def test_a_failed_over_node_leaves_the_map() -> None:
 async def test_a_vbucket_that_moves_ends_its_streams_and_is_refused_with_the_map() -> None:
     async with SandboxCluster(nodes=2, vbuckets=2) as cluster:
         cluster.set("k", {}, vbid=0)
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        await client.until_seqno(0, 1)
+        client = await Client.streamed(cluster, 1)
         uuid = cluster.vbucket(0).vbuuid
         cluster.move(0, 1)
         await client.until(lambda: client.of(ev.StreamEnd))
@@ -155,9 +153,7 @@ async def test_expired_documents_are_found_by_the_pager(monkeypatch: pytest.Monk
     monkeypatch.setattr("mirror.sandbox.cluster.EXPIRY_PAGER_SECONDS", 0.05)
     async with SandboxCluster(vbuckets=1) as cluster:
         cluster.bucket.set("k", {}, expiry=cluster.bucket.documents.now() - 5)
-        client = await Client.dcp(cluster)
-        await client.stream(0)
-        await client.until_seqno(0, 2)
+        client = await Client.streamed(cluster, 2)
         assert isinstance(client.events[-1], ev.Deletion)
 
 

@@ -101,9 +101,7 @@ async def test_after_a_failover_with_loss_a_client_has_to_roll_back(cluster: San
     for index in range(20):
         cluster.set(f"k{index}", {})
     uuid = cluster.vbucket(0).vbuuid
-    client = await Client.dcp(cluster)
-    await client.stream(0)
-    await client.until_seqno(0, 20)
+    client = await Client.streamed(cluster, 20)
     assert cluster.failover(0, lose=5) == 15
     await client.until(lambda: client.of(ev.StreamEnd))
     answer = await client.stream(0, start=20, uuid=uuid)
@@ -140,9 +138,7 @@ async def test_who_may_not_look_up_system_collections_gets_a_stream_without_them
     cluster.set("more", {}, collection="s.c")
     await client.until_seqno(0, 9)
     assert [e.event for e in client.of(ev.SystemEvent)] == [3, 0]
-    whole = await Client.dcp(cluster, name="whole")
-    await whole.stream(0)
-    await whole.until_seqno(0, 9)
+    whole = await Client.streamed(cluster, 9, name="whole")
     cluster.user.privileges = user.privileges
     cluster.set("again", {}, collection="s.c")
     await whole.until(lambda: whole.of(ev.StreamEnd))

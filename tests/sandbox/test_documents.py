@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -28,6 +29,13 @@ class World:
         self.vbucket = self.bucket.vbuckets[0]
 
 
+@contextmanager
+def refused(status: Status) -> Iterator[None]:
+    with pytest.raises(DocumentError) as error:
+        yield
+    assert error.value.status == status
+
+
 @pytest.fixture
 def world() -> World:
     return World()
@@ -35,18 +43,15 @@ def world() -> World:
 
 def test_modes_and_cas_are_honoured(world: World) -> None:
     store, vb = world.documents.store, world.vbucket
-    with pytest.raises(DocumentError) as error:
+    with refused(Status.KEY_ENOENT):
         store(vb, b"\0k", b"1", mode=Mode.REPLACE)
-    assert error.value.status == Status.KEY_ENOENT
     first = store(vb, b"\0k", b"1", mode=Mode.ADD, flags=7)
-    with pytest.raises(DocumentError) as error:
+    with refused(Status.KEY_EEXISTS):
         store(vb, b"\0k", b"1", mode=Mode.ADD)
-    assert error.value.status == Status.KEY_EEXISTS
     second = store(vb, b"\0k", b"2", cas=first.cas)
     assert (second.rev_seqno, second.seqno, second.cas > first.cas) == (2, 2, True)
-    with pytest.raises(DocumentError) as error:
+    with refused(Status.KEY_EEXISTS):
         store(vb, b"\0k", b"3", cas=first.cas)
-    assert error.value.status == Status.KEY_EEXISTS
     assert vb.high_seqno == 2
     deleted = world.documents.remove(vb, b"\0k", cas=second.cas)
     assert (deleted.deleted, deleted.rev_seqno) == (True, 3)
@@ -97,16 +102,14 @@ def test_a_lock_keeps_others_out_until_it_ends(world: World) -> None:
         lambda: documents.touch(vb, b"\0k", 1),
         lambda: documents.unlock(vb, b"\0k", 1),
     ):
-        with pytest.raises(DocumentError) as error:
+        with refused(Status.LOCKED):
             attempt()
-        assert error.value.status == Status.LOCKED
     assert documents.store(vb, b"\0k", b"2", cas=cas).value == b"2"
     _, cas = documents.lock(vb, b"\0k", 5)
     world.clock.advance(6)
     assert documents.store(vb, b"\0k", b"3").value == b"3"
-    with pytest.raises(DocumentError) as error:
+    with refused(Status.ETMPFAIL):
         documents.unlock(vb, b"\0k", cas)
-    assert error.value.status == Status.ETMPFAIL
 
 
 def test_a_tombstone_keeps_system_xattrs_alone(world: World) -> None:
@@ -150,16 +153,14 @@ def test_while_a_durable_write_is_under_way_readers_see_what_was_and_writers_are
         lambda: documents.expire(vb, documents.get(vb, b"\0k")),
     )
     for attempt in attempts:
-        with pytest.raises(DocumentError) as error:
+        with refused(Status.SYNC_WRITE_IN_PROGRESS):
             attempt()
-        assert error.value.status == Status.SYNC_WRITE_IN_PROGRESS
     assert vb.high_seqno == 2
     assert (vb.max_visible_seqno(), vb.high_prepared_seqno(2), vb.high_completed_seqno(2)) == (1, 2, 0)
     committed = documents.commit(vb, b"\0k")
     assert (committed.value, committed.cas, committed.rev_seqno, committed.seqno) == (b"2", prepare.cas, 2, 3)
-    with pytest.raises(DocumentError) as error:
+    with refused(Status.KEY_ENOENT):
         documents.abort(vb, b"\0k")
-    assert error.value.status == Status.KEY_ENOENT
 
 
 def test_a_durable_delete_and_one_that_is_aborted(world: World) -> None:
@@ -187,7 +188,6 @@ def test_a_durable_delete_and_one_that_is_aborted(world: World) -> None:
     ],
 )
 def test_keys_that_cannot_be(world: World, key: bytes, status: Status) -> None:
-    with pytest.raises(DocumentError) as error:
+    with refused(status):
         world.documents.store(world.vbucket, key, b"1")
-    assert error.value.status == status
     assert world.vbucket.high_seqno == 0

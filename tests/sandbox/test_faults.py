@@ -82,6 +82,4 @@ async def test_the_source_stops_talking_inside_of_a_snapshot(cluster: SandboxClu
     assert 0 < len(client.of(*DATA)) < 200
     assert not client.closed.is_set()
     cluster.faults.clear()
-    sound = await Client.dcp(cluster, name="sound")
-    await sound.stream(0)
-    await sound.until_seqno(0, 200)
+    await Client.streamed(cluster, 200, name="sound")

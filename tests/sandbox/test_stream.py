@@ -36,9 +36,7 @@ async def test_what_is_in_memory_is_sent_from_there_in_one_first_snapshot(cluste
     """As recorded: 210 documents that were never on disk come as [0..210] memory|checkpoint (72_d1)."""
     for index in range(210):
         cluster.set(f"k{index % 160}", {"n": index})
-    client = await Client.dcp(cluster)
-    await client.stream(0)
-    await client.until_seqno(0, 210)
+    client = await Client.streamed(cluster, 210)
     assert client.markers() == [(0, 210, 5)]
     assert data(client) == list(range(51, 211))
 
@@ -147,9 +145,7 @@ async def test_a_marker_of_version_2_2_carries_the_purge_seqno(cluster: SandboxC
         cluster.delete(key)
     cluster.bucket.purge()
     cluster.bucket.to_disk()
-    client = await Client.dcp(cluster, max_marker_version="2.2")
-    await client.stream(0)
-    await client.until_seqno(0, 5)
+    client = await Client.streamed(cluster, 5, max_marker_version="2.2")
     cluster.set("d", {})
     await client.until_seqno(0, 6)
     disk, memory = client.of(ev.SnapshotMarker)
@@ -161,9 +157,7 @@ async def test_a_marker_of_version_2_2_carries_the_purge_seqno(cluster: SandboxC
 async def test_writes_outside_the_filter_are_not_sent_live(cluster: SandboxCluster) -> None:
     cluster.bucket.create_scope("s")
     cluster.bucket.create_collection("s", "c")
-    client = await Client.dcp(cluster)
-    await client.stream(0, value=b'{"collections":["8"]}')
-    await client.until_seqno(0, 2)
+    client = await Client.streamed(cluster, 2, value=b'{"collections":["8"]}')
     for index in range(10):
         cluster.set(f"k{index}", {})
         await asyncio.sleep(0)
@@ -197,9 +191,7 @@ async def test_a_dropped_cursor_does_not_backfill_over_purged_tombstones(cluster
     """
     cluster.set("kept", {})
     cluster.set("gone", {})
-    client = await Client.dcp(cluster)
-    await client.stream(0)
-    await client.until_seqno(0, 2)
+    client = await Client.streamed(cluster, 2)
     vbucket = cluster.vbucket(0)
     unreported, vbucket.changed = vbucket.changed, set()
     cluster.bucket.delete("gone", vbid=0)
@@ -328,13 +320,9 @@ async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(clus
     bucket.abort("gone")
     bucket.prepare("k", {"new": 1})
     bucket.to_disk()
-    able = await Client.dcp(cluster, enable_sync_writes="true")
-    await able.stream(0)
-    await able.until_seqno(0, 4)
+    able = await Client.streamed(cluster, 4, enable_sync_writes="true")
     assert [(type(e).__name__, e.seqno) for e in able.events[1:]] == [("Mutation", 1), ("Abort", 3), ("Prepare", 4)]
-    plain = await Client.dcp(cluster, name="plain")
-    await plain.stream(0)
-    await plain.until_seqno(0, 4)
+    plain = await Client.streamed(cluster, 4, name="plain")
     assert [(type(e).__name__, e.seqno) for e in plain.events[1:]] == [("Mutation", 1), ("SeqnoAdvanced", 4)]
     bucket.commit("k")
     await able.until_seqno(0, 5)
@@ -352,15 +340,11 @@ async def test_a_pending_prepare_is_on_disk_and_an_abort_until_the_next_one(clus
 async def test_a_marker_of_version_2_2_says_what_is_prepared_too(cluster: SandboxCluster) -> None:
     cluster.set("k", {})
     cluster.bucket.to_disk()
-    client = await Client.dcp(cluster, max_marker_version="2.2")
-    await client.stream(0)
-    await client.until_seqno(0, 1)
+    client = await Client.streamed(cluster, 1, max_marker_version="2.2")
     cluster.bucket.set("k", {}, durable=True)
     cluster.bucket.prepare("l", {})
     cluster.bucket.to_disk()
-    again = await Client.dcp(cluster, name="again", max_marker_version="2.2")
-    await again.stream(0)
-    await again.until_seqno(0, 4)
+    again = await Client.streamed(cluster, 4, name="again", max_marker_version="2.2")
     assert client.of(ev.SnapshotMarker)[0].version == MarkerVersion.V1  # nothing purged, nothing prepared
     marker = again.of(ev.SnapshotMarker)[0]
     assert (marker.version, marker.max_visible_seqno) == (MarkerVersion.V2_2, 3)
@@ -406,9 +390,7 @@ async def test_an_advance_at_the_very_end_is_not_said_twice() -> None:
         for index in range(6):
             cluster.set(f"k{index}", {})
         cluster.bucket.to_disk()
-        client = await Client.dcp(cluster)
-        await client.stream(0, value=b'{"collections":["8"]}')
-        await client.until_seqno(0, 8)
+        client = await Client.streamed(cluster, 8, value=b'{"collections":["8"]}')
         cluster.set("last", {}, collection="s.c")
         await client.until_seqno(0, 9)
         assert [e.seqno for e in client.of(ev.SeqnoAdvanced)] == [5, 8]
@@ -443,9 +425,7 @@ async def test_change_streams_get_every_version_behind_a_second_marker_with_the_
         both = await history(cluster, "both")
         assert both == [(6, 0, 10), (DISK_HISTORY, 0, 10), (6,), (7,), (8,), (9,), (10,)]
         assert await history(cluster, "resumed", start=6, uuid=uuid) == [(DISK_HISTORY, 6, 10), (7,), (8,), (9,), (10,)]
-        plain = await Client.dcp(cluster, name="plain")
-        await plain.stream(0)
-        await plain.until_seqno(0, 10)
+        plain = await Client.streamed(cluster, 10, name="plain")
         assert (plain.markers(), data(plain)) == ([(0, 10, 6)], [8, 9, 10])
         assert plain.state(0) == {key: item.value for key, item in state_at(cluster.vbucket(0)).items()}
 
@@ -491,14 +471,10 @@ async def test_a_backfill_with_history_has_every_version_that_the_filter_shows()
             cluster.set("k", {}, collection="s.c")
         cluster.bucket.to_disk()
         value = b'{"collections":["8"]}'
-        client = await Client.dcp(cluster, change_streams="true")
-        await client.stream(0, value=value)
-        await client.until_seqno(0, 4)
+        client = await Client.streamed(cluster, 4, value=value, change_streams="true")
         assert client.markers() == [(0, 4, DISK_HISTORY)]
         assert data(client) == [3, 4]
-        plain = await Client.dcp(cluster, name="plain")
-        await plain.stream(0, value=value)
-        await plain.until_seqno(0, 4)
+        plain = await Client.streamed(cluster, 4, value=value, name="plain")
         assert data(plain) == [4]
 
 
@@ -537,13 +513,9 @@ async def test_collections_are_modified_and_flushed_in_the_shape_that_the_client
     bucket.to_disk()
     for name, kind in (("flat again", ev.SystemEvent), ("fixed again", ev.SeqnoAdvanced)):
         controls: dict[str, Any] = {"flatbuffers_system_events": "true"} if kind is ev.SystemEvent else {}
-        client = await Client.dcp(cluster, name=name, **controls)
-        await client.stream(0)
-        await client.until_seqno(0, 7)
+        client = await Client.streamed(cluster, 7, name=name, **controls)
         assert isinstance(client.events[-1], kind)
     bucket.drop_collection("s.c")
     bucket.to_disk()
-    last = await Client.dcp(cluster, name="last", flatbuffers_system_events="true")
-    await last.stream(0)
-    await last.until_seqno(0, 8)
+    last = await Client.streamed(cluster, 8, name="last", flatbuffers_system_events="true")
     assert [e.event for e in last.of(ev.SystemEvent)] == [3, 1]
